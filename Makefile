@@ -1,0 +1,75 @@
+# make demo and make test each do all of their own set-up on a machine that has only Python 3.11+
+# and a C++ compiler. Set-up is repeated only when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Worker processes for the tests: one a core, at most eight (a compiling worker takes over 1 GB).
+JOBS ?= auto
+# More arguments for pytest, e.g. make test PYTEST_ARGS="-k nvfp4 -x"
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# One thread a process: tests run in parallel already, and spinning OpenMP threads stall tiny
+# operators by milliseconds. Inductor compiles in the process that asks, without a pool of its own.
+QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs-check bench clean
+
+help:
+	@echo "make demo        install into $(VENV) and run the main job on real weights"
+	@echo "make test        install into $(VENV) and run the tests"
+	@echo "make lint        ruff, import-linter, mypy, codespell"
+	@echo "make format      let ruff rewrite the files"
+	@echo "make docs-check  are the generated documents up to date?"
+	@echo "make bench       host overhead beside torchao"
+	@echo "make clean       remove $(VENV), build output and caches"
+
+demo: $(VENV)/.demo.stamp
+	OMP_WAIT_POLICY=passive $(BIN)/qtensor demo
+
+test: $(VENV)/.dev.stamp
+	$(QUIET_CORES) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/.dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs-check: $(VENV)/.dev.stamp
+	$(BIN)/python docs/generate_op_matrix.py --check
+
+bench: $(VENV)/.bench.stamp
+	$(QUIET_CORES) $(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build dist qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find qtensor tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.venv.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "qtensor needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Editable, so that a change in qtensor/ is seen without another install.
+$(VENV)/.demo.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
+	$(INSTALL) -e '.[demo]'
+	@touch $@
+
+# Holds everything that the demo needs, too.
+$(VENV)/.dev.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
+	$(INSTALL) -e '.[dev,cli,demo]'
+	@touch $@ $(VENV)/.demo.stamp
+
+$(VENV)/.bench.stamp: pyproject.toml constraints.txt | $(VENV)/.venv.stamp
+	$(INSTALL) -e '.[bench]'
+	@touch $@

@@ -1,0 +1,71 @@
+"""Quantized tensors for PyTorch: FP8, MXFP8, MXFP6, MXFP4, NVFP4, with the same bytes on every device."""
+
+from qtensor.api import dequantize, formats, quantize, quantizer
+from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8RowwiseQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from qtensor.quantizers.delayed import delayed_scaling_state, delayed_scaling_update, record_amax_
+from qtensor.quantizers.proto import TensorProto, to_tensor_proto
+from qtensor.report import BlockError, ErrorReport, error_report
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.compute import gemm
+from qtensor.storage.float8 import Float8Tensor, Float8TensorStorage
+from qtensor.storage.float8_blockwise import Float8BlockwiseTensor, Float8BlockwiseTensorStorage
+from qtensor.storage.mxfp4 import MXFP4Tensor, MXFP4TensorStorage
+from qtensor.storage.mxfp6 import MXFP6Tensor, MXFP6TensorStorage
+from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
+from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from qtensor.storage.tensor import QuantizedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockError",
+    "DtypeError",
+    "ErrorReport",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseTensor",
+    "Float8BlockwiseTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8RowwiseQuantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "MXFP4Quantizer",
+    "MXFP4Tensor",
+    "MXFP4TensorStorage",
+    "MXFP6Quantizer",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QTensorError",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "TensorProto",
+    "UnsupportedError",
+    "delayed_scaling_state",
+    "delayed_scaling_update",
+    "dequantize",
+    "error_report",
+    "formats",
+    "gemm",
+    "quantize",
+    "quantizer",
+    "record_amax_",
+    "to_tensor_proto",
+]

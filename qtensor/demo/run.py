@@ -1,0 +1,126 @@
+"""The demo from start to end: load, quantize, run the model, compile, report."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qtensor.demo.compile_check import check_backend, check_compile, pick_matrix
+from qtensor.demo.render import View
+from qtensor.demo.report import (
+    CompileResult,
+    DemoReport,
+    FormatResult,
+    SentenceResult,
+    environment,
+)
+from qtensor.demo.sentences import SENTENCES, compare_embeddings
+from qtensor.demo.sweep import choose_formats, sweep
+from qtensor.demo.weights import Weights, load_weights
+from qtensor.errors import check
+
+if TYPE_CHECKING:
+    from qtensor.demo.model import SentenceModel
+
+_OWN_WEIGHTS = "--weights gives matrices, not a model to run them in"
+_NO_COMPILE = "--no-compile was given"
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of ``qtensor demo``."""
+
+    formats: str | None = None
+    weights: Path | None = None
+    json: Path | None = None
+    backend: str = "aot_eager"
+    compile: bool = True
+
+
+def run_demo(options: DemoOptions, view: View) -> DemoReport:
+    """Run every part, show each as it is done, and write ``options.json`` if it is given.
+
+    Raises:
+        QTensorError: an option or the user's file cannot be used.
+    """
+    formats = choose_formats(options.formats)
+    check_backend(options.backend)
+    _check_json(options.json)
+    with view.busy("Loading the weights"):
+        weights, model = _load(options.weights)
+    here = environment()
+    view.header(here, weights.source)
+
+    swept, sentences = _quantize(weights, formats, model, view)
+    view.formats(swept, weights.source)
+    no_sentences = _OWN_WEIGHTS if model is None else None
+    view.sentences(sentences, no_sentences)
+
+    compiled = _compile(weights, formats, options.backend, view) if options.compile else ()
+    no_compile = None if options.compile else _NO_COMPILE
+    view.compiled(compiled, no_compile)
+
+    report = DemoReport(here, weights.source, swept, sentences, no_sentences, compiled, no_compile)
+    if options.json is not None:
+        report.write_json(options.json)
+    view.footer(report, options.json)
+    return report
+
+
+def _check_json(path: Path | None) -> None:
+    """Find out before the work, not after it, that the result has nowhere to go."""
+    if path is None:
+        return
+    check(
+        path.absolute().parent.is_dir() and not path.is_dir(),
+        op="demo",
+        rule="--json must be a file in a folder that exists",
+        got=str(path),
+        fix="Make the folder first, or give another path",
+    )
+
+
+def _load(path: Path | None) -> tuple[Weights, "SentenceModel | None"]:
+    """The user's matrices, or the model of the demo and its own."""
+    if path is not None:
+        return load_weights(path), None
+    # Here, not above: importing transformers takes seconds, and --weights does without it.
+    from qtensor.demo import model  # noqa: PLC0415
+
+    return load_weights(model.weights_file(), model.NAME), model.load_model()
+
+
+def _quantize(
+    weights: Weights, formats: tuple[str, ...], model: "SentenceModel | None", view: View
+) -> tuple[tuple[FormatResult, ...], tuple[SentenceResult, ...]]:
+    """Every matrix in every format, and the model's forward with each of them."""
+    swept: list[FormatResult] = []
+    sentences: list[SentenceResult] = []
+    exact = model.embed(SENTENCES) if model else None
+    steps = len(formats) * (len(weights.matrices) + (model is not None))
+    with view.progress(steps) as tick:
+        for fmt in formats:
+            result, quantized = sweep(weights.matrices, fmt, tick)
+            swept.append(result)
+            if model is None or exact is None:
+                continue
+            with model.swapped(quantized):
+                start = time.perf_counter()
+                found = model.embed(SENTENCES)
+                seconds = time.perf_counter() - start
+            sentences.append(compare_embeddings(fmt, exact, found, seconds))
+            tick(f"{fmt}  {len(SENTENCES)} sentences")
+    return tuple(swept), tuple(sentences)
+
+
+def _compile(
+    weights: Weights, formats: tuple[str, ...], backend: str, view: View
+) -> tuple[CompileResult, ...]:
+    """One matrix in every format across the compile boundary."""
+    matrix = weights.matrices[pick_matrix(weights.matrices)]
+    results: list[CompileResult] = []
+    with view.progress(len(formats)) as tick:
+        for fmt in formats:
+            results.append(check_compile(matrix, fmt, backend))
+            tick(f"{fmt}  torch.compile")
+    return tuple(results)

@@ -1,0 +1,40 @@
+"""The sentences of the demo, and how far two embeddings of them are apart."""
+
+import torch
+from torch import Tensor
+
+from qtensor.demo.report import SentenceResult
+
+SENTENCES = (
+    "A quantized tensor stores a code and a scale for every block of values.",
+    "Compressing the weights of a network makes it smaller and faster.",
+    "The cat sleeps on the warm windowsill all afternoon.",
+    "A kitten is napping in the sun by the window.",
+    "Bake the bread at 220 degrees until the crust is golden brown.",
+    "Heavy rain delayed every train between the two cities this morning.",
+    "How do I reset the password of my account?",
+    "Yes.",
+)
+"""Pairs that are alike, sentences that are not, a question, and one of a single word."""
+
+
+def compare_embeddings(
+    fmt: str, exact: Tensor, approximate: Tensor, seconds: float
+) -> SentenceResult:
+    """Cosine similarity of two sets of embeddings of ``SENTENCES``, row by row.
+
+    Args:
+        fmt: format of the weights behind ``approximate``.
+        exact: (sentences, hidden) float32.
+        approximate: (sentences, hidden) float32.
+        seconds: what the forward pass took.
+    """
+    cosine = torch.nn.functional.cosine_similarity(exact.double(), approximate.double(), dim=1)
+    worst = int(cosine.argmin())
+    return SentenceResult(
+        format=fmt,
+        cosine_min=float(cosine[worst]),
+        cosine_mean=float(cosine.mean()),
+        worst_sentence=SENTENCES[worst],
+        seconds=seconds,
+    )

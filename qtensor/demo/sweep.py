@@ -1,0 +1,106 @@
+"""Quantizes matrices to one format and measures what was lost."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+import qtensor
+from qtensor.demo.report import FormatResult, LayerResult
+from qtensor.errors import check
+
+Tick = Callable[[str], None]
+"""Called with a label when one step of the work is done."""
+
+_FP8_MAX = 448.0
+
+
+def choose_formats(asked: str | None) -> tuple[str, ...]:
+    """The formats of ``--formats a,b``, in that order; all of them when nothing was asked.
+
+    Raises:
+        QTensorError: a name that is no format, or no name at all.
+    """
+    known = tuple(qtensor.formats())
+    if asked is None:
+        return known
+    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+    strangers = [name for name in names if name not in known]
+    check(
+        bool(names) and not strangers,
+        op="demo",
+        rule="--formats must name formats of qtensor, separated by commas",
+        got=", ".join(strangers) if strangers else f"'{asked}'",
+        fix=f"Choose from {', '.join(known)}",
+    )
+    return names
+
+
+def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
+    """Arguments that ``qtensor.quantize(x_hp, fmt)`` needs beside the tensor.
+
+    Delayed scaling takes its scale from earlier steps. The demo gives the one that a step which has
+    seen ``x_hp`` computes: 448 / amax (e4m3, margin 0), or 1 when amax is zero or not finite.
+    """
+    if fmt != "fp8_delayed":
+        return {}
+    amax = x_hp.detach().abs().amax().float().reshape(1)
+    usable = torch.isfinite(amax) & (amax > 0)
+    scale = torch.where(usable, _FP8_MAX / amax, torch.ones_like(amax))
+    return {"scale": scale.clamp(max=torch.finfo(torch.float32).max)}
+
+
+def sweep(
+    weights: Mapping[str, Tensor], fmt: str, tick: Tick
+) -> tuple[FormatResult, dict[str, Tensor]]:
+    """Quantize every matrix to ``fmt``.
+
+    Args:
+        weights: name to (rows, columns) tensor.
+        fmt: a name of ``qtensor.formats()``.
+        tick: called after each matrix.
+
+    Returns:
+        The measurements, and the quantized tensors by name.
+    """
+    layers: list[LayerResult] = []
+    quantized: dict[str, Tensor] = {}
+    seconds = 0.0
+    for name, weight in weights.items():
+        options = call_options(weight, fmt)
+        start = time.perf_counter()
+        q = qtensor.quantize(weight, fmt, **options)
+        seconds += time.perf_counter() - start
+        sqnr_db = qtensor.error_report(weight, q).sqnr_db
+        layers.append(LayerResult(name, tuple(weight.shape), float(sqnr_db), q.nbytes))
+        quantized[name] = q
+        tick(f"{fmt}  {name}")
+    return _summary(fmt, layers, seconds), quantized
+
+
+def _summary(fmt: str, layers: list[LayerResult], seconds: float) -> FormatResult:
+    worst = min(layers, key=lambda layer: _rank(layer.sqnr_db))
+    nbytes = sum(layer.nbytes for layer in layers)
+    return FormatResult(
+        format=fmt,
+        bits_per_value=8 * nbytes / sum(math.prod(layer.shape) for layer in layers),
+        sqnr_mean_db=_mean(layer.sqnr_db for layer in layers),
+        sqnr_worst_db=worst.sqnr_db,
+        worst_layer=worst.name,
+        nbytes=nbytes,
+        seconds=seconds,
+        layers=tuple(layers),
+    )
+
+
+def _rank(sqnr_db: float) -> float:
+    """Sorts NaN (a matrix with NaN in it) as the worst there is."""
+    return -math.inf if math.isnan(sqnr_db) else sqnr_db
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean of the finite values; infinite when every matrix came back exactly, NaN when one has NaN."""
+    kept = [value for value in values if value != math.inf]
+    return sum(kept) / len(kept) if kept else math.inf

@@ -1,0 +1,130 @@
+"""Descriptions of number formats: element codes, inner buffers, format specs.
+
+Everything that depends on a format's layout (allocation, flattening, slicing, copying, repr, fakes) is derived from the
+specs defined with these classes; no method elsewhere lists a format's fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Usage = Literal["rowwise", "columnwise", "both"]
+
+
+@dataclass(frozen=True)
+class Element:
+    """A narrow float: sign, exponent and mantissa bits, and the largest finite magnitude."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    """Largest finite magnitude (FP8: NUMERICS section 0)."""
+    dtype: torch.dtype | None = None
+    """The torch dtype with these codes, where one exists."""
+
+    @property
+    def bits(self) -> int:
+        """Width of a code in bits, the sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number, ``1 - bias``."""
+        return 2 - (1 << (self.exponent_bits - 1))
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite number: ``floor(log2(max))``."""
+        return math.frexp(self.max)[1] - 1
+
+
+E4M3 = Element("e4m3", 4, 3, 448.0, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 5, 2, 57344.0, torch.float8_e5m2)
+E2M3 = Element("e2m3", 2, 3, 7.5)
+E3M2 = Element("e3m2", 3, 2, 28.0)
+E2M1 = Element("e2m1", 2, 1, 6.0)
+ELEMENTS: dict[str, Element] = {e.name: e for e in (E4M3, E5M2, E2M3, E3M2, E2M1)}
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of an inner buffer, as a function of the logical (M, K) shape.
+
+    A dimension over an axis of n elements has ``ceil(n / per) * units`` entries, rounded up to a multiple of ``pad``.
+    """
+
+    axis: Literal["lead", "m", "k", "one"]
+    """``lead``: the leading dims, unflattened. ``m``: their product. ``k``: the last dim. ``one``: a single entry."""
+    per: int = 1
+    """Logical elements that share one group of entries (block size, or codes in a packed group)."""
+    units: int = 1
+    """Entries a group takes (3 for FP6, packed 4 codes in 3 bytes)."""
+    pad: int = 1
+    """The dimension is rounded up to a multiple of this; the padding is zero."""
+
+
+LEAD = Dim("lead")
+M = Dim("m")
+K = Dim("k")
+ONE = Dim("one")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An inner buffer: name, dtype, the usage that needs it, and its dims as a function of the quantizer's options."""
+
+    name: str
+    dtype: torch.dtype
+    usage: Usage
+    dims: Callable[[Any], tuple[Dim, ...]]
+    tiled: bool = False
+    """Scales that the ``swizzled`` option stores in 128x4 tiles."""
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """What a storage class holds: element types, block shape, scale element, inner buffers in slot order."""
+
+    name: str
+    elements: tuple[Element, ...]
+    """Legal elements, the default first."""
+    block: tuple[int, int] | None
+    """(rows, columns) that share one factor in rowwise orientation; None: the whole tensor or a whole row."""
+    scale: Literal["float32", "e8m0", "e4m3"]
+    """What a stored factor is."""
+    inner: tuple[Buffer, ...]
+    transpose_shares_bytes: bool = False
+    """Columnwise data are the rowwise bytes transposed, whatever the options (per-tensor scaling)."""
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of all inner buffers, in slot order."""
+        return tuple(b.name for b in self.inner)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A buffer that a given quantizer fills: the spec's buffer with its options applied."""
+
+    name: str
+    dtype: torch.dtype
+    usage: Usage
+    dims: tuple[Dim, ...]
+    swizzled: bool
+
+
+def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
+    """The buffers of ``spec`` that are present under ``options`` (a quantizer), in slot order."""
+    swizzled = bool(getattr(options, "swizzled", False))
+    wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}
+    return tuple(
+        Slot(b.name, b.dtype, b.usage, b.dims(options), b.tiled and swizzled)
+        for b in spec.inner
+        if wanted[b.usage]
+    )

@@ -1,0 +1,1 @@
+"""torch.library ops with plain schemas: tensors, strings and numbers. Each has one allocation function."""

@@ -1,0 +1,145 @@
+"""What an op knows of a quantizer: the protocol, and the way back from a canonical string."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import QTensorError, fail
+from qtensor.formats import FormatSpec, Slot
+from qtensor.layout import Shape, buffer_shape
+
+
+class Codec(Protocol):
+    """The part of a quantizer that ops and storages use."""
+
+    format: str
+    spec: FormatSpec
+    canonical: str
+    slots: tuple[Slot, ...]
+    rowwise: bool
+    columnwise: bool
+    returns_amax: bool
+    """The op returns the tensor's amax after the buffers (delayed scaling)."""
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write every buffer in ``out`` from the high-precision ``x``."""
+
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+        """Buffers to float32 of ``shape``."""
+
+    def amax(self, x: Tensor) -> list[Tensor]:
+        """The maxima that decide the tensor-wide factors of ``x``."""
+
+    def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        """Shapes of what ``amax`` returns."""
+
+    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Codec:
+        """The same options with other usages, as a new value."""
+
+
+_CODECS: dict[str, type] = {}
+
+
+def register_codec(name: str, cls: type) -> None:
+    """Make ``cls`` the quantizer class of format ``name``.
+
+    Raises:
+        QTensorError: the name is taken by another class.
+    """
+    known = _CODECS.get(name)
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        fail(
+            f"format {name!r}",
+            "a format has one quantizer class",
+            f"{cls.__qualname__} beside {known.__qualname__}",
+            "choose another format name",
+        )
+    _CODECS[name] = cls
+
+
+def codec_class(name: str) -> type:
+    """The quantizer class of a format.
+
+    Raises:
+        QTensorError: no such format; the message lists the known ones.
+    """
+    if name not in _CODECS:
+        fail(
+            "quantizer",
+            "the format must be a registered one",
+            repr(name),
+            f"Choose one of: {', '.join(codec_names())}",
+        )
+    return _CODECS[name]
+
+
+def codec_names() -> tuple[str, ...]:
+    """Registered formats, in order of registration."""
+    return tuple(_CODECS)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(canonical: str) -> Codec:
+    """The quantizer that a canonical string names: ``"mxfp8"``, ``"nvfp4(columnwise=True,with_rht=True)"``.
+
+    Raises:
+        QTensorError: unknown format, unknown option or malformed text.
+    """
+    name, bracket, options = canonical.partition("(")
+    cls = codec_class(name)
+    if bracket and not options.endswith(")"):
+        _malformed(canonical)
+    values: dict[str, Any] = {}
+    for item in filter(None, options.removesuffix(")").split(",")):
+        option, equals, text = item.partition("=")
+        if not equals:
+            _malformed(canonical)
+        values[option] = _value(text)
+    try:
+        return cls(**values)
+    except TypeError as error:
+        if isinstance(error, QTensorError):
+            raise
+        raise QTensorError(f"quantizer[{name}]: {error}. Options: {cls.option_names()}.") from error
+
+
+def _malformed(canonical: str) -> None:
+    fail("quantizer", "text must read 'format' or 'format(option=value,...)'", repr(canonical), "Mend the text")
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in ("True", "False"):
+        return text == "True"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
+    """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
+    buffers = []
+    for slot in slots:
+        padded = any(d.pad > 1 or d.per > 1 for d in slot.dims)
+        make = torch.zeros if padded else torch.empty
+        buffers.append(make(buffer_shape(slot.dims, shape), dtype=slot.dtype, device=device))
+    return buffers
+
+
+def by_name(codec: Codec, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Buffers in slot order to a dict by attribute name."""
+    return {slot.name: buffer for slot, buffer in zip(codec.slots, buffers, strict=False)}

@@ -1,0 +1,63 @@
+"""The ops that decode: ``dequantize`` over buffers, ``dequantize_tensor`` over a subclass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.layout import Shape
+from qtensor.library.codec import by_name, parse
+from qtensor.library.define import LIBRARY, leaf_op
+
+
+def _dequantize_alloc(buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
+
+
+def _dequantize_fill(
+    out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
+) -> None:
+    codec = parse(quantizer)
+    out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
+
+
+DEQUANTIZE = leaf_op(
+    "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _dequantize_alloc,
+    _dequantize_fill,
+)
+"""Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
+
+LIBRARY.define("dequantize_tensor(Tensor x, ScalarType? dtype=None) -> Tensor")
+
+
+def _plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """For a plain tensor: a copy in ``dtype``. A subclass answers the op in its dispatch table instead."""
+    return torch.empty_like(x, dtype=dtype or x.dtype).copy_(x)
+
+
+LIBRARY.impl("dequantize_tensor", _plain, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "qtensor::dequantize_tensor", lambda x, dtype=None: torch.empty_like(x, dtype=dtype), lib=LIBRARY
+)
+
+
+def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.to(ctx.dtype), None
+
+
+def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+torch.library.register_autograd(
+    "qtensor::dequantize_tensor", _straight_through, setup_context=_keep_dtype, lib=LIBRARY
+)
+DEQUANTIZE_TENSOR = torch.ops.qtensor.dequantize_tensor.default
+"""A quantized tensor -> its values in ``dtype`` (its nominal dtype if None); the gradient passes unchanged.
+
+The op takes the subclass itself, so that a tensor made inside a compiled region can be decoded too: Dynamo sees one
+opaque call, and the subclass answers below it.
+"""

@@ -1,0 +1,135 @@
+"""The ops that quantize: ``quantize``, ``quantize_``, ``amax``, ``random_seed``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import DtypeError, check
+from qtensor.library.codec import alloc_slots, by_name, parse
+from qtensor.library.define import leaf_op
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_input(x: Tensor, format_name: str) -> None:
+    """Refuse what no format takes.
+
+    Raises:
+        DtypeError: dtype other than float32, bfloat16, float16, or a layout that is not strided.
+    """
+    check(
+        x.dtype in INPUT_DTYPES,
+        f"quantize[{format_name}]",
+        "the input must be float32, bfloat16 or float16",
+        x.dtype,
+        "Convert it with .to(torch.float32) first",
+        DtypeError,
+    )
+    check(
+        x.layout == torch.strided,
+        f"quantize[{format_name}]",
+        "the input must be a dense tensor",
+        x.layout,
+        "Call .to_dense() first",
+        DtypeError,
+    )
+
+
+def _quantize_alloc(
+    x: Tensor,
+    quantizer: str,
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+) -> list[Tensor]:
+    codec = parse(quantizer)
+    check_input(x, codec.format)
+    outputs = alloc_slots(codec.slots, x.shape, x.device)
+    if codec.returns_amax:
+        outputs.append(torch.empty(1, dtype=torch.float32, device=x.device))
+    return outputs
+
+
+def _quantize_fill(
+    outputs: list[Tensor],
+    x: Tensor,
+    quantizer: str,
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    codec = parse(quantizer)
+    codec.encode_(by_name(codec, outputs), x, scale, amax, seed)
+    if codec.returns_amax:
+        outputs[-1].copy_(codec.amax(x)[0])
+
+
+def _quantize_inplace_fill(
+    _: None,
+    x: Tensor,
+    quantizer: str,
+    out: list[Tensor],
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    noop_flag: Tensor | None = None,
+) -> None:
+    codec = parse(quantizer)
+    check_input(x, codec.format)
+    if noop_flag is None:
+        codec.encode_(by_name(codec, out), x, scale, amax, seed)
+        return
+    fresh = alloc_slots(codec.slots, x.shape, x.device)
+    codec.encode_(by_name(codec, fresh), x, scale, amax, seed)
+    for old, new in zip(out, fresh, strict=True):
+        # A choice on the device: reading the flag on the host would wait for it.
+        old.copy_(torch.where(noop_flag.reshape(()) != 0, old, new))
+
+
+def _amax_alloc(x: Tensor, quantizer: str) -> list[Tensor]:
+    codec = parse(quantizer)
+    check_input(x, codec.format)
+    return [torch.empty(s, dtype=torch.float32, device=x.device) for s in codec.amax_shapes(x.shape)]
+
+
+def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
+    for output, value in zip(outputs, parse(quantizer).amax(x), strict=True):
+        output.copy_(value)
+
+
+def _random_seed_alloc(like: Tensor) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=like.device)
+
+
+def _random_seed_fill(seed: Tensor, like: Tensor) -> None:
+    seed.random_()
+
+
+QUANTIZE = leaf_op(
+    "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None) -> Tensor[]",
+    _quantize_alloc,
+    _quantize_fill,
+)
+"""High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""
+
+QUANTIZE_ = leaf_op(
+    "quantize_(Tensor x, str quantizer, Tensor(a!)[] out, Tensor? scale=None, Tensor[]? amax=None, "
+    "Tensor? seed=None, Tensor? noop_flag=None) -> ()",
+    lambda *args, **kwargs: None,
+    _quantize_inplace_fill,
+)
+"""The same into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
+
+AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", _amax_alloc, _amax_fill)
+"""The maxima behind the tensor-wide factors, to be reduced over a process group and handed to ``quantize``."""
+
+RANDOM_SEED = leaf_op(
+    "random_seed(Tensor like) -> Tensor",
+    _random_seed_alloc,
+    _random_seed_fill,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+"""A seed for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure."""
+
+

@@ -1,0 +1,27 @@
+"""The straight-through gradient of quantize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.library.quantize import QUANTIZE
+
+
+class QuantizeFunction(torch.autograd.Function):
+    """Forward: quantize. Backward: the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, quantizer: Any, scale: Tensor | None, amax: list[Tensor] | None, seed: Tensor | None
+    ) -> tuple[Any, ...]:
+        buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
+        maxima = buffers[len(quantizer.slots) :]
+        ctx.mark_non_differentiable(*maxima)
+        return quantizer.assemble(buffers, x.shape, x.dtype), *maxima
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None

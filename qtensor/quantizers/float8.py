@@ -1,0 +1,180 @@
+"""FP8 quantizers with one factor for the tensor, a row or a column."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import check
+from qtensor.formats import Element
+from qtensor.layout import Shape, rows_cols
+from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.reference import float8
+from qtensor.reference.elements import decode_fp8
+from qtensor.reference.scaling import fp8_scale
+from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Float8(Quantizer, abstract=True):
+    """What the FP8 quantizers without blocks share. Any shape is legal and nothing is padded.
+
+    Attributes:
+        dtype: "e4m3" (default) or "e5m2", or the torch dtype.
+    """
+
+    dtype: str = "e4m3"
+
+    spec = FLOAT8
+    tensor_cls = Float8Tensor
+    storage_cls = Float8TensorStorage
+    per_tensor = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", element_name(self.dtype))
+        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
+        super().__post_init__()
+
+    @property
+    def element(self) -> Element:
+        """The element that ``dtype`` names."""
+        return find_element(self.spec.elements, self.dtype)
+
+    def amax(self, x: Tensor) -> list[Tensor]:
+        """[(1,) float32]."""
+        return [float8.amax_tensor(x)]
+
+    def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        """[(1,)]."""
+        return [(1,)]
+
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+        """float(code) * scale_inv."""
+        return float8.decode_scaled(buffers, shape, self.element)
+
+    def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
+        """Element values (float32) and the (1,) factor that a GEMM applies at its end."""
+        codes = buffers["_data"] if self.rowwise else buffers["_transpose"].movedim(0, -1)
+        return decode_fp8(codes, self.element).reshape(shape), buffers["_scale_inv"]
+
+    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+        """Either direction holds the other's bytes."""
+        if usage == "columnwise":
+            data = buffers["_data"]
+            return {"_transpose": data.movedim(-1, 0).contiguous() if len(shape) else data.reshape(1)}
+        transpose = buffers["_transpose"]
+        return {"_data": transpose.movedim(0, -1).contiguous() if len(shape) else transpose.reshape(())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScalingQuantizer(_Float8):
+    """FP8, one factor for the tensor, from the tensor's own amax.
+
+    Attributes:
+        force_pow_2_scales: floor the factor to a power of two.
+        amax_epsilon: lower bound of the amax.
+    """
+
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    format = "fp8"
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write the codes and the factor."""
+        found = amax[0] if amax else float8.amax_tensor(x)
+        factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
+        float8.encode_scaled_(out, x, factor, self.element)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Quantizer(_Float8):
+    """FP8 with delayed scaling: the factor comes with the call, the amax is returned.
+
+    ``q(x, scale=scale)`` returns (tensor, amax); the state (scale, amax history) is the caller's, as tensors:
+    see ``qtensor.delayed_scaling_update``.
+    """
+
+    format = "fp8_delayed"
+    returns_amax = True
+    needs_scale = True
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write cast(x * scale) and 1 / scale."""
+        check(
+            scale is not None and scale.numel() == 1 and scale.dtype == torch.float32,
+            "quantize[fp8_delayed]",
+            "scale must be one float32",
+            "none" if scale is None else f"{tuple(scale.shape)} {scale.dtype}",
+            "Pass the stored factor of shape (1,)",
+        )
+        float8.encode_scaled_(out, x, scale.reshape(1), self.element)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8RowwiseQuantizer(_Float8):
+    """FP8, one factor a row of the (M, K) view.
+
+    Attributes:
+        axis: -1 (default): amax over the last dim, one factor a row. 0: one factor a column, for the operand whose
+            contraction runs along the rows.
+        force_pow_2_scales: floor the factors to powers of two.
+        amax_epsilon: lower bound of the amax.
+    """
+
+    axis: int = -1
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    format = "fp8_rowwise"
+    per_tensor = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "axis", (-1, 0))
+        super().__post_init__()
+
+    def transposed(self) -> Self:
+        """The usages change places and the factors their axis."""
+        axis = 0 if self.axis == -1 else -1
+        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise, axis=axis)
+
+    def amax(self, x: Tensor) -> list[Tensor]:
+        """[(M, 1) or (1, K) float32]."""
+        return [float8.amax_axis(x, self.axis)]
+
+    def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        """[(M, 1)] or [(1, K)]."""
+        rows, cols = rows_cols(shape)
+        return [(rows, 1) if self.axis == -1 else (1, cols)]
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write the codes and the factors."""
+        found = amax[0] if amax else float8.amax_axis(x, self.axis)
+        factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
+        float8.encode_scaled_(out, x, factor, self.element)

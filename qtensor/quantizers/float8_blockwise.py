@@ -1,0 +1,115 @@
+"""Blockwise FP8 quantizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import Element
+from qtensor.layout import Shape, ceil_div, rows_cols
+from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.reference import float8
+from qtensor.reference.blocks import as_matrix
+from qtensor.storage.float8_blockwise import (
+    FLOAT8_BLOCKWISE,
+    Float8BlockwiseTensor,
+    Float8BlockwiseTensorStorage,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockQuantizer(Quantizer):
+    """FP8 with a float32 factor for each 1x128 block (activations, gradients) or 128x128 block (weights).
+
+    Any shape is legal: ragged edges are padded with zeros for the amax and cropped. Columnwise 1D data quantize the
+    transpose on their own; columnwise 2D data are the rowwise ones transposed.
+
+    Attributes:
+        dtype: "e4m3" (default) or "e5m2", or the torch dtype.
+        block_scaling_dim: 1 for 1x128, 2 for 128x128.
+        force_pow_2_scales: floor the factors to powers of two (default).
+        amax_epsilon: lower bound of the amax.
+    """
+
+    dtype: str = "e4m3"
+    block_scaling_dim: int = 1
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    format = "fp8_blockwise"
+    spec = FLOAT8_BLOCKWISE
+    tensor_cls = Float8BlockwiseTensor
+    storage_cls = Float8BlockwiseTensorStorage
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", element_name(self.dtype))
+        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
+        check_choice(self, "block_scaling_dim", (1, 2))
+        super().__post_init__()
+
+    @property
+    def element(self) -> Element:
+        """The element that ``dtype`` names."""
+        return find_element(self.spec.elements, self.dtype)
+
+    @property
+    def _rows(self) -> int:
+        return 1 if self.block_scaling_dim == 1 else float8.BLOCK
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write codes and factors of each usage."""
+        matrix = as_matrix(x)
+        for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
+            if f"{side}_data" not in out:
+                continue
+            data, factors = out[f"{side}_data"], out[f"{side}_scale_inv"]
+            # Stored 1D factors are (blocks along K, M): the transpose of the block grid.
+            grid = factors.t() if self.block_scaling_dim == 1 else factors
+            codes = data.view(source.shape)
+            float8.quantize_blocks_(
+                codes,
+                grid,
+                source,
+                self._rows,
+                self.element,
+                self.force_pow_2_scales,
+                self.amax_epsilon,
+                torch.finfo(x.dtype).max,
+            )
+
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+        """float(code) * scale_inv of its block."""
+        use_column = self.columnwise and (columnwise or not self.rowwise)
+        side = "_columnwise" if use_column else "_rowwise"
+        rows, cols = rows_cols(shape)
+        factors = buffers[f"{side}_scale_inv"]
+        grid = factors.t() if self.block_scaling_dim == 1 else factors
+        codes = buffers[f"{side}_data"].reshape((cols, rows) if use_column else (rows, cols))
+        values = float8.decode_blocks(codes, grid, self._rows, self.element)
+        return (values.t() if use_column else values).reshape(shape)
+
+    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+        """With 2D blocks either direction is the other transposed."""
+        if self.block_scaling_dim == 1:
+            return None
+        rows, cols = rows_cols(shape)
+        source, target = ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        named = only.alloc_tensors(shape, device=buffers[f"{source}_data"].device)
+        from_shape = (rows, cols) if usage == "columnwise" else (cols, rows)
+        codes = buffers[f"{source}_data"].reshape(from_shape).t()
+        named[f"{target}_data"].copy_(codes.reshape(named[f"{target}_data"].shape))
+        grid = tuple(ceil_div(n, float8.BLOCK) for n in from_shape)
+        factors = buffers[f"{source}_scale_inv"][: grid[0], : grid[1]].t()
+        named[f"{target}_scale_inv"][: grid[1], : grid[0]].copy_(factors)
+        return named

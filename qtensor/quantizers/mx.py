@@ -1,0 +1,158 @@
+"""What the MX quantizers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtensor.formats import Element
+from qtensor.layout import Shape, ceil_div, rows_cols
+from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.reference import mx
+from qtensor.reference.blocks import as_matrix, spread, swizzle, unswizzle, write_padded_
+from qtensor.reference.elements import (
+    decode_fp8,
+    decode_narrow,
+    decode_pairs,
+    pack_pairs,
+    pack_quads,
+    unpack_quads,
+)
+
+SCALE_MODES = ("rceil", "floor", "ceil", "even")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXQuantizer(Quantizer, abstract=True):
+    """Blocks of 32 with an E8M0 factor.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A block with a NaN or inf
+    decodes to NaN.
+
+    Attributes:
+        dtype: the element, by name or as a torch dtype.
+        scale_mode: how the factor is rounded: "rceil", "floor" (the OCP text), "ceil" or "even".
+        with_2d_quantization: 32x32 blocks; rowwise and columnwise data are then the same codes.
+        swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
+    """
+
+    dtype: str = ""
+    scale_mode: str = "floor"
+    with_2d_quantization: bool = False
+    swizzled: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", element_name(self.dtype))
+        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
+        check_choice(self, "scale_mode", SCALE_MODES)
+        super().__post_init__()
+
+    @property
+    def element(self) -> Element:
+        """The element that ``dtype`` names."""
+        return find_element(self.spec.elements, self.dtype)
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write codes and factors of each usage; columnwise ones come from the high-precision input."""
+        matrix = as_matrix(x)
+        shape = matrix.shape
+        codes = scales = None
+        if self.with_2d_quantization:
+            codes, scales = mx.encode(matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode)
+        if self.rowwise:
+            if not self.with_2d_quantization:
+                codes, scales = mx.encode(matrix, (1, mx.BLOCK), self.element, self.scale_mode)
+                row_scales = scales
+            else:
+                row_scales = spread(scales, mx.BLOCK, 1, (shape[0], scales.shape[1]))
+            self._write(out, "_rowwise", codes, row_scales)
+        if self.columnwise:
+            if not self.with_2d_quantization:
+                codes, scales = mx.encode(matrix, (mx.BLOCK, 1), self.element, self.scale_mode)
+                column_scales = scales
+            else:
+                column_scales = spread(scales, 1, mx.BLOCK, (scales.shape[0], shape[1]))
+            self._write(out, "_columnwise", codes, column_scales)
+
+    def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
+        data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
+        data.copy_(self._pack(codes, side).reshape(data.shape))
+        if not self.swizzled:
+            write_padded_(scale_out, scales)
+            return
+        padded = scale_out.new_zeros(scale_out.shape)
+        write_padded_(padded, scales)
+        padded = padded.t() if side == "_columnwise" else padded
+        scale_out.copy_(swizzle(padded).reshape(scale_out.shape))
+
+    def _scales(self, buffers: dict[str, Tensor], side: str) -> Tensor:
+        """The factors of a side as a plain, possibly padded matrix."""
+        scales = buffers[f"{side}_scale_inv"]
+        if not self.swizzled:
+            return scales
+        if side == "_columnwise":
+            return unswizzle(scales.reshape(scales.shape[::-1])).t()
+        return unswizzle(scales)
+
+    def _codes_per_group(self) -> tuple[int, int]:
+        """(codes, bytes) of a packed group."""
+        return (1, 1)
+
+    def _pack(self, codes: Tensor, side: str) -> Tensor:
+        """Codes (M, K) to stored bytes; packing runs along the blocks."""
+        packers = {(2, 1): pack_pairs, (4, 3): pack_quads}
+        pack = packers.get(self._codes_per_group())
+        if pack is None:
+            return codes
+        return pack(codes) if side == "_rowwise" else pack(codes.t()).t()
+
+    def _values(self, data: Tensor, side: str, shape: tuple[int, int]) -> Tensor:
+        """Stored bytes to float32 element values (M, K)."""
+        group = self._codes_per_group()
+        along_rows = side == "_columnwise"
+        count = shape[0] if along_rows else shape[1]
+        if group == (1, 1):
+            data = data.reshape(shape)
+            return decode_fp8(data, self.element) if self.element.dtype else decode_narrow(data, self.element)
+        data = data.t() if along_rows else data.reshape(shape[0], ceil_div(count, group[0]) * group[1])
+        if group == (2, 1):
+            values = decode_pairs(data, self.element, count)
+        else:
+            values = decode_narrow(unpack_quads(data, count), self.element)
+        return values.t() if along_rows else values
+
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+        """Element values times factors, float32."""
+        side = "_columnwise" if self.columnwise and (columnwise or not self.rowwise) else "_rowwise"
+        block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
+        values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
+        return mx.decode(values, self._scales(buffers, side), block).reshape(shape)
+
+    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+        """With 2D blocks either direction holds the other."""
+        if not self.with_2d_quantization:
+            return None
+        source = "_columnwise" if usage == "rowwise" else "_rowwise"
+        target = f"_{usage}"
+        rows, cols = rows_cols(shape)
+        values = self._values(buffers[f"{source}_data"], source, (rows, cols))
+        only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        named = only.alloc_tensors(shape, device=values.device)
+        # The element values are exact, so encoding them again gives the same codes.
+        codes = mx.element_codes(values, self.element)
+        scales = self._scales(buffers, source)
+        if usage == "columnwise":
+            scales = spread(scales[:rows:mx.BLOCK], 1, mx.BLOCK, (scales.shape[0], cols))
+        else:
+            scales = spread(scales[:, :cols:mx.BLOCK], mx.BLOCK, 1, (rows, scales.shape[1]))
+        only._write(named, target, codes, scales)
+        return named

@@ -1,0 +1,24 @@
+"""MXFP8 quantizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qtensor.quantizers.mx import MXQuantizer
+from qtensor.storage.mxfp8 import MXFP8, MXFP8Tensor, MXFP8TensorStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8Quantizer(MXQuantizer):
+    """MXFP8: E4M3 or E5M2 elements, one E8M0 factor for 32 (options: ``MXQuantizer``).
+
+    ``dtype`` is "e4m3" (default) or "e5m2", or the torch dtype. ``scale_mode`` defaults to "rceil".
+    """
+
+    dtype: str = "e4m3"
+    scale_mode: str = "rceil"
+
+    format = "mxfp8"
+    spec = MXFP8
+    tensor_cls = MXFP8Tensor
+    storage_cls = MXFP8TensorStorage

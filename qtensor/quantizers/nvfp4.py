@@ -1,0 +1,201 @@
+"""NVFP4 quantizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from qtensor.errors import UnsupportedError, fail
+from qtensor.formats import E2M1
+from qtensor.layout import Shape, ceil_div, round_up, rows_cols
+from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.options import check_choice
+from qtensor.reference import hadamard, nvfp4
+from qtensor.reference.blocks import as_matrix, pad_matrix, spread, swizzle, unswizzle, write_padded_
+from qtensor.reference.elements import decode_pairs, pack_pairs, unpack_pairs
+from qtensor.reference.philox import random_bytes
+from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
+
+SIDES = ("_rowwise", "_columnwise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Quantizer(Quantizer):
+    """NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes 0 (the element has no
+    NaN); inf counts as the largest finite float32. Columnwise data quantize the transpose.
+
+    Attributes:
+        with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
+        with_rht: rotate the columnwise data by a random Hadamard transform of 16 along M. Decoding rotates back.
+        with_random_sign_mask: with the rotation's random signs; False leaves all of them +1.
+        stochastic_rounding: round at random, by ``generator=`` of the call; the mean over draws is the value.
+        row_scaled: one float32 factor a row (columnwise: a column) instead of one for the tensor.
+        use_4over6: map each block's maximum to 6 or to 4, whichever has the smaller error.
+        e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 means that default.
+        err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
+        swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
+    """
+
+    with_2d_quantization: bool = False
+    with_rht: bool = False
+    with_random_sign_mask: bool = True
+    stochastic_rounding: bool = False
+    row_scaled: bool = False
+    use_4over6: bool = False
+    e4m3_max: float = 0.0
+    err_mode: str = "mae"
+    swizzled: bool = False
+
+    format = "nvfp4"
+    spec = NVFP4
+    tensor_cls = NVFP4Tensor
+    storage_cls = NVFP4TensorStorage
+
+    def __post_init__(self) -> None:
+        if self.e4m3_max == 0:
+            object.__setattr__(self, "e4m3_max", self._default("e4m3_max", 0.0))
+        check_choice(self, "e4m3_max", (448.0, 256.0))
+        check_choice(self, "err_mode", ("mae", "mse"))
+        super().__post_init__()
+        clashes = (
+            ("row_scaled", ("with_rht", "with_2d_quantization", "stochastic_rounding")),
+            ("with_2d_quantization", ("with_rht",)),
+            ("use_4over6", ("stochastic_rounding",)),
+        )
+        for option, others in clashes:
+            for other in others:
+                if getattr(self, option) and getattr(self, other):
+                    fail("quantizer[nvfp4]", f"{option} and {other} exclude each other", "both", "Drop one of them")
+
+    def _default(self, name: str, value: Any) -> Any:
+        """The largest factor depends on ``use_4over6``."""
+        if name == "e4m3_max":
+            return 256.0 if self.use_4over6 else 448.0
+        return value
+
+    def transposed(self) -> Self:
+        """The usages change places.
+
+        Raises:
+            UnsupportedError: rotated data, which only the columnwise side holds.
+        """
+        if self.with_rht and self.columnwise:
+            fail(
+                "transpose[nvfp4]",
+                "rotated columnwise data have no rowwise form",
+                self.canonical,
+                "Call update_usage(columnwise=False) first",
+                UnsupportedError,
+            )
+        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise, with_rht=False)
+
+    @property
+    def _recipe(self) -> nvfp4.Recipe:
+        rows = nvfp4.BLOCK if self.with_2d_quantization else 1
+        return nvfp4.Recipe(rows, self.e4m3_max, self.use_4over6, self.err_mode)
+
+    def _sources(self, x: Tensor) -> dict[str, Tensor]:
+        """The float32 matrix that each side quantizes, without NaN or inf."""
+        matrix = as_matrix(x)
+        sources = {}
+        if self.rowwise:
+            sources["_rowwise"] = matrix.nan_to_num(nan=0.0)
+        if self.columnwise:
+            column = matrix.t()
+            if self.with_rht:
+                padded = pad_matrix(column, 1, hadamard.SIZE)
+                column = hadamard.rotate(padded, self.with_random_sign_mask, x.dtype)
+            sources["_columnwise"] = column.nan_to_num(nan=0.0)
+        return sources
+
+    def amax(self, x: Tensor) -> list[Tensor]:
+        """A float32 maximum for each usage, the columnwise one after the rotation."""
+        return [nvfp4.amax(source, self.row_scaled) for source in self._sources(x).values()]
+
+    def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        """(1,) for each usage; row-scaled (M,) and (K,)."""
+        rows, cols = rows_cols(shape)
+        sizes = ((rows, self.rowwise), (cols, self.columnwise))
+        return [(size if self.row_scaled else 1,) for size, wanted in sizes if wanted]
+
+    def encode_(
+        self,
+        out: dict[str, Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> None:
+        """Write codes, factors and maxima of each usage."""
+        sources = self._sources(x)
+        maxima = amax or [nvfp4.amax(source, self.row_scaled) for source in sources.values()]
+        if self.with_2d_quantization:
+            matrix = sources["_rowwise"] if self.rowwise else sources["_columnwise"].t()
+            # One draw and one choice a block serve both sides, so that they are transposes of each other.
+            shared = nvfp4.encode(matrix, maxima[0], self._recipe, self._noise(seed, matrix, "_rowwise"))
+        for (side, source), found in zip(sources.items(), maxima, strict=True):
+            out[f"_amax{side}"].copy_(found)
+            if self.with_2d_quantization:
+                codes, scales = shared if side == "_rowwise" else (shared[0].t(), shared[1].t())
+                scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
+            else:
+                codes, scales = nvfp4.encode(source, found, self._recipe, self._noise(seed, source, side))
+            self._write(out, side, codes, scales)
+
+    def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:
+        if seed is None or not self.stochastic_rounding:
+            return None
+        return random_bytes(seed.to(source.device), source.numel(), SIDES.index(side)).view(source.shape)
+
+    def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
+        data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
+        data.copy_(pack_pairs(codes).reshape(data.shape))
+        if self.swizzled:
+            padded = scale_out.new_zeros(scale_out.shape)
+            write_padded_(padded, scales)
+            scale_out.copy_(swizzle(padded))
+        else:
+            write_padded_(scale_out, scales)
+
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+        """``fp4 * float(s) * (A / (6 * e4m3_max))``; columnwise rotated data are rotated back."""
+        use_column = self.columnwise and (columnwise or not self.rowwise)
+        side = "_columnwise" if use_column else "_rowwise"
+        rows, cols = rows_cols(shape)
+        lines, count = (cols, rows) if use_column else (rows, cols)
+        if use_column and self.with_rht:
+            count = round_up(count, hadamard.SIZE)
+        data = buffers[f"{side}_data"].reshape(lines, ceil_div(count, 2))
+        scales = buffers[f"{side}_scale_inv"]
+        scales = unswizzle(scales) if self.swizzled else scales
+        values = decode_pairs(data, E2M1, count)
+        # 2D factors are stored once a row, so they decode as 1x16 blocks.
+        values = nvfp4.decode(values, scales, buffers[f"_amax{side}"], 1, self.e4m3_max)
+        if not use_column:
+            return values.reshape(shape)
+        if self.with_rht:
+            values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :rows]
+        return values.t().reshape(shape)
+
+    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+        """With 2D blocks either direction is the other transposed."""
+        if not self.with_2d_quantization:
+            return None
+        source, target = ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        rows, cols = rows_cols(shape)
+        lines, count = (rows, cols) if usage == "columnwise" else (cols, rows)
+        only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        named = only.alloc_tensors(shape, device=buffers[f"{source}_data"].device)
+        packed = buffers[f"{source}_data"].reshape(lines, ceil_div(count, 2))
+        codes = unpack_pairs(packed, count).t()
+        scales = buffers[f"{source}_scale_inv"]
+        scales = unswizzle(scales) if self.swizzled else scales
+        grid = scales[: lines : nvfp4.BLOCK, : ceil_div(count, nvfp4.BLOCK)].t()
+        self._write(named, target, codes, spread(grid, nvfp4.BLOCK, 1, (count, grid.shape[1])))
+        named[f"_amax{target}"].copy_(buffers[f"_amax{source}"])
+        return named

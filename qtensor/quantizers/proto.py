@@ -1,0 +1,97 @@
+"""Descriptions of tensors without data: what an op will return, before there is anything to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import DtypeError, check, fail
+from qtensor.quantizers.base import Quantizer
+from qtensor.storage.base import Context, QuantizedTensorStorage
+
+
+@dataclass
+class TensorProto:
+    """Shape, dtype, device and, for a quantized tensor, the quantizer that makes it.
+
+    Attributes:
+        shape: logical shape; sizes may be symbolic.
+        dtype: nominal dtype.
+        quantizer: None for a plain tensor. A value of the proto's own: ``update_usage`` replaces it.
+        requires_grad: of the tensor that ``create_tensor`` makes.
+        device: where its buffers are made.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    device: torch.device | str = "cpu"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether this describes a quantized tensor."""
+        return self.quantizer is not None
+
+    def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Change the usages of this description; the caller's quantizer stays as it is.
+
+        Raises:
+            QTensorError: a plain tensor, or no usage left.
+        """
+        if self.quantizer is None:
+            fail("TensorProto.update_usage", "only quantized tensors have usages", "a plain one", "Set .quantizer first")
+        self.quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+
+    def inner_names(self) -> list[str]:
+        """Inner buffers in slot order; none for a plain tensor."""
+        return [slot.name for slot in self.quantizer.slots] if self.quantizer is not None else []
+
+    def create_metadata(self) -> Context | None:
+        """The flatten context of the tensor; None for a plain one."""
+        if self.quantizer is None:
+            return None
+        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+
+    def create_inner_tensors(self) -> list[Tensor]:
+        """Uninitialised buffers in slot order (padding zero); the tensor itself for a plain one."""
+        if self.quantizer is None:
+            return [torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)]
+        return list(self.quantizer.alloc_tensors(self.shape, device=self.device).values())
+
+    def assemble(self, flat: Sequence[Tensor]) -> Any:
+        """A tensor around buffers in slot order.
+
+        Raises:
+            QTensorError: another number of buffers than this describes.
+        """
+        expected = len(self.inner_names()) or 1
+        check(
+            len(flat) == expected,
+            "TensorProto.assemble",
+            f"{expected} buffers are needed: {', '.join(self.inner_names()) or 'the tensor'}",
+            len(flat),
+            "Pass what create_inner_tensors returns",
+        )
+        tensor = flat[0] if self.quantizer is None else self.quantizer.assemble(flat, self.shape, self.dtype)
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+    def create_tensor(self) -> Any:
+        """An uninitialised tensor of this description; traces under ``torch.compile(fullgraph=True)``."""
+        return self.assemble(self.create_inner_tensors())
+
+
+def to_tensor_proto(t: Tensor | QuantizedTensorStorage) -> TensorProto:
+    """The description of a plain tensor, a quantized one or a bare storage.
+
+    Raises:
+        DtypeError: something else.
+    """
+    if not isinstance(t, torch.Tensor | QuantizedTensorStorage):
+        fail("to_tensor_proto", "a tensor or storage is needed", type(t).__name__, "Pass a torch.Tensor", DtypeError)
+    quantizer = getattr(t, "_quantizer", None)
+    return TensorProto(tuple(t.shape), t.dtype, quantizer, bool(getattr(t, "requires_grad", False)), t.device)

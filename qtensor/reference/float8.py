@@ -1,0 +1,112 @@
+"""FP8 with one factor a tensor or a row, and 1x128 / 128x128 blocks (NUMERICS sections 1 to 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import Element
+from qtensor.reference.blocks import as_matrix, from_blocks, to_blocks, write_padded_
+from qtensor.reference.elements import decode_fp8, encode_fp8_
+from qtensor.reference.scaling import fp8_scale
+
+BLOCK = 128
+
+
+def amax_tensor(x: Tensor) -> Tensor:
+    """Largest magnitude of ``x``, float32 of shape (1,); 0 for an empty tensor; NaN if there is one."""
+    if not x.numel():
+        return x.new_zeros(1, dtype=torch.float32)
+    return x.abs().amax().float().reshape(1)
+
+
+def amax_axis(x: Tensor, axis: int) -> Tensor:
+    """Largest magnitude a row (``axis`` -1: (M, 1)) or a column (``axis`` 0: (1, K)) of the (M, K) view, float32."""
+    matrix = as_matrix(x)
+    if not matrix.numel():
+        shape = (matrix.shape[0], 1) if axis == -1 else (1, matrix.shape[1])
+        return matrix.new_zeros(shape)
+    return matrix.abs().amax(axis, keepdim=True)
+
+
+def encode_scaled_(
+    out: dict[str, Tensor], x: Tensor, scale: Tensor, element: Element
+) -> None:
+    """Fill ``_data`` and/or ``_transpose`` with cast(x * scale) and ``_scale_inv`` with 1 / scale.
+
+    Args:
+        out: ``_data`` uint8 (logical shape), ``_transpose`` uint8 (K, *leading), ``_scale_inv`` float32 like ``scale``.
+        x: any shape, float32, bfloat16 or float16.
+        scale: float32, (1,), (M, 1) or (1, K).
+        element: e4m3 or e5m2.
+    """
+    torch.reciprocal(scale, out=out["_scale_inv"])
+    codes = out.get("_data")
+    if codes is None:
+        codes = out["_transpose"].new_empty(x.shape)
+    if scale.numel() == 1:
+        encode_fp8_(codes, x.float() * scale.reshape(()), element)
+    else:
+        encode_fp8_(codes, (as_matrix(x) * scale).reshape(x.shape), element)
+    if "_transpose" in out:
+        out["_transpose"].copy_(codes.movedim(-1, 0) if x.ndim else codes.reshape(1))
+
+
+def decode_scaled(buffers: dict[str, Tensor], shape: tuple[int, ...], element: Element) -> Tensor:
+    """float(code) * scale_inv, float32 of ``shape``."""
+    codes = buffers.get("_data")
+    if codes is None:
+        codes = buffers["_transpose"]
+        codes = codes.movedim(0, -1) if shape else codes.reshape(())
+    values, scale_inv = decode_fp8(codes, element), buffers["_scale_inv"]
+    if scale_inv.numel() == 1:
+        return values * scale_inv.reshape(())
+    return (as_matrix(values) * scale_inv).reshape(shape)
+
+
+def block_scale(blocks: Tensor, element: Element, force_pow_2: bool, epsilon: float, overflow: float) -> Tensor:
+    """Encode factors (m, k) of blocks (m, r, k, c) of float32 values."""
+    if not blocks.numel():
+        return blocks.new_ones(blocks.shape[0], blocks.shape[2])
+    return fp8_scale(blocks.abs().amax((1, 3)), element.max, force_pow_2, epsilon, overflow)
+
+
+def encode_blocks_(
+    codes: Tensor, scale_inv: Tensor, blocks: Tensor, scale: Tensor, element: Element
+) -> None:
+    """Write codes (M, K) and transposed, padded factors (K / 128, up4(M / r)) for blocks and their encode factors."""
+    rows, cols = codes.shape
+    encode_fp8_(codes, from_blocks(blocks * scale[:, None, :, None], rows, cols), element)
+    write_padded_(scale_inv, scale.reciprocal())
+
+
+def quantize_blocks_(
+    codes: Tensor, scale_inv: Tensor, x: Tensor, rows: int, element: Element, force_pow_2: bool, epsilon: float, overflow: float
+) -> None:
+    """Quantize a float32 (M, K) matrix in ``rows`` x 128 blocks; ``scale_inv`` is (blocks along M, blocks along K), padded."""
+    blocks = to_blocks(x, rows, BLOCK)
+    encode_blocks_(codes, scale_inv, blocks, block_scale(blocks, element, force_pow_2, epsilon, overflow), element)
+
+
+def decode_blocks(codes: Tensor, scale_inv: Tensor, rows: int, element: Element) -> Tensor:
+    """(M, K) codes and factors (ceil(M / rows) or more, ceil(K / 128) or more) to float32 (M, K)."""
+    blocks = to_blocks(decode_fp8(codes, element), rows, BLOCK)
+    factors = scale_inv[: blocks.shape[0], : blocks.shape[2]]
+    return from_blocks(blocks * factors[:, None, :, None], *codes.shape)
+
+
+def roll_history(history: Tensor) -> Tensor:
+    """``history`` (length, n) rolled by -1 along dim 0, with row 0 zero."""
+    history = history.roll(-1, 0)
+    history[0].zero_()
+    return history
+
+
+def delayed_scale(amax: Tensor, scale: Tensor, margin: int, element_max: float) -> Tensor:
+    """``((1 / amax) * element_max) / 2^margin``, or the old ``scale`` where ``amax`` is 0 or not finite.
+
+    Two roundings, as in the golden files: the quotient is torch's number / tensor.
+    """
+    new = (amax.reciprocal() * element_max) / 2.0**margin
+    new = torch.where(new.isinf(), torch.finfo(torch.float32).max, new)
+    return torch.where((amax > 0) & amax.isfinite(), new, scale)

@@ -1,0 +1,20 @@
+"""Quantized matmul (NUMERICS section 7): products of decoded operands, accumulated in float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``a @ b`` in float32, times ``factor`` where both operands have one factor a tensor, plus ``bias`` in float32.
+
+    Args:
+        a: (..., M, K) float32.
+        b: (..., K, N) float32.
+        factor: (1,) float32 product of the operands' scale_inv, or None when it is in ``a`` and ``b`` already.
+        bias: broadcastable to (..., M, N), or None.
+    """
+    y = a @ b
+    if factor is not None:
+        y = y * factor
+    return y if bias is None else y + bias.float()

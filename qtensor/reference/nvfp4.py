@@ -1,0 +1,143 @@
+"""NVFP4: E2M1 elements, E4M3 factors for blocks of 16, a float32 factor for the tensor or a row (NUMERICS section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qtensor.formats import E2M1, E4M3
+from qtensor.reference.blocks import from_blocks, to_blocks
+from qtensor.reference.elements import decode_narrow, encode_narrow
+from qtensor.reference.scaling import FLOAT32_MAX, quotient
+
+BLOCK = 16
+_SIXTH = torch.tensor(1.0) / 6
+_STEP_BOUNDS = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The options that one direction of NVFP4 quantization reads."""
+
+    rows: int = 1
+    """Block rows: 1, or 16 for 2D blocks."""
+    e4m3_max: float = 448.0
+    use_4over6: bool = False
+    err_mode: str = "mae"
+
+
+def amax(x: Tensor, per_row: bool = False) -> Tensor:
+    """Largest magnitude of a float32 (M, K) matrix without NaN or inf: (1,), or (M,) per row."""
+    if not x.numel():
+        return x.new_zeros(x.shape[0] if per_row else 1)
+    return x.abs().amax(1) if per_row else x.abs().amax().reshape(1)
+
+
+def global_scale(amax_tensor: Tensor, e4m3_max: float) -> Tensor:
+    """The encode factor of the second level, ``min(e4m3_max * 6 / A, FLT_MAX)``; 1 where it or A is 0."""
+    scale = quotient(e4m3_max * 6.0, amax_tensor, amax_tensor).clamp_(max=FLOAT32_MAX)
+    return torch.where((amax_tensor == 0) | (scale == 0), 1.0, scale)
+
+
+def _round_e4m3(values: Tensor) -> Tensor:
+    return values.clamp(max=E4M3.max).to(torch.float8_e4m3fn)
+
+
+def _encode_factor(scale: Tensor, global_enc: Tensor) -> Tensor:
+    """Multiplier of a block, ``min(1 / (float(scale) * S_dec), FLT_MAX)``."""
+    return (scale.float() * global_enc.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
+
+
+def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
+    """E2M1 codes of ``values`` rounded up with probability equal to the distance from the lower neighbour.
+
+    Args:
+        values: float32, any shape, already multiplied by the encode factor.
+        noise: uint8 random bytes, same shape.
+    """
+    magnitude = values.abs().clamp_(max=E2M1.max)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    raised = magnitude + noise.float() / 256 * step
+    codes = torch.bucketize(raised.contiguous(), _STEP_BOUNDS.to(values.device), right=True, out_int32=True)
+    return codes.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8) << 3)
+
+
+def encode(x: Tensor, amax_tensor: Tensor, recipe: Recipe, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize a float32 (M, K) matrix without NaN or inf.
+
+    Args:
+        x: the matrix; padded with zeros here where blocks need it.
+        amax_tensor: (1,) or, row-scaled, (M,).
+        recipe: options.
+        noise: uint8 (M, K) random bytes for stochastic rounding, or None for nearest even.
+
+    Returns:
+        Codes (M, K) uint8, one a byte, and E4M3 codes (ceil(M / rows), ceil(K / 16)) uint8.
+    """
+    rows, cols = x.shape
+    blocks = to_blocks(x, recipe.rows, BLOCK)
+    global_enc = global_scale(amax_tensor, recipe.e4m3_max)[:, None]
+    if not blocks.numel():
+        scales = x.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.uint8)
+        return x.new_zeros((rows, cols), dtype=torch.uint8), scales
+    amax_block = blocks.abs().amax((1, 3))
+    if recipe.use_4over6:
+        codes, scale = _encode_4over6(blocks, amax_block, amax_tensor[:, None], global_enc, recipe)
+        return from_blocks(codes, rows, cols), scale.view(torch.uint8)
+    multiplier = global_enc * _SIXTH.to(x.device)
+    scale = _round_e4m3((amax_block * multiplier).clamp_(max=FLOAT32_MAX))
+    values = blocks * _encode_factor(scale, global_enc)[:, None, :, None]
+    values = from_blocks(values, rows, cols)
+    codes = encode_narrow(values, E2M1, False) if noise is None else stochastic_codes(values, noise)
+    return codes, scale.view(torch.uint8)
+
+
+def _encode_4over6(
+    blocks: Tensor, amax_block: Tensor, amax_tensor: Tensor, global_enc: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """Each block with its maximum mapped to 6 or to 4, whichever has the smaller error (6 on a tie)."""
+    base = quotient(amax_block, 6.0, amax_block) * global_enc
+    candidates = [_round_e4m3(base), _round_e4m3(base * 1.5)]
+    codes, errors = [], []
+    for scale in candidates:
+        factor = _encode_factor(scale, global_enc)[:, None, :, None]
+        code = encode_narrow(blocks * factor, E2M1, False)
+        decoded = decode_narrow(code, E2M1) * scale.float()[:, None, :, None]
+        difference = (
+            quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max, decoded) - blocks
+        )
+        codes.append(code)
+        errors.append(_block_error(difference.abs() if recipe.err_mode == "mae" else difference * difference))
+    to_4 = errors[1] < errors[0]
+    scale = torch.where(to_4, candidates[1].view(torch.uint8), candidates[0].view(torch.uint8))
+    return torch.where(to_4[:, None, :, None], codes[1], codes[0]), scale
+
+
+def _block_error(terms: Tensor) -> Tensor:
+    """Sum of (m, r, k, 16) terms a block, in a fixed order: 16 columns one by one, then rows by halves 8/4/2/1."""
+    row_errors = terms[..., 0]
+    for column in range(1, BLOCK):
+        row_errors = row_errors + terms[..., column]
+    while row_errors.shape[1] > 1:
+        half = row_errors.shape[1] // 2
+        row_errors = row_errors[:, :half] + row_errors[:, half:]
+    return row_errors[:, 0]
+
+
+def decode(values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_max: float) -> Tensor:
+    """``fp4 * float(s) * (A / (6 * e4m3_max))``.
+
+    Args:
+        values: E2M1 values, float32 (M, K).
+        scales: uint8 E4M3 codes, (ceil(M / rows), ceil(K / 16)) or more.
+        amax_tensor: (1,) or (M,).
+        rows: block rows.
+        e4m3_max: 448 or 256.
+    """
+    blocks = to_blocks(values, rows, BLOCK)
+    factors = scales[: blocks.shape[0], : blocks.shape[2]].view(torch.float8_e4m3fn).float()
+    global_dec = quotient(amax_tensor, 6 * e4m3_max, amax_tensor)[:, None, None, None]
+    scaled = blocks * factors[:, None, :, None] * global_dec
+    return from_blocks(scaled, *values.shape)

@@ -1,0 +1,51 @@
+"""Random bytes for stochastic rounding: Philox4x32-10 (Salmon et al., SC 2011), the same on every device.
+
+A counter-based generator needs no state: the bytes of element i depend on the seed and on i alone, so a CPU, a GPU and
+a compiled graph that get the same seed round the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of ``word * factor``, all held in int64 (whose own product would overflow)."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return high >> 16, (high << 16 | low & 0xFFFF) & _MASK
+
+
+def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """Ten rounds over four counter words and two key words (int64 tensors holding uint32 values)."""
+    for _ in range(10):
+        high0, low0 = _multiply(counter[0], _MULTIPLIERS[0])
+        high1, low1 = _multiply(counter[2], _MULTIPLIERS[1])
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+        key = [(k + w) & _MASK for k, w in zip(key, _WEYL, strict=True)]
+    return counter
+
+
+def random_bytes(seed: Tensor, count: int, stream: int) -> Tensor:
+    """``count`` bytes as uint8.
+
+    Byte j of group g is byte j of the little-endian output words for counter (g, g >> 32, 0, stream).
+
+    Args:
+        seed: int64 of shape (1,).
+        count: number of bytes.
+        stream: which use of the seed this is (0 rowwise, 1 columnwise).
+    """
+    groups = torch.arange((count + 15) // 16, device=seed.device)
+    zero = torch.zeros_like(groups)
+    words = philox4x32(
+        [groups & _MASK, groups >> 32, zero, zero + stream], [seed & _MASK, (seed >> 32) & _MASK]
+    )
+    shifts = torch.arange(0, 32, 8, device=seed.device)
+    split = torch.stack(words, dim=-1)[..., None] >> shifts & 0xFF
+    return split.flatten()[:count].to(torch.uint8)

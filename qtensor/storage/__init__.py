@@ -1,0 +1,1 @@
+"""Storages and tensor subclasses: inner buffers, a nominal dtype, a quantizer."""

@@ -1,0 +1,257 @@
+"""What bare storages and tensor subclasses share: named buffers, a nominal dtype, a quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.formats import FormatSpec
+from qtensor.layout import Shape
+from qtensor.library.codec import Codec
+from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.storage.registry import lookup, register
+from qtensor.storage.serialize import deepcopy, reduce
+
+Context = tuple[str, torch.dtype, Codec, str]
+"""The flatten context: qualname, nominal dtype, quantizer, scale layout. Values only: no size, device or tensor."""
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """A storage without its tensors: what ``restore_from_saved`` needs beside them."""
+
+    cls: type[QuantizedTensorStorage]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Codec
+
+
+class QuantizedTensorStorage:
+    """Inner buffers, the logical shape, the nominal dtype and the quantizer that describes the buffers.
+
+    The quantizer's usages say which buffers are there; an absent one is None.
+    """
+
+    __slots__ = ()
+
+    spec: ClassVar[FormatSpec]
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(attribute, constructor keyword) of each inner buffer, in slot order."""
+
+    _quantizer: Codec
+    shape: Any
+    dtype: Any
+
+    def __init_subclass__(cls, spec: FormatSpec | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if spec is not None:
+            cls.spec = spec
+            cls._FLATTEN_TENSOR_BUFFERS = tuple((name, name.lstrip("_")) for name in spec.attributes)
+        if cls._FLATTEN_TENSOR_BUFFERS:
+            register(cls)
+
+    @property
+    def quantizer(self) -> Codec:
+        """The quantizer whose slots the buffers are; a value, safe to share."""
+        return self._quantizer
+
+    @property
+    def scale_layout(self) -> str:
+        """``"plain"`` or ``"swizzled"``: how the scale bytes are ordered."""
+        return scale_layout(self._quantizer)
+
+    def buffers(self) -> list[Tensor]:
+        """The inner buffers that are there, in slot order."""
+        return [getattr(self, slot.name) for slot in self._quantizer.slots]
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions are there."""
+        return {"rowwise": self._quantizer.rowwise, "columnwise": self._quantizer.columnwise}
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype`` (the nominal dtype if None), rounded once from float32."""
+        return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype or self.dtype)
+
+    def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drop directions, or build one from the other where the bytes allow it. In place.
+
+        Raises:
+            UnsupportedError: the direction asked for would need the high-precision data.
+            QTensorError: no direction would be left.
+        """
+        old = self._quantizer
+        new = old.with_usage(rowwise=rowwise, columnwise=columnwise)
+        if new == old:
+            return
+        name = f"update_usage[{old.format}]"
+        missing = [u for u in ("rowwise", "columnwise") if getattr(new, u) and not getattr(old, u)]
+        present = {slot.name: getattr(self, slot.name) for slot in old.slots}
+        if missing:
+            derived = old.derive(present, self.shape, missing[0])
+            if derived is None:
+                fail(
+                    name,
+                    f"{missing[0]} data cannot be derived from the other direction",
+                    self.get_usages(),
+                    f"Quantize the high-precision tensor with {missing[0]}=True",
+                    UnsupportedError,
+                )
+            present.update(derived)
+        kept = {slot.name: present[slot.name] for slot in new.slots}
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, kept.get(attribute))
+        self._set_quantizer(new)
+
+    def _set_quantizer(self, quantizer: Codec) -> None:
+        self._quantizer = quantizer
+
+    def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Any:
+        """Requantize ``src`` into the buffers that are there; see ``Quantizer.update_quantized``."""
+        self._quantizer.update_quantized(src, self, noop_flag=noop_flag, **call)
+        return self
+
+    def prepare_for_saving(self) -> tuple[list[Tensor | None], SavedLayout]:
+        """All buffers in slot order (None where absent) and a layout without tensors. Leaves the storage as it is."""
+        tensors = [getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]
+        return tensors, SavedLayout(type(self), tuple(self.shape), self.dtype, self._quantizer)
+
+    @staticmethod
+    def restore_from_saved(
+        layout: SavedLayout, tensors: Sequence[Tensor | None]
+    ) -> tuple[QuantizedTensorStorage, list[Tensor | None]]:
+        """The storage from its layout and the head of ``tensors``, and the tensors that are left over."""
+        count = len(layout.cls._FLATTEN_TENSOR_BUFFERS)
+        check(
+            len(tensors) >= count,
+            f"restore_from_saved[{layout.quantizer.format}]",
+            f"{count} tensors or None are needed",
+            len(tensors),
+            "Pass the list that prepare_for_saving returned",
+        )
+        named = {
+            keyword: tensor
+            for (_, keyword), tensor in zip(layout.cls._FLATTEN_TENSOR_BUFFERS, tensors, strict=False)
+        }
+        storage = layout.cls(layout.shape, layout.dtype, layout.quantizer, **named)
+        return storage, list(tensors[count:])
+
+
+class BareStorage(QuantizedTensorStorage):
+    """A storage that is no tensor: no autograd, no dispatch, 0.5 us to build."""
+
+    __slots__ = ("_dtype", "_quantizer", "_shape")
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, quantizer: Codec, **buffers: Tensor | None) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._quantizer = quantizer
+        for attribute, keyword in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, buffers.get(keyword))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape."""
+        return torch.Size(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The nominal dtype: what ``dequantize()`` returns."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.buffers()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the logical shape."""
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The logical shape, or one of its sizes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return self.shape.numel()
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides of a contiguous tensor of the logical shape."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
+        return deepcopy(self, memo)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return [slot.name for slot in self._quantizer.slots], make_context(self)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Any
+    ) -> QuantizedTensorStorage:
+        return unflatten(inner, context, outer_size)
+
+
+def scale_layout(quantizer: Codec) -> str:
+    """The name of the order of the scale bytes under a quantizer."""
+    return "swizzled" if getattr(quantizer, "swizzled", False) else "plain"
+
+
+def make_context(storage: QuantizedTensorStorage) -> Context:
+    """The flatten context of a storage or tensor."""
+    quantizer = storage._quantizer
+    return (type(storage).__qualname__, storage.dtype, quantizer, scale_layout(quantizer))
+
+
+def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **kwargs: Any) -> Any:
+    """A storage or tensor from its inner buffers and flatten context.
+
+    Raises:
+        QTensorError: the context is not one that flattening makes, or the buffers are not those it describes.
+    """
+    if not isinstance(context, tuple) or len(context) != 4 or not isinstance(context[0], str):
+        raise QTensorError(
+            "unflatten: the context must be (qualname, dtype, quantizer, scale layout); "
+            f"got {context!r}. Use the context that __tensor_flatten__ returned."
+        )
+    name, dtype, quantizer, layout = context
+    cls = lookup(name)
+    slots = getattr(quantizer, "slots", None)
+    expected = [slot.name for slot in slots] if slots is not None else None
+    if expected is None or not isinstance(dtype, torch.dtype) or layout != scale_layout(quantizer):
+        raise QTensorError(
+            f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
+            f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ returned."
+        )
+    if list(inner) != expected or cls.spec is not quantizer.spec:
+        raise QTensorError(
+            f"unflatten[{name}]: the buffers must be {expected} of {quantizer.spec.name}; got {list(inner)} "
+            f"of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ named."
+        )
+    return cls(outer_size, dtype, quantizer, **kwargs, **{k.lstrip("_"): v for k, v in inner.items()})
+
+
+def describe(storage: Any) -> str:
+    """A repr from metadata alone: it reads no data, so it never waits for a device."""
+    quantizer = storage._quantizer
+    shape = ", ".join(str(n) for n in storage.shape)
+    return f"{type(storage).__name__}(shape=({shape}), dtype={storage.dtype}, quantizer={quantizer.canonical!r})"
+
+

@@ -1,0 +1,92 @@
+"""aten matmuls and look-ups on quantized operands: the gemm op and row gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import QTensorError, fail
+from qtensor.library.gemm import GEMM, check_operands
+from qtensor.library.quantize import INPUT_DTYPES
+from qtensor.storage import geometry
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.preserve import Handler, plain
+from qtensor.storage.rebuild import with_buffers
+
+
+def gemm(a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Product of two operands, quantized (tensor or storage) or plain, in one of the three GEMM layouts.
+
+    Args:
+        a: (..., M, K), or (..., K, M) in layout NT.
+        b: (N, K) in layout TN, (K, N) otherwise; batched like ``a`` for 3-D operands.
+        layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
+        bias: added in float32, broadcastable to the product.
+        dtype: of the result; the nominal dtype of ``a`` if None.
+
+    Raises:
+        QTensorError: operands that do not fit, or without the usage that the layout reads.
+    """
+    operands, quantizers = [], []
+    for name, t in (("a", a), ("b", b)):
+        if isinstance(t, QuantizedTensorStorage):
+            operands.append(t.buffers())
+            quantizers.append(t._quantizer)
+        else:
+            if t.dtype not in INPUT_DTYPES and t.dtype != torch.float64:
+                fail("gemm", f"operand {name} must be quantized or floating", t.dtype, "Convert it first", QTensorError)
+            operands.append([t])
+            quantizers.append(None)
+    if a.device != b.device:
+        fail("gemm", "operands must be on one device", f"{a.device} and {b.device}", "Move one with .to(device)")
+    check_operands(quantizers[0], a.shape, quantizers[1], b.shape, layout)
+    canonical = [q.canonical if q is not None else "" for q in quantizers]
+    return GEMM(
+        operands[0], canonical[0], a.shape, operands[1], canonical[1], b.shape, layout, dtype or a.dtype, bias
+    )
+
+
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return gemm(args[0], args[1], "NN")
+
+
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bias, a, b = args
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
+    if alpha == 1 and beta == 1:
+        return gemm(a, b, "NN", bias)
+    product = gemm(a, b, "NN", dtype=torch.float32) * alpha
+    return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
+
+
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x, weight, bias = (*args, None)[:3]
+    bias = kwargs.get("bias", bias)
+    return gemm(x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias)
+
+
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Rows of a quantized table; only those asked for are decoded."""
+    weight, index = args[:2]
+    if not isinstance(weight, QuantizedTensorStorage) or isinstance(index, QuantizedTensorStorage):
+        fail("embedding", "the table may be quantized, the index not", type(index).__name__, "Pass integer indices")
+    buffers = geometry.select_rows(weight, index.reshape(-1)) if weight._quantizer.rowwise else None
+    if buffers is None or weight._quantizer.columnwise:
+        return func(plain(weight), index, *args[2:], **kwargs)
+    rows = with_buffers(weight, buffers, (index.numel(), weight.shape[1]))
+    return plain(rows).reshape(*index.shape, weight.shape[1])
+
+
+COMPUTE: dict[str, Handler] = {
+    "mm": _mm,
+    "bmm": _mm,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "linear": _linear,
+    "embedding": _embedding,
+}
+"""Op name (aten) -> handler. The result is plain: operands are decoded inside one op, rounded once."""
+

@@ -1,0 +1,99 @@
+"""From an aten op to its handler: keep, compute, dequantize, or refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qtensor.errors import QTensorError, UnsupportedError
+from qtensor.library.dequantize import DEQUANTIZE, DEQUANTIZE_TENSOR
+from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.compute import COMPUTE
+from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
+from qtensor.storage.preserve import PRESERVE, Handler, plain
+
+
+def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
+    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
+
+
+def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor that holds what is asked for answers with its own buffers; otherwise its values are quantized anew."""
+    t, canonical = args[:2]
+    if isinstance(t, QuantizedTensorStorage):
+        own = t._quantizer
+        if own.canonical == canonical and own.is_requantization_safe():
+            return [buffer.detach() for buffer in t.buffers()]
+        return func(plain(t), *args[1:], **kwargs)
+    raise QTensorError("quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it.")
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return dequantized(func, args, kwargs)
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func}: not defined for quantized tensors; got {_formats(args, kwargs)}. Call .dequantize() on the operands "
+        "first, or use an op of docs/op_matrix.md."
+    )
+
+
+def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func}: collectives move plain tensors; got {_formats(args, kwargs)}. Communicate the inner buffers "
+        "(t.buffers()) and rebuild with t.quantizer.assemble(buffers, shape, dtype), or dequantize first."
+    )
+
+
+def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    flat = torch.utils._pytree.tree_leaves((args, kwargs))
+    return ", ".join(sorted({t._quantizer.canonical for t in flat if isinstance(t, QuantizedTensorStorage)}))
+
+
+_HANDLERS: dict[Any, Handler] = {
+    DEQUANTIZE_TENSOR: _dequantize_tensor,
+    QUANTIZE: _quantize,
+    QUANTIZE_: _on_values,
+    AMAX: _on_values,
+    RANDOM_SEED: _on_values,
+}
+"""Op -> handler; filled as ops are met."""
+
+
+def classify(func: Any) -> str:
+    """``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` or ``"raises"`` for an aten op."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten":
+        return "raises"
+    if name in PRESERVE:
+        return "exact"
+    if name in COMPUTE:
+        return "computes"
+    if name in IN_PLACE_OPS:
+        return "in place"
+    return "dequantizes" if name in DEQUANTIZE_OPS else "raises"
+
+
+def _resolve(func: Any) -> Handler:
+    namespace, _, name = func._schema.name.partition("::")
+    kind = classify(func)
+    if kind == "exact":
+        return PRESERVE[name]
+    if kind == "computes":
+        return COMPUTE[name]
+    if kind in ("in place", "dequantizes"):
+        return _on_values
+    return _refuse_collective if "c10d" in namespace else _refuse
+
+
+def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_dispatch__`` does."""
+    handler = _HANDLERS.get(func)
+    if handler is None:
+        handler = _HANDLERS[func] = _resolve(func)
+    return handler(func, args, kwargs)

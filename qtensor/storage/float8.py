@@ -1,0 +1,48 @@
+"""FP8 storage: one float32 factor for the tensor, a row or a column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qtensor.formats import E4M3, E5M2, LEAD, ONE, Buffer, Dim, FormatSpec, K, M
+from qtensor.storage.base import BareStorage
+from qtensor.storage.tensor import QuantizedTensor
+
+
+def _factors(options: Any) -> tuple[Dim, ...]:
+    """(1,) for the tensor, (M, 1) for rows, (1, K) for columns."""
+    if options.per_tensor:
+        return (ONE,)
+    return (M, ONE) if options.axis == -1 else (ONE, K)
+
+
+FLOAT8 = FormatSpec(
+    name="fp8",
+    elements=(E4M3, E5M2),
+    block=None,
+    scale="float32",
+    inner=(
+        Buffer("_data", torch.uint8, "rowwise", lambda q: (LEAD, K)),
+        Buffer("_transpose", torch.uint8, "columnwise", lambda q: (K, LEAD)),
+        Buffer("_scale_inv", torch.float32, "both", _factors),
+    ),
+    transpose_shares_bytes=True,
+)
+
+
+class Float8TensorStorage(BareStorage, spec=FLOAT8):
+    """Bare FP8 buffers.
+
+    Attributes:
+        _data: logical shape, uint8 element codes (rowwise).
+        _transpose: (K, *leading) uint8, the same codes (columnwise).
+        _scale_inv: float32 decode factors: (1,) for the tensor, (M, 1) per row, (1, K) per column.
+    """
+
+    __slots__ = FLOAT8.attributes
+
+
+class Float8Tensor(QuantizedTensor, spec=FLOAT8):
+    """FP8 as a tensor; buffers as in ``Float8TensorStorage``. Any shape is legal, nothing is padded."""

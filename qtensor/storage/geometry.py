@@ -1,0 +1,250 @@
+"""How logical indexing moves inner buffers: slices, views, transposes and concatenations, derived from slot dims.
+
+Every function takes a tensor (or storage) and returns buffers in slot order. A result is exact, or an error that names the
+rule. Slices of padded scales may be shorter than a fresh quantization would make them: readers take what they need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import QTensorError, UnsupportedError, fail
+from qtensor.formats import Dim, Slot
+from qtensor.layout import Shape, ceil_div, rows_cols
+
+TILE = (128, 4)
+"""Rows and columns of a swizzled scale tile."""
+
+
+def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> None:
+    fail(
+        f"{op}[{t._quantizer.format}]",
+        rule,
+        got,
+        fix or "Call .dequantize() first, then quantize the result",
+        UnsupportedError,
+    )
+
+
+def normalize(dim: int, rank: int) -> int:
+    """A dim index counted from the front.
+
+    Raises:
+        IndexError: out of range.
+    """
+    if not -rank <= dim < rank:
+        raise IndexError(f"dim {dim} is out of range for a tensor with {rank} dims")
+    return dim % rank
+
+
+def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
+    """Buffers of ``t[..., start:end, ...]`` along ``dim`` (counted from the front), as views where bytes are contiguous."""
+    shape, is_last = t.shape, dim == len(t.shape) - 1
+    total = shape[dim]
+    rows = (start, end, total)
+    if not is_last:
+        inner = math.prod(shape[dim + 1 : -1])
+        rows = (start * inner, end * inner, total * inner)
+        outer = math.prod(shape[:dim])
+    result = []
+    for slot in t._quantizer.slots:
+        buffer = getattr(t, slot.name)
+        for index, axis in enumerate(slot.dims):
+            if axis.axis == "lead" and not is_last:
+                # Buffer dims before ``lead`` are single, so they shift the dim by one each.
+                buffer = buffer.narrow(index + dim, start, end - start)
+            elif axis.axis == ("k" if is_last else "m"):
+                if not is_last and outer != 1:
+                    rule = "slicing a middle dim needs factors that do not run along it"
+                    _refuse("slice", t, rule, f"dim {dim} of {tuple(shape)}")
+                buffer = _slice_axis(t, slot, buffer, index, axis, (start, end, total) if is_last else rows)
+        result.append(buffer)
+    return result
+
+
+def _slice_axis(t: Any, slot: Slot, buffer: Tensor, index: int, axis: Dim, bounds: tuple[int, int, int]) -> Tensor:
+    start, end, total = bounds
+    if start == 0 and end == total:
+        return buffer
+    needed = axis.per
+    if slot.swizzled:
+        needed = axis.per * (TILE[0] if axis.pad == TILE[0] else TILE[1])
+    kind = "Row" if axis.axis == "m" else "Column"
+    if start % needed or (end % needed and end != total):
+        rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
+        _refuse("slice", t, rule, f"{start}:{end} of {total}")
+    first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
+    if not slot.swizzled:
+        return buffer.narrow(buffer.ndim - len(slot.dims) + index if index else 0, first, last - first)
+    return _slice_tiles(slot, buffer, axis, first, last)
+
+
+def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
+    """A slice of swizzled scales: whole rows of tiles are a view, columns of tiles a copy."""
+    flipped = slot.dims[0].pad != TILE[0]
+    shape = buffer.shape[::-1] if flipped else buffer.shape
+    tiles = buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
+    along = 0 if axis.pad == TILE[0] else 1
+    part = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
+    sizes = (part.shape[0] * TILE[0], part.shape[1] * TILE[1])
+    return part.reshape(sizes[::-1] if flipped else sizes)
+
+
+def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
+    """Buffers of a view to ``shape`` (the same number of elements)."""
+    old_k, new_k = rows_cols(t.shape)[1], rows_cols(shape)[1]
+    if old_k == new_k:
+        return [_view_leading(t, slot, shape) for slot in t._quantizer.slots]
+    if t._quantizer.columnwise:
+        rule = "a view that changes the last dim needs a tensor without columnwise data"
+        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}", "Call update_usage(columnwise=False) first")
+    return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
+
+
+def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
+    """Dims other than the last are merged or split: only ``lead`` dims see it."""
+    buffer = getattr(t, slot.name)
+    leads = [d.axis for d in slot.dims]
+    if "lead" not in leads:
+        return buffer
+    if not len(shape):
+        return buffer.reshape(()) if leads[-1] == "k" and slot.dims[-1].per == 1 else buffer.reshape(1)
+    leading = tuple(shape[:-1])
+    # A 0-d tensor stores () for unpacked data.
+    if leads[0] == "lead":
+        tail = buffer.shape[-1] if buffer.ndim else 1
+        return buffer.view(*leading, tail)
+    return buffer.view(buffer.shape[0], *leading)
+
+
+def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
+    """Rows are cut anew: each slot must be contiguous in whole groups, without padding between rows."""
+    buffer = getattr(t, slot.name)
+    if all(d.axis == "one" for d in slot.dims):
+        return buffer
+    per = slot.dims[-1].per
+    old_rows, old_k = rows_cols(t.shape)
+    new_rows, new_k = rows_cols(shape)
+    plain = slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
+    if not plain or slot.swizzled or old_k % per or new_k % per:
+        rule = f"the last dim may change only in whole blocks of rowwise data ({slot.name})"
+        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}")
+    width = old_k // per * slot.dims[-1].units
+    new_width = new_k // per * slot.dims[-1].units
+    if slot.dims[0].axis == "lead":
+        return buffer.view(*shape[:-1], new_width)
+    if buffer.shape[-1] != width and old_rows != 1:
+        rule = f"the rows of {slot.name} are padded, so they are not contiguous"
+        _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}")
+    return buffer[:old_rows, :width].reshape(new_rows, new_width)
+
+
+def counterparts(t: Any) -> dict[str, str]:
+    """Each inner buffer's name -> the name it takes when the tensor is transposed."""
+    inner = t.spec.inner
+    row = [b.name for b in inner if b.usage == "rowwise"]
+    column = [b.name for b in inner if b.usage == "columnwise"]
+    both = {b.name: b.name for b in inner if b.usage == "both"}
+    return {**dict(zip(row, column, strict=True)), **dict(zip(column, row, strict=True)), **both}
+
+
+_SWAPPED = {"lead": "k", "m": "k", "k": "m", "one": "one"}
+
+
+def transpose_buffers(t: Any, quantizer: Any) -> list[Tensor]:
+    """Buffers of the transpose of a 2-D tensor; ``quantizer`` describes them. All are views."""
+    other = counterparts(t)
+    by_name = {slot.name: slot for slot in t._quantizer.slots}
+    result = []
+    for slot in quantizer.slots:
+        source = by_name[other[slot.name]]
+        buffer = getattr(t, source.name)
+        moved = [_SWAPPED[d.axis] for d in source.dims]
+        wanted = ["m" if d.axis == "lead" else d.axis for d in slot.dims]
+        if moved != wanted:
+            buffer = buffer.view(buffer.shape[::-1]) if slot.swizzled else buffer.t()
+        result.append(buffer)
+    return result
+
+
+def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
+    """Buffers of the concatenation along ``dim`` of tensors with one quantizer."""
+    first = tensors[0]
+    is_last = dim == first.ndim - 1
+    if not is_last and dim != 0 and any(d.axis == "m" for s in first._quantizer.slots for d in s.dims):
+        rule = "concatenating along a middle dim needs factors that do not run along it"
+        _refuse("cat", first, rule, f"dim {dim} of {tuple(first.shape)}")
+    return [_cat_slot(tensors, slot, dim, is_last) for slot in first._quantizer.slots]
+
+
+def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Tensor:
+    first = tensors[0]
+    buffers = [getattr(t, slot.name) for t in tensors]
+    wanted = ("k",) if is_last else ("lead", "m")
+    index = next((i for i, d in enumerate(slot.dims) if d.axis in wanted), None)
+    if index is None:
+        return _shared(tensors, slot, buffers)
+    if slot.swizzled:
+        _refuse("cat", first, f"{slot.name} is swizzled", "swizzled=True", "Quantize with swizzled=False")
+    axis = slot.dims[index]
+    if axis.axis == "lead":
+        return torch.cat(buffers, index + dim)
+    sizes = [rows_cols(t.shape)[1 if is_last else 0] for t in tensors]
+    for size in sizes[:-1]:
+        if size % axis.per:
+            rule = f"all parts but the last must be a multiple of {axis.per} for {slot.name}"
+            _refuse("cat", first, rule, sizes)
+    index = index if index == 0 else buffers[0].ndim - len(slot.dims) + index
+    parts = [
+        b.narrow(index, 0, ceil_div(size, axis.per) * axis.units) for b, size in zip(buffers, sizes, strict=True)
+    ]
+    joined = torch.cat(parts, index)
+    padding = -joined.shape[index] % axis.pad
+    if padding:
+        zeros = list(joined.shape)
+        zeros[index] = padding
+        joined = torch.cat((joined, joined.new_zeros(zeros)), index)
+    return joined
+
+
+def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor:
+    """A factor that does not run along the dim must be the same in all parts."""
+    first = buffers[0]
+    for other in buffers[1:]:
+        if not _same_memory(first, other) and not torch.equal(other, first):
+            fail(
+                f"cat[{tensors[0]._quantizer.format}]",
+                f"{slot.name} must be equal in all parts",
+                [b.flatten()[:4].tolist() for b in buffers],
+                "Concatenate the dequantized tensors and quantize the result",
+                QTensorError,
+            )
+    return first
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same view of one storage; known without reading data, for fakes too."""
+    return a is b or (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
+    )
+
+
+def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
+    """Rowwise buffers of the rows in ``index`` (1-D) of a 2-D tensor, or None where a row is not stored on its own."""
+    result = []
+    for slot in t._quantizer.slots:
+        buffer = getattr(t, slot.name)
+        position = next((i for i, d in enumerate(slot.dims) if d.axis in ("lead", "m")), None)
+        if position is None:
+            result.append(buffer)
+            continue
+        if slot.dims[position].per != 1 or slot.swizzled:
+            return None
+        result.append(buffer.index_select(position, index))
+    return result

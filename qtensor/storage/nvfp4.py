@@ -1,0 +1,63 @@
+"""NVFP4 storage: E2M1 elements, E4M3 factors for 16, float32 maxima for the tensor or a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qtensor.formats import E2M1, LEAD, ONE, Buffer, Dim, FormatSpec, K, M
+from qtensor.storage.base import BareStorage
+from qtensor.storage.tensor import QuantizedTensor
+
+
+def _columnwise_codes(options: Any) -> tuple[Dim, ...]:
+    """Packed along M. The rotation mixes whole groups of 16, so it keeps whole groups."""
+    return (K, Dim("m", per=16, units=8) if options.with_rht else Dim("m", per=2))
+
+
+NVFP4 = FormatSpec(
+    name="nvfp4",
+    elements=(E2M1,),
+    block=(1, 16),
+    scale="e4m3",
+    inner=(
+        Buffer("_rowwise_data", torch.uint8, "rowwise", lambda q: (LEAD, Dim("k", per=2))),
+        Buffer(
+            "_rowwise_scale_inv",
+            torch.uint8,
+            "rowwise",
+            lambda q: (Dim("m", pad=128), Dim("k", per=16, pad=4)),
+            tiled=True,
+        ),
+        Buffer("_amax_rowwise", torch.float32, "rowwise", lambda q: (M if q.row_scaled else ONE,)),
+        Buffer("_columnwise_data", torch.uint8, "columnwise", _columnwise_codes),
+        Buffer(
+            "_columnwise_scale_inv",
+            torch.uint8,
+            "columnwise",
+            lambda q: (Dim("k", pad=128), Dim("m", per=16, pad=4)),
+            tiled=True,
+        ),
+        Buffer("_amax_columnwise", torch.float32, "columnwise", lambda q: (K if q.row_scaled else ONE,)),
+    ),
+)
+
+
+class NVFP4TensorStorage(BareStorage, spec=NVFP4):
+    """Bare NVFP4 buffers; two codes a byte, the even index in the low nibble.
+
+    Attributes:
+        _rowwise_data: (*leading, ceil(K/2)) uint8.
+        _rowwise_scale_inv: (up128(M), up4(ceil(K/16))) uint8, E4M3 codes, zero padding.
+        _amax_rowwise: float32 (1,), or (M,) row-scaled.
+        _columnwise_data: (K, ceil(M/2)) uint8, codes of the transpose; rotated: (K, ceil(M/16) * 8).
+        _columnwise_scale_inv: (up128(K), up4(ceil(M/16))) uint8.
+        _amax_columnwise: float32 (1,), or (K,) row-scaled.
+    """
+
+    __slots__ = NVFP4.attributes
+
+
+class NVFP4Tensor(QuantizedTensor, spec=NVFP4):
+    """NVFP4 as a tensor; buffers as in ``NVFP4TensorStorage``. Any shape: ragged edges are padded with zeros in a block."""

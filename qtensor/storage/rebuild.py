@@ -1,0 +1,30 @@
+"""Making a tensor from another one's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.layout import Shape
+
+
+def with_buffers(
+    t: Any,
+    buffers: Sequence[Tensor],
+    shape: Shape | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    quantizer: Any = None,
+) -> Any:
+    """A tensor or storage of the class of ``t`` around other buffers, in the slot order of ``quantizer``."""
+    quantizer = t._quantizer if quantizer is None else quantizer
+    named = {slot.name[1:]: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
+    return type(t)(t.shape if shape is None else shape, dtype or t.dtype, quantizer, **named)
+
+
+def map_buffers(t: Any, function: Callable[[Tensor], Tensor], **changes: Any) -> Any:
+    """The same tensor with ``function`` applied to each buffer."""
+    return with_buffers(t, [function(b) for b in t.buffers()], **changes)

@@ -1,0 +1,45 @@
+"""Classes by name: what a flatten context or a pickle names, found again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qtensor.errors import QTensorError, fail
+
+_CLASSES: dict[str, type[Any]] = {}
+
+
+def register(cls: type[Any]) -> None:
+    """Remember a storage or tensor class by its qualname.
+
+    Raises:
+        QTensorError: another class has the name.
+    """
+    known = _CLASSES.get(cls.__qualname__)
+    if known is not None and known.__module__ != cls.__module__:
+        fail(
+            f"class {cls.__qualname__}",
+            "names of storage and tensor classes are unique",
+            f"one in {known.__module__} and one in {cls.__module__}",
+            "Rename one of them",
+        )
+    _CLASSES[cls.__qualname__] = cls
+
+
+def lookup(name: str) -> type[Any]:
+    """The class of that name.
+
+    Raises:
+        QTensorError: unknown; the message lists what is known.
+    """
+    if name not in _CLASSES:
+        raise QTensorError(
+            f"unflatten: the class must be a registered one; got {name!r}. "
+            f"Import the module that defines it; known: {', '.join(sorted(_CLASSES))}."
+        )
+    return _CLASSES[name]
+
+
+def registered() -> tuple[type[Any], ...]:
+    """All storage and tensor classes."""
+    return tuple(_CLASSES.values())

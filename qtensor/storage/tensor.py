@@ -1,0 +1,154 @@
+"""The tensor subclass: a wrapper around inner buffers with a dispatch table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import fail
+from qtensor.layout import Shape
+from qtensor.library.codec import Codec
+from qtensor.library.dequantize import DEQUANTIZE_TENSOR
+from qtensor.storage.base import Context, QuantizedTensorStorage, describe, scale_layout, unflatten
+from qtensor.storage.dispatch import dispatch
+from qtensor.storage.serialize import deepcopy, reduce
+
+
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
+    """A storage that is a ``torch.Tensor`` of the nominal dtype and the logical shape.
+
+    Build one with a quantizer, ``quantizer(x)``, or from buffers: ``cls(shape, dtype, quantizer, rowwise_data=...)``.
+    """
+
+    _context: Context
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        shape: Shape,
+        dtype: torch.dtype,
+        quantizer: Codec,
+        *,
+        requires_grad: bool = False,
+        **buffers: Tensor | None,
+    ) -> QuantizedTensor:
+        """Wrap buffers given by constructor keyword; absent ones are None."""
+        first = quantizer.slots[0].name.lstrip("_")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=buffers[first].device, requires_grad=requires_grad
+        )
+        for attribute, keyword in cls._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, buffers.get(keyword))
+        self._quantizer = quantizer
+        self._context = (cls.__qualname__, dtype, quantizer, scale_layout(quantizer))
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: ``__new__`` has set every attribute."""
+
+    def _set_quantizer(self, quantizer: Codec) -> None:
+        self._quantizer = quantizer
+        self._context = (type(self).__qualname__, self.dtype, quantizer, scale_layout(quantizer))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return describe(self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return [slot.name for slot in self._quantizer.slots], self._context
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Any
+    ) -> QuantizedTensor:
+        return unflatten(inner, context, outer_size)
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """A gradient of a quantized tensor is a plain tensor.
+
+        AOTAutograd (torch 2.11 to 2.13) takes any result that can be flattened; a plain tensor with no inner tensors
+        can. tests/test_compile_autograd.py watches this on every torch version.
+        """
+        gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        gradient.__tensor_flatten__ = lambda: ([], None)
+        return gradient
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype`` (the nominal dtype if None); the gradient passes unchanged."""
+        return DEQUANTIZE_TENSOR(self, dtype)
+
+    def float(self) -> Tensor:
+        """The dequantized values as float32. ``.to(torch.float32)`` changes the nominal dtype instead."""
+        return DEQUANTIZE_TENSOR(self, torch.float32)
+
+    def half(self) -> Tensor:
+        """The dequantized values as float16. ``.to(torch.float16)`` changes the nominal dtype instead."""
+        return DEQUANTIZE_TENSOR(self, torch.float16)
+
+    def bfloat16(self) -> Tensor:
+        """The dequantized values as bfloat16. ``.to(torch.bfloat16)`` changes the nominal dtype instead."""
+        return DEQUANTIZE_TENSOR(self, torch.bfloat16)
+
+    def double(self) -> Tensor:
+        """The dequantized values as float64."""
+        return DEQUANTIZE_TENSOR(self, torch.float64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, not of the nominal dtype."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def data(self) -> Tensor:
+        """A detached tensor that shares the buffers."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take over another tensor's buffers; it must have this class and shape.
+
+        Raises:
+            QTensorError: another class or shape (torch would leave the buffers stale).
+        """
+        if type(value) is not type(self) or value.shape != self.shape:
+            fail(
+                f"data[{self._quantizer.format}]",
+                f"the new data must be a {type(self).__name__} of shape {tuple(self.shape)}",
+                f"{type(value).__name__} of shape {tuple(value.shape)}",
+                "Quantize it first, or use copy_()",
+            )
+        torch.Tensor.data.__set__(self, value)
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, getattr(value, attribute))
+        self._set_quantizer(value._quantizer)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move every buffer to shared memory."""
+        for buffer in self.buffers():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every buffer is in shared memory."""
+        return all(buffer.is_shared() for buffer in self.buffers())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        return deepcopy(self, memo)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on beside the shapes, for AOTAutograd's cache."""
+        name, dtype, quantizer, _ = self._context
+        return f"{name}:{dtype}:{quantizer.canonical}"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, types, args, kwargs or {})
+
