@@ -11,6 +11,7 @@ from qtensor.errors import DtypeError, fail
 from qtensor.library.codec import codec_class, codec_names
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.quantizers import Quantizer
+from qtensor.quantizers.options import CALL_ARGUMENTS
 from qtensor.storage.base import QuantizedTensorStorage
 
 Format = str | Quantizer
@@ -25,7 +26,7 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
     """The quantizer of a format.
 
     Args:
-        fmt: a format id, a canonical string without options, or a quantizer (then ``options`` replace some of its own).
+        fmt: a format id, or a quantizer (then ``options`` replace some of its own).
         **options: as in the quantizer's class docstring: ``rowwise``, ``columnwise``, ``dtype``, ``scale_mode`` ...
 
     Returns:
@@ -35,18 +36,10 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
         QTensorError: unknown format or option; the message lists the known ones.
     """
     if isinstance(fmt, Quantizer):
-        cls = type(fmt)
-        given = {name: getattr(fmt, name) for name in cls.__dataclass_fields__} | options
-    else:
-        cls, given = codec_class(fmt), options
-    for name in options:
-        if name not in cls.__dataclass_fields__:
-            known = ", ".join(cls.__dataclass_fields__)
-            fail(f"quantizer[{cls.format}]", "options must be the format's", name, f"Choose among: {known}")
-    return cls(**given)
-
-
-_CALL = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
+        return type(fmt)(**{**fmt.given_options(), **options}) if options else fmt
+    if not isinstance(fmt, str):
+        fail("quantizer", "the format is a text or a quantizer", type(fmt).__name__, 'Pass "fp8", say', DtypeError)
+    return codec_class(fmt)(**options)
 
 
 def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
@@ -64,7 +57,7 @@ def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
     Raises:
         QTensorError: bad format, option, dtype or argument.
     """
-    call = {name: options.pop(name) for name in _CALL if name in options}
+    call = {name: options.pop(name) for name in CALL_ARGUMENTS if name in options}
     return quantizer(fmt, **options).quantize(x, **call)
 
 

@@ -117,6 +117,8 @@ class Slot:
     usage: Usage
     dims: tuple[Dim, ...]
     swizzled: bool
+    keyword: str
+    """The constructor keyword: the name without its underscore."""
 
 
 def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
@@ -124,7 +126,7 @@ def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
     swizzled = bool(getattr(options, "swizzled", False))
     wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}
     return tuple(
-        Slot(b.name, b.dtype, b.usage, b.dims(options), b.tiled and swizzled)
+        Slot(b.name, b.dtype, b.usage, b.dims(options), b.tiled and swizzled, b.name[1:])
         for b in spec.inner
         if wanted[b.usage]
     )

@@ -39,6 +39,18 @@ class FormatCase:
     def quantize(self, x: Tensor, **options: Any) -> Any:
         return self.quantizer(**options).quantize(x, **self.call(x.device.type))
 
+    def slice_multiples(
+        self, *, rowwise: bool = True, columnwise: bool = False, **options: Any
+    ) -> tuple[int, int]:
+        """(rows, cols) that the bounds of a slice must be multiples of, from the layout tables of NUMERICS.md."""
+        block, swizzled = self.col_multiple, options.get("swizzled", False)
+        row_tile, col_tile = (128, 4 * block) if swizzled else (1, block)
+        rows = max(row_tile if rowwise else 1, col_tile if columnwise else 1)
+        cols = max(col_tile if rowwise else 1, row_tile if columnwise else 1)
+        if options.get("block_scaling_dim") == 2:
+            rows = cols = block
+        return rows, cols
+
     def every_option(self) -> Iterator[dict[str, Any]]:
         """Every legal combination of options (usages not among them)."""
         for values in itertools.product(*self.options.values()):
@@ -105,6 +117,29 @@ BY_NAME = {case.name: case for case in FORMATS}
 USAGES = [(True, False), (False, True), (True, True)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
+
+_LAYOUTS = {
+    "axis": 0,
+    "block_scaling_dim": 2,
+    "with_2d_quantization": True,
+    "swizzled": True,
+    "packed": True,
+    "with_rht": True,
+    "row_scaled": True,
+}
+
+
+def _each_layout() -> Iterator[Any]:
+    """Each format with its defaults, then with each option that moves bytes, then with two of them."""
+    for case in FORMATS:
+        moved = [{name: value} for name, value in _LAYOUTS.items() if name in case.options]
+        both = [{"swizzled": True, other: True} for other in ("with_2d_quantization", "packed")]
+        both = [chosen for chosen in both if all(name in case.options for name in chosen)]
+        for chosen in [{}, *moved, *both]:
+            yield pytest.param(case, chosen, id="-".join((case.name, *chosen)))
+
+
+layouts = pytest.mark.parametrize(("case", "options"), list(_each_layout()))
 formats = pytest.mark.parametrize("case", FORMATS, ids=lambda c: c.name)
 usages = pytest.mark.parametrize(("rowwise", "columnwise"), USAGES, ids=["row", "col", "both"])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
@@ -114,8 +149,9 @@ def assert_same_bytes(got: Tensor, want: Tensor, name: str = "buffer") -> None:
     """Equal shape, dtype and bytes; a failure says how many differ, where first, and both values."""
     assert tuple(got.shape) == tuple(want.shape), f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{name}: {got.dtype}, wanted {want.dtype}"
-    a = got.detach().contiguous().flatten().view(torch.uint8)
-    b = want.detach().contiguous().flatten().view(torch.uint8)
+    # A clone, because an empty tensor counts as contiguous whatever its strides.
+    a = got.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    b = want.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
     different = (a != b).nonzero().flatten()
     if different.numel():
         first = different[0].item()
@@ -137,3 +173,24 @@ def assert_same_tensor(got: Any, want: Any) -> None:
     assert tuple(got.shape) == tuple(want.shape)
     for name in names:
         assert_same_bytes(getattr(got, name), getattr(want, name), name)
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values that do not depend on the global generator."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def requantized(q: Any, values: Tensor) -> Any:
+    """``values`` through the quantizer of ``q``; delayed scaling keeps its scale."""
+    call = {"scale": q._scale_inv.reciprocal()} if q.quantizer.needs_scale else {}
+    return q.quantizer.quantize(values, **call)
+
+
+def snapshot(q: Any) -> Any:
+    """A copy to compare with later: proof that an op left its input alone."""
+    return q.quantizer.assemble([b.clone() for b in q.buffers()], q.shape, q.dtype)
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers lie in one storage."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

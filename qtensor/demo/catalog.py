@@ -18,9 +18,9 @@ _EVERYWHERE = ("rowwise", "columnwise")
 
 def show_formats(console: Console) -> None:
     """Print a table of the formats."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("format", style="bold", no_wrap=True)
-    table.add_column("bits/value", justify="right", no_wrap=True)
+    table.add_column("bits", justify="right", no_wrap=True)
     for name in ("elements", "block", "scale"):
         table.add_column(name)
     table.add_column("options and their defaults", style="dim")

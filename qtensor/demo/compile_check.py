@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
 
 import qtensor
+from qtensor import QuantizedTensor
 from qtensor.demo.report import CompileResult
 from qtensor.demo.sweep import call_options
 from qtensor.errors import check, fail
@@ -65,8 +66,8 @@ def pick_matrix(weights: Mapping[str, Tensor]) -> str:
 
 
 def cross(
-    weight: Tensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+    weight: QuantizedTensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
+) -> tuple[Any, Any]:
     """Take a quantized weight in; give it back, and a quantized activation made inside.
 
     Args:
@@ -81,10 +82,11 @@ def cross(
     return weight.detach(), qtensor.quantize(F.linear(x_hp, weight), fmt, **options)
 
 
-def check_compile(weight: Tensor, fmt: str, backend: str) -> CompileResult:
+def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileResult:
     """Run ``cross`` eager and compiled over ``BATCHES`` and compare every inner buffer byte by byte.
 
     Args:
+        name: of the weight, for the report.
         weight: (N, K) float.
         fmt: a name of ``qtensor.formats()``.
         backend: one of ``BACKENDS``.
@@ -112,6 +114,7 @@ def check_compile(weight: Tensor, fmt: str, backend: str) -> CompileResult:
             equal, total = equal + same, total + size
     return CompileResult(
         format=fmt,
+        matrix=name,
         backend=backend,
         batches=BATCHES,
         graphs=counting.graphs,
@@ -123,8 +126,9 @@ def check_compile(weight: Tensor, fmt: str, backend: str) -> CompileResult:
 
 
 def _call(
-    compiled: Callable[..., tuple[Tensor, Tensor]], *args: Tensor | str | dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+    compiled: Callable[..., tuple[Any, Any]], *args: Tensor | str | dict[str, Tensor]
+) -> tuple[Any, Any]:
+    """Call a compiled function; what the compiler says against it becomes a ``QTensorError``."""
     try:
         return compiled(*args)
     except (TorchDynamoException, InductorError) as error:
@@ -136,32 +140,31 @@ def _call(
         )
 
 
-def compare_bytes(expected: Tensor, found: Tensor) -> tuple[int, int]:
+def compare_bytes(expected: QuantizedTensor, found: Tensor) -> tuple[int, int]:
     """Compare two quantized tensors buffer by buffer.
 
     Returns:
-        (bytes equal, bytes expected). A different class, context, buffer name, shape or dtype counts
-        as no byte equal.
+        (bytes equal, bytes expected). A plain tensor, another class, flatten context, buffer name, shape
+        or dtype counts as no byte equal.
     """
-    total = sum(buffer.nbytes for _, buffer in _buffers(expected))
-    if _layout(expected) != _layout(found):
+    total = sum(buffer.nbytes for buffer in _buffers(expected).values())
+    if not isinstance(found, QuantizedTensor) or _layout(expected) != _layout(found):
         return 0, total
-    pairs = zip(_buffers(expected), _buffers(found), strict=True)
-    return sum(int((_bytes(a) == _bytes(b)).sum()) for (_, a), (_, b) in pairs), total
+    others = _buffers(found)
+    pairs = ((buffer, others[name]) for name, buffer in _buffers(expected).items())
+    return sum(int((_bytes(one) == _bytes(other)).sum()) for one, other in pairs), total
 
 
-def _layout(q: Tensor) -> tuple[object, ...]:
-    if not hasattr(q, "__tensor_flatten__"):
-        return (type(q),)
+def _layout(q: QuantizedTensor) -> tuple[object, ...]:
     _, context = q.__tensor_flatten__()
-    inner = tuple((name, buffer.shape, buffer.dtype) for name, buffer in _buffers(q))
+    inner = [(name, buffer.shape, buffer.dtype) for name, buffer in _buffers(q).items()]
     return type(q), q.shape, q.dtype, context, inner
 
 
-def _buffers(q: Tensor) -> list[tuple[str, Tensor]]:
-    names, _ = q.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return [(name, getattr(q, name)) for name in names]
+def _buffers(q: QuantizedTensor) -> dict[str, Tensor]:
+    names, _ = q.__tensor_flatten__()
+    return {name: getattr(q, name) for name in names}
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    return buffer.detach().contiguous().reshape(-1).view(torch.uint8)
+    return buffer.contiguous().reshape(-1).view(torch.uint8)

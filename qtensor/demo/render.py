@@ -108,11 +108,18 @@ class View:
                 decimal(result.nbytes),
                 f"{result.seconds:.2f}",
             )
-        self._show(
-            table,
-            "dB: signal to quantization noise (SQNR), higher is better; 6 dB are one bit.\n"
+        notes = [
+            "dB: signal to quantization noise (SQNR), higher is better; 6 dB are one bit.",
             "Bits per value and bytes count codes, scales and padding.",
-        )
+        ]
+        if any(result.format == "mxfp6" for result in results):
+            notes.append("mxfp6 stores one code a byte by default; packed=True takes 6.25 bits.")
+        self._show(table, "\n".join(notes))
+        broken = sum(layer.not_finite for layer in results[0].layers)
+        if broken:
+            self._console.print(
+                f"[yellow]{broken:,} values are NaN or infinite; no dB counts them.[/]"
+            )
 
     def sentences(self, results: tuple[SentenceResult, ...], skipped: str | None) -> None:
         """Part 2: what the model makes of quantized weights."""
@@ -152,9 +159,13 @@ class View:
                 f"{result.seconds:.2f}",
                 verdict,
             )
-        batches = ", ".join(map(str, results[0].batches))
-        note = f"Backend {results[0].backend}; one compiled function, batches of {batches}."
-        return self._show(table, note)
+        first = results[0]
+        batches = ", ".join(map(str, first.batches))
+        return self._show(
+            table,
+            f"In: {escape(first.matrix)}, quantized. Out: the same, and x @ weight.T quantized.\n"
+            f"One compiled function for batches of {batches}; backend {first.backend}.",
+        )
 
     def footer(self, report: DemoReport, json: Path | None) -> None:
         """Where the data went, and what did not hold."""

@@ -55,6 +55,8 @@ class LayerResult:
     shape: tuple[int, ...]
     sqnr_db: float
     """Signal to quantization noise in dB; infinite when every value came back exactly."""
+    not_finite: int
+    """Values that are NaN or infinite, before or after. They are left out of the dB."""
     nbytes: int
 
 
@@ -91,6 +93,8 @@ class CompileResult:
     """One format through ``torch.compile(fullgraph=True)``, subclass in and subclass out."""
 
     format: str
+    matrix: str
+    """Name of the weight that went in."""
     backend: str
     batches: tuple[int, ...]
     graphs: int

@@ -117,10 +117,10 @@ def _compile(
     weights: Weights, formats: tuple[str, ...], backend: str, view: View
 ) -> tuple[CompileResult, ...]:
     """One matrix in every format across the compile boundary."""
-    matrix = weights.matrices[pick_matrix(weights.matrices)]
+    name = pick_matrix(weights.matrices)
     results: list[CompileResult] = []
     with view.progress(len(formats)) as tick:
         for fmt in formats:
-            results.append(check_compile(matrix, fmt, backend))
+            results.append(check_compile(name, weights.matrices[name], fmt, backend))
             tick(f"{fmt}  torch.compile")
     return tuple(results)

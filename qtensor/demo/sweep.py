@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 import qtensor
@@ -13,8 +12,6 @@ from qtensor.errors import check
 
 Tick = Callable[[str], None]
 """Called with a label when one step of the work is done."""
-
-_FP8_MAX = 448.0
 
 
 def choose_formats(asked: str | None) -> tuple[str, ...]:
@@ -41,15 +38,14 @@ def choose_formats(asked: str | None) -> tuple[str, ...]:
 def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
     """Arguments that ``qtensor.quantize(x_hp, fmt)`` needs beside the tensor.
 
-    Delayed scaling takes its scale from earlier steps. The demo gives the one that a step which has
-    seen ``x_hp`` computes: 448 / amax (e4m3, margin 0), or 1 when amax is zero or not finite.
+    Delayed scaling takes its scale from the steps before. The demo gives the one that the update after a
+    single step leaves, a step that has seen ``x_hp``.
     """
     if fmt != "fp8_delayed":
         return {}
-    amax = x_hp.detach().abs().amax().float().reshape(1)
-    usable = torch.isfinite(amax) & (amax > 0)
-    scale = torch.where(usable, _FP8_MAX / amax, torch.ones_like(amax))
-    return {"scale": scale.clamp(max=torch.finfo(torch.float32).max)}
+    history, scale = qtensor.delayed_scaling_state(1, 1)
+    qtensor.record_amax_(history, x_hp.detach().abs().amax().float().reshape(1))
+    return {"scale": qtensor.delayed_scaling_update(history, scale)[1]}
 
 
 def sweep(
@@ -73,8 +69,9 @@ def sweep(
         start = time.perf_counter()
         q = qtensor.quantize(weight, fmt, **options)
         seconds += time.perf_counter() - start
-        sqnr_db = qtensor.error_report(weight, q).sqnr_db
-        layers.append(LayerResult(name, tuple(weight.shape), float(sqnr_db), q.nbytes))
+        found = qtensor.error_report(weight, q)
+        shape = tuple(weight.shape)
+        layers.append(LayerResult(name, shape, found.sqnr_db, found.not_finite, q.nbytes))
         quantized[name] = q
         tick(f"{fmt}  {name}")
     return _summary(fmt, layers, seconds), quantized

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError, fail
+from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shape
 
@@ -21,6 +21,7 @@ class Codec(Protocol):
     spec: FormatSpec
     canonical: str
     slots: tuple[Slot, ...]
+    scale_layout: str
     rowwise: bool
     columnwise: bool
     returns_amax: bool
@@ -36,7 +37,7 @@ class Codec(Protocol):
     ) -> None:
         """Write every buffer in ``out`` from the high-precision ``x``."""
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
         """Buffers to float32 of ``shape``."""
 
     def amax(self, x: Tensor) -> list[Tensor]:
@@ -102,17 +103,12 @@ def parse(canonical: str) -> Codec:
     if bracket and not options.endswith(")"):
         _malformed(canonical)
     values: dict[str, Any] = {}
-    for item in filter(None, options.removesuffix(")").split(",")):
+    for item in options.removesuffix(")").split(",") if bracket else ():
         option, equals, text = item.partition("=")
-        if not equals:
+        if not equals or option in values:
             _malformed(canonical)
         values[option] = _value(text)
-    try:
-        return cls(**values)
-    except TypeError as error:
-        if isinstance(error, QTensorError):
-            raise
-        raise QTensorError(f"quantizer[{name}]: {error}. Options: {cls.option_names()}.") from error
+    return cls(**values)
 
 
 def _malformed(canonical: str) -> None:

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.errors import DtypeError, check
 from qtensor.layout import Shape
 from qtensor.library.codec import by_name, parse
 from qtensor.library.define import LIBRARY, leaf_op
 
 
 def _dequantize_alloc(buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+    check(
+        dtype.is_floating_point and dtype.itemsize > 1,
+        f"dequantize[{parse(quantizer).format}]",
+        "the result's dtype must be float64, float32, bfloat16 or float16",
+        dtype,
+        "Dequantize to float32 and convert that",
+        DtypeError,
+    )
     return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,8 +17,8 @@ from qtensor.layout import Shape, buffer_shape
 from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.quantizers.autograd import QuantizeFunction
-from qtensor.quantizers.options import canonical_value, check_options
-from qtensor.storage.base import Context, QuantizedTensorStorage, scale_layout
+from qtensor.quantizers.options import canonical_value, check_options, refuse_unknown
+from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 
@@ -30,10 +31,13 @@ class Quantizer:
     Attributes:
         rowwise: produce data whose blocks run along the last dim.
         columnwise: produce data whose blocks run along the leading dims.
+        columnwise_value: with both usages, dequantize the columnwise data. Transposing sets it, so that a transposed
+            tensor keeps its values where the directions are quantized independently.
     """
 
     rowwise: bool = True
     columnwise: bool = False
+    columnwise_value: bool = False
 
     format: ClassVar[str]
     """The format's id."""
@@ -49,11 +53,19 @@ class Quantizer:
     stochastic_rounding: ClassVar[bool] = False
     """Whether a call draws random bytes; formats that can have it as an option."""
 
+    _option_names: ClassVar[tuple[str, ...]] = ("rowwise", "columnwise", "columnwise_value")
     canonical: ClassVar[str]
+    """The value as text: ``format(option=value,...)``; what crosses an op boundary."""
     slots: ClassVar[tuple[Slot, ...]]
+    """The buffers that this quantizer fills, in slot order."""
+    scale_layout: ClassVar[str]
+    """``"plain"`` or ``"swizzled"``."""
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        own = [n for n, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)]
+        # dataclasses.fields does not trace on a class, so the names are kept beside it.
+        cls._option_names = tuple(dict.fromkeys((*cls._option_names, *own)))
         if abstract:
             return
         if "format" not in cls.__dict__:
@@ -65,19 +77,32 @@ class Quantizer:
             )
         register_codec(cls.format, cls)
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options that the format does not have, before the dataclass's own bare TypeError."""
+        refuse_unknown(cls.format, cls.option_names(), options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_options(self)
+        if self.columnwise_value and not (self.rowwise and self.columnwise):
+            object.__setattr__(self, "columnwise_value", False)
         object.__setattr__(self, "slots", resolve_slots(self.spec, self))
         object.__setattr__(self, "canonical", self._canonical())
+        object.__setattr__(self, "scale_layout", "swizzled" if getattr(self, "swizzled", False) else "plain")
 
     def _canonical(self) -> str:
         """``format(option=value,...)`` with the options that differ from their defaults."""
-        changed = [
-            f"{f.name}={canonical_value(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != self._default(f.name, f.default)
-        ]
+        changed = [f"{name}={canonical_value(value)}" for name, value in self.given_options().items()]
         return f"{self.format}({','.join(changed)})" if changed else self.format
+
+    def given_options(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        given = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value != self._default(f.name, f.default):
+                given[f.name] = value
+        return given
 
     def _default(self, name: str, value: Any) -> Any:
         """What an option is when it is not given; ``value`` is the field's default."""
@@ -87,9 +112,9 @@ class Quantizer:
         return parse, (self.canonical,)
 
     @classmethod
-    def option_names(cls) -> str:
-        """The options of the format, comma separated."""
-        return ", ".join(f.name for f in dataclasses.fields(cls))
+    def option_names(cls) -> tuple[str, ...]:
+        """The options of the format."""
+        return cls._option_names
 
     @property
     def element(self) -> Element:
@@ -108,7 +133,25 @@ class Quantizer:
 
     def transposed(self) -> Self:
         """The quantizer that describes the buffers of a transposed tensor: the usages change places."""
-        return self.with_usage(rowwise=self.columnwise, columnwise=self.rowwise)
+        return dataclasses.replace(self, **self._transposed_options())
+
+    def _transposed_options(self) -> dict[str, Any]:
+        """The options that change when a tensor is transposed."""
+        independent = self.rowwise and self.columnwise and not self.spec.transpose_shares_bytes
+        return {
+            "rowwise": self.columnwise,
+            "columnwise": self.rowwise,
+            "columnwise_value": independent and not self.columnwise_value,
+        }
+
+    def side(self, columnwise: bool | None = None) -> str:
+        """Which buffers a decode reads, ``"_rowwise"`` or ``"_columnwise"``: those asked for, where they are there."""
+        wanted = self.columnwise_value if columnwise is None else columnwise
+        return "_columnwise" if self.columnwise and (wanted or not self.rowwise) else "_rowwise"
+
+    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+        """The op arguments (``scale``, ``amax``) that make an encode use the tensor-wide factors of ``buffers``."""
+        return {}
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same data again gives the same bytes (False: delayed scaling, random rounding)."""
@@ -133,7 +176,8 @@ class Quantizer:
         """Quantize a tensor.
 
         Args:
-            x: any shape; float32, bfloat16 or float16; any strides.
+            x: any shape; float32, bfloat16 or float16; any strides. One that has this quantizer already is answered with
+                a tensor around its own buffers, as ``.to()`` does when there is nothing to convert.
             out: write into this tensor or storage instead of making a new one; it must have this quantizer and shape.
             scale: float32 (1,), the stored encode factor; delayed scaling only, where it is required.
             generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used as the seed itself
@@ -147,10 +191,10 @@ class Quantizer:
         Raises:
             QTensorError: bad dtype, layout or argument.
         """
+        self._check_call(x, scale, noop_flag, out)
         if out is not None:
             call = {"scale": scale, "generator": generator, "amax_reduction_group": amax_reduction_group}
             return self.update_quantized(x, out, noop_flag=noop_flag, **call)
-        self._check_call(x, scale, noop_flag)
         return self._quantize(x, scale, generator, amax_reduction_group)[0]
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[Any, Tensor]:
@@ -167,7 +211,7 @@ class Quantizer:
                 "Use fp8_delayed",
                 UnsupportedError,
             )
-        self._check_call(x, scale, None)
+        self._check_call(x, scale, None, None)
         tensor, amax = self._quantize(x, scale, None, None)
         return tensor, amax
 
@@ -183,20 +227,24 @@ class Quantizer:
 
     def assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False) -> Any:
         """A tensor (or bare storage) around buffers in slot order."""
-        named = {slot.name[1:]: buffer for slot, buffer in zip(self.slots, buffers, strict=False)}
+        named = {slot.keyword: buffer for slot, buffer in zip(self.slots, buffers, strict=False)}
         cls = self.storage_cls if bare else self.tensor_cls
         return cls(shape, dtype, self, **named)
 
-    def _check_call(self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None) -> None:
+    def _check_call(self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any) -> None:
         name = f"quantize[{self.format}]"
         if not isinstance(x, torch.Tensor):
             fail(name, "the input must be a torch.Tensor", type(x).__name__, "Convert it with torch.as_tensor", DtypeError)
-        if noop_flag is not None:
+        if x.is_nested:
+            fail(name, "the input must be a dense tensor", "a nested one", "Pad it, or quantize its parts", DtypeError)
+        if noop_flag is not None and out is None:
             fail(name, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
-        if (scale is not None) != self.needs_scale:
-            rule = "delayed scaling needs scale=" if self.needs_scale else "only delayed scaling takes scale="
-            fmt = "Pass scale=" if self.needs_scale else "Drop scale=, or use fp8_delayed"
-            fail(name, rule, "none" if scale is None else "one", fmt)
+        if scale is not None and not self.needs_scale:
+            fail(name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed")
+        if scale is None and self.needs_scale and out is None:
+            fail(name, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
+        if scale is not None and (not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.numel() != 1):
+            fail(name, "scale must be a float32 tensor of shape (1,)", repr(scale), "Pass the stored factor as a tensor")
 
     def _prepare(
         self, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
@@ -204,16 +252,27 @@ class Quantizer:
         """The seed and the reduced maxima of a call, None where the op does without."""
         seed = amax = None
         if self.stochastic_rounding:
-            if generator is None:
-                seed = RANDOM_SEED(x)
-            elif isinstance(generator, torch.Tensor):
-                seed = generator
-            else:
-                seed = torch.empty(1, dtype=torch.int64, device=generator.device)
-                seed = seed.random_(generator=generator).to(x.device)
+            seed = self._seed(x, generator)
+        elif generator is not None:
+            rule = "generator= needs a quantizer that rounds at random"
+            fail(f"quantize[{self.format}]", rule, self.canonical, "Drop it, or ask for stochastic_rounding=True")
         if group is not None:
             amax = [_reduce_max(a, group) for a in AMAX(x, self.canonical)]
         return seed, amax
+
+    def _seed(self, x: Tensor, generator: torch.Generator | Tensor | None) -> Tensor:
+        if generator is None:
+            return RANDOM_SEED(x)
+        if isinstance(generator, torch.Tensor):
+            if generator.dtype != torch.int64 or generator.numel() != 1:
+                got = f"{tuple(generator.shape)} {generator.dtype}"
+                fail(f"quantize[{self.format}]", "a seed tensor is one int64", got, "Pass torch.tensor([seed])")
+            return generator.reshape(1)
+        if not isinstance(generator, torch.Generator):
+            rule = "generator must be a torch.Generator or an int64 tensor"
+            fail(f"quantize[{self.format}]", rule, type(generator).__name__, "Pass torch.tensor([seed])", DtypeError)
+        seed = torch.empty(1, dtype=torch.int64, device=generator.device)
+        return seed.random_(generator=generator).to(x.device)
 
     def update_quantized(
         self,
@@ -240,12 +299,18 @@ class Quantizer:
         got = getattr(dst, "_quantizer", None)
         if got != self:
             fail(name, "dst must hold this quantizer's buffers", f"{got!r}", "Use dst.quantizer, or quantize anew")
+        if getattr(dst, "_view_note", None) is not None:
+            fail(name, "dst must be a whole tensor", "a part of one", "Write into a part with part.copy_(values)")
         if tuple(src.shape) != tuple(dst.shape):
             fail(name, "shapes must be equal", f"{tuple(src.shape)} into {tuple(dst.shape)}", "Quantize anew")
+        if noop_flag is not None and (not isinstance(noop_flag, torch.Tensor) or noop_flag.numel() != 1):
+            fail(name, "noop_flag must be a tensor of one element", repr(noop_flag), "Pass torch.tensor([0.0])")
+        self._check_call(src, scale, noop_flag, dst)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
+        src = src.detach()
         seed, amax = self._prepare(src, generator, amax_reduction_group)
-        QUANTIZE_(src.detach(), self.canonical, dst.buffers(), scale, amax, seed, noop_flag)
+        QUANTIZE_(src, self.canonical, dst.buffers(), scale, amax, seed, noop_flag)
         return dst
 
     # ---- data-free primitives ------------------------------------------------------------------------------
@@ -265,7 +330,7 @@ class Quantizer:
 
     def create_metadata(self, shape: Shape, *, dtype: torch.dtype, requires_grad: bool = False) -> Context:
         """The flatten context of a tensor that this quantizer makes. Sizes are not part of it."""
-        return (self.tensor_cls.__qualname__, dtype, self, scale_layout(self))
+        return (self.tensor_cls.__qualname__, dtype, self, self.scale_layout)
 
     def make_empty(
         self, shape: Shape, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
@@ -289,8 +354,8 @@ class Quantizer:
         """Write every buffer of ``out`` from ``x`` (real tensors; inside the op)."""
         raise UnsupportedError(f"quantize[{self.format}]: {type(self).__qualname__} has no encode_. Define it.")
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
-        """Float32 values from buffers, from the columnwise ones where asked or where they are all there is."""
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+        """Float32 values from the buffers of ``side(columnwise)``."""
         raise UnsupportedError(f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it.")
 
     def amax(self, x: Tensor) -> list[Tensor]:
@@ -316,4 +381,7 @@ def _reduce_max(amax: Tensor, group: Any) -> Tensor:
         "Call torch.distributed.init_process_group first",
         QTensorError,
     )
-    return torch.distributed._functional_collectives.all_reduce(amax, "max", group)
+    # Imported here: torch.distributed's functional collectives take 0.1 s.
+    from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
+
+    return all_reduce(amax, "max", group)

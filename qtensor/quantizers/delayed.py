@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.formats import E4M3, E5M2
-from qtensor.quantizers.options import element_name, find_element
+from qtensor.quantizers.options import find_element
 from qtensor.reference.float8 import delayed_scale, roll_history
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
@@ -55,13 +55,31 @@ def delayed_scaling_update(
     )
     if callable(algorithm):
         amax = algorithm(history)
+        check(
+            isinstance(amax, Tensor) and amax.shape == scale.shape,
+            "delayed_scaling_update",
+            f"the algorithm must return a tensor of shape {tuple(scale.shape)}",
+            tuple(amax.shape) if isinstance(amax, Tensor) else type(amax).__name__,
+            "Reduce over dim 0",
+        )
     else:
         amax = history.amax(0) if algorithm == "max" else history[0]
-    element = find_element((E4M3, E5M2), element_name(dtype))
+    element = find_element((E4M3, E5M2), dtype)
     return roll_history(history), delayed_scale(amax, scale, margin, element.max)
 
 
 def record_amax_(history: Tensor, amax: Tensor) -> Tensor:
-    """``history[0] = max(history[0], amax)``, in place; history (length, n), amax (n,)."""
+    """``history[0] = max(history[0], amax)``, in place; history (length, n), amax (n,).
+
+    Raises:
+        QTensorError: shapes that do not fit.
+    """
+    check(
+        history.ndim == 2 and amax.shape == history.shape[1:],
+        "record_amax_",
+        "history must be (length, n) and amax (n,)",
+        f"{tuple(history.shape)} and {tuple(amax.shape)}",
+        "Concatenate the maxima of all tensors first",
+    )
     history[0] = torch.maximum(history[0], amax)
     return history

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from qtensor.errors import check
 from qtensor.formats import Element
 from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.quantizers.options import check_choice, find_element
 from qtensor.reference import float8
 from qtensor.reference.elements import decode_fp8
 from qtensor.reference.scaling import fp8_scale
@@ -36,9 +35,8 @@ class _Float8(Quantizer, abstract=True):
     per_tensor = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", element_name(self.dtype))
-        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         super().__post_init__()
+        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
 
     @property
     def element(self) -> Element:
@@ -53,9 +51,13 @@ class _Float8(Quantizer, abstract=True):
         """[(1,)]."""
         return [(1,)]
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
         """float(code) * scale_inv."""
         return float8.decode_scaled(buffers, shape, self.element)
+
+    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+        """The encode factor is the reciprocal of the stored one."""
+        return {"scale": buffers["_scale_inv"].reciprocal()}
 
     def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
         """Element values (float32) and the (1,) factor that a GEMM applies at its end."""
@@ -94,8 +96,10 @@ class Float8CurrentScalingQuantizer(_Float8):
         seed: Tensor | None,
     ) -> None:
         """Write the codes and the factor."""
-        found = amax[0] if amax else float8.amax_tensor(x)
-        factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
+        factor = scale
+        if factor is None:
+            found = amax[0] if amax else float8.amax_tensor(x)
+            factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
         float8.encode_scaled_(out, x, factor, self.element)
 
 
@@ -103,7 +107,7 @@ class Float8CurrentScalingQuantizer(_Float8):
 class Float8Quantizer(_Float8):
     """FP8 with delayed scaling: the factor comes with the call, the amax is returned.
 
-    ``q(x, scale=scale)`` returns (tensor, amax); the state (scale, amax history) is the caller's, as tensors:
+    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` its amax as well; the state (scale, amax history) is the caller's, as tensors:
     see ``qtensor.delayed_scaling_update``.
     """
 
@@ -149,13 +153,12 @@ class Float8RowwiseQuantizer(_Float8):
     per_tensor = False
 
     def __post_init__(self) -> None:
-        check_choice(self, "axis", (-1, 0))
         super().__post_init__()
+        check_choice(self, "axis", (-1, 0))
 
-    def transposed(self) -> Self:
-        """The usages change places and the factors their axis."""
-        axis = 0 if self.axis == -1 else -1
-        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise, axis=axis)
+    def _transposed_options(self) -> dict[str, Any]:
+        """The factors change their axis too."""
+        return {**super()._transposed_options(), "axis": 0 if self.axis == -1 else -1}
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """[(M, 1) or (1, K) float32]."""
@@ -175,6 +178,8 @@ class Float8RowwiseQuantizer(_Float8):
         seed: Tensor | None,
     ) -> None:
         """Write the codes and the factors."""
-        found = amax[0] if amax else float8.amax_axis(x, self.axis)
-        factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
+        factor = scale
+        if factor is None:
+            found = amax[0] if amax else float8.amax_axis(x, self.axis)
+            factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
         float8.encode_scaled_(out, x, factor, self.element)

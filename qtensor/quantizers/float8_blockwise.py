@@ -10,7 +10,7 @@ from torch import Tensor
 from qtensor.formats import Element
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.quantizers.options import check_choice, find_element
 from qtensor.reference import float8
 from qtensor.reference.blocks import as_matrix
 from qtensor.storage.float8_blockwise import (
@@ -45,10 +45,9 @@ class Float8BlockQuantizer(Quantizer):
     storage_cls = Float8BlockwiseTensorStorage
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", element_name(self.dtype))
+        super().__post_init__()
         check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "block_scaling_dim", (1, 2))
-        super().__post_init__()
 
     @property
     def element(self) -> Element:
@@ -87,10 +86,10 @@ class Float8BlockQuantizer(Quantizer):
                 torch.finfo(x.dtype).max,
             )
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
         """float(code) * scale_inv of its block."""
-        use_column = self.columnwise and (columnwise or not self.rowwise)
-        side = "_columnwise" if use_column else "_rowwise"
+        side = self.side(columnwise)
+        use_column = side == "_columnwise"
         rows, cols = rows_cols(shape)
         factors = buffers[f"{side}_scale_inv"]
         grid = factors.t() if self.block_scaling_dim == 1 else factors

@@ -9,7 +9,7 @@ from torch import Tensor
 from qtensor.formats import Element
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, element_name, find_element
+from qtensor.quantizers.options import check_choice, find_element
 from qtensor.reference import mx
 from qtensor.reference.blocks import as_matrix, spread, swizzle, unswizzle, write_padded_
 from qtensor.reference.elements import (
@@ -44,10 +44,9 @@ class MXQuantizer(Quantizer, abstract=True):
     swizzled: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", element_name(self.dtype))
+        super().__post_init__()
         check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "scale_mode", SCALE_MODES)
-        super().__post_init__()
 
     @property
     def element(self) -> Element:
@@ -130,9 +129,9 @@ class MXQuantizer(Quantizer, abstract=True):
             values = decode_narrow(unpack_quads(data, count), self.element)
         return values.t() if along_rows else values
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
         """Element values times factors, float32."""
-        side = "_columnwise" if self.columnwise and (columnwise or not self.rowwise) else "_rowwise"
+        side = self.side(columnwise)
         block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
         values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
         return mx.decode(values, self._scales(buffers, side), block).reshape(shape)

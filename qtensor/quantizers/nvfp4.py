@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import UnsupportedError, fail
+from qtensor.errors import fail
 from qtensor.formats import E2M1
 from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
@@ -31,7 +30,8 @@ class NVFP4Quantizer(Quantizer):
 
     Attributes:
         with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
-        with_rht: rotate the columnwise data by a random Hadamard transform of 16 along M. Decoding rotates back.
+        with_rht: rotate one side's data by a random Hadamard transform of 16 along its blocks. Decoding rotates back.
+        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed tensor.
         with_random_sign_mask: with the rotation's random signs; False leaves all of them +1.
         stochastic_rounding: round at random, by ``generator=`` of the call; the mean over draws is the value.
         row_scaled: one float32 factor a row (columnwise: a column) instead of one for the tensor.
@@ -43,6 +43,7 @@ class NVFP4Quantizer(Quantizer):
 
     with_2d_quantization: bool = False
     with_rht: bool = False
+    rht_side: str = "columnwise"
     with_random_sign_mask: bool = True
     stochastic_rounding: bool = False
     row_scaled: bool = False
@@ -57,11 +58,12 @@ class NVFP4Quantizer(Quantizer):
     storage_cls = NVFP4TensorStorage
 
     def __post_init__(self) -> None:
-        if self.e4m3_max == 0:
+        if type(self.e4m3_max) in (int, float) and self.e4m3_max == 0:
             object.__setattr__(self, "e4m3_max", self._default("e4m3_max", 0.0))
+        super().__post_init__()
         check_choice(self, "e4m3_max", (448.0, 256.0))
         check_choice(self, "err_mode", ("mae", "mse"))
-        super().__post_init__()
+        check_choice(self, "rht_side", ("columnwise", "rowwise"))
         clashes = (
             ("row_scaled", ("with_rht", "with_2d_quantization", "stochastic_rounding")),
             ("with_2d_quantization", ("with_rht",)),
@@ -78,21 +80,19 @@ class NVFP4Quantizer(Quantizer):
             return 256.0 if self.use_4over6 else 448.0
         return value
 
-    def transposed(self) -> Self:
-        """The usages change places.
+    def _transposed_options(self) -> dict[str, Any]:
+        """The rotation changes its side too."""
+        options = super()._transposed_options()
+        if self.with_rht:
+            options["rht_side"] = "columnwise" if self.rht_side == "rowwise" else "rowwise"
+        return options
 
-        Raises:
-            UnsupportedError: rotated data, which only the columnwise side holds.
-        """
-        if self.with_rht and self.columnwise:
-            fail(
-                "transpose[nvfp4]",
-                "rotated columnwise data have no rowwise form",
-                self.canonical,
-                "Call update_usage(columnwise=False) first",
-                UnsupportedError,
-            )
-        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise, with_rht=False)
+    def _rotated(self, side: str) -> bool:
+        return self.with_rht and side == f"_{self.rht_side}"
+
+    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+        """The maxima behind the tensor-wide factors."""
+        return {"amax": [buffers[f"_amax{side}"] for side in SIDES if f"_amax{side}" in buffers]}
 
     @property
     def _recipe(self) -> nvfp4.Recipe:
@@ -103,18 +103,17 @@ class NVFP4Quantizer(Quantizer):
         """The float32 matrix that each side quantizes, without NaN or inf."""
         matrix = as_matrix(x)
         sources = {}
-        if self.rowwise:
-            sources["_rowwise"] = matrix.nan_to_num(nan=0.0)
-        if self.columnwise:
-            column = matrix.t()
-            if self.with_rht:
-                padded = pad_matrix(column, 1, hadamard.SIZE)
-                column = hadamard.rotate(padded, self.with_random_sign_mask, x.dtype)
-            sources["_columnwise"] = column.nan_to_num(nan=0.0)
+        for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
+            if not getattr(self, side[1:]):
+                continue
+            if self._rotated(side):
+                padded = pad_matrix(source, 1, hadamard.SIZE)
+                source = hadamard.rotate(padded, self.with_random_sign_mask, x.dtype)
+            sources[side] = source.nan_to_num(nan=0.0)
         return sources
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """A float32 maximum for each usage, the columnwise one after the rotation."""
+        """A float32 maximum for each usage, after the rotation."""
         return [nvfp4.amax(source, self.row_scaled) for source in self._sources(x).values()]
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
@@ -162,25 +161,21 @@ class NVFP4Quantizer(Quantizer):
         else:
             write_padded_(scale_out, scales)
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool = False) -> Tensor:
-        """``fp4 * float(s) * (A / (6 * e4m3_max))``; columnwise rotated data are rotated back."""
-        use_column = self.columnwise and (columnwise or not self.rowwise)
-        side = "_columnwise" if use_column else "_rowwise"
+    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+        """``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
+        side = self.side(columnwise)
         rows, cols = rows_cols(shape)
-        lines, count = (cols, rows) if use_column else (rows, cols)
-        if use_column and self.with_rht:
-            count = round_up(count, hadamard.SIZE)
+        lines, length = (rows, cols) if side == "_rowwise" else (cols, rows)
+        count = round_up(length, hadamard.SIZE) if self._rotated(side) else length
         data = buffers[f"{side}_data"].reshape(lines, ceil_div(count, 2))
         scales = buffers[f"{side}_scale_inv"]
         scales = unswizzle(scales) if self.swizzled else scales
         values = decode_pairs(data, E2M1, count)
         # 2D factors are stored once a row, so they decode as 1x16 blocks.
         values = nvfp4.decode(values, scales, buffers[f"_amax{side}"], 1, self.e4m3_max)
-        if not use_column:
-            return values.reshape(shape)
-        if self.with_rht:
-            values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :rows]
-        return values.t().reshape(shape)
+        if self._rotated(side):
+            values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :length]
+        return (values if side == "_rowwise" else values.t()).reshape(shape)
 
     def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
         """With 2D blocks either direction is the other transposed."""

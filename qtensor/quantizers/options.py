@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,35 @@ from qtensor.formats import Element
 
 _TORCH_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 PLAIN_TYPES = (bool, int, float, str)
+
+
+CALL_ARGUMENTS = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
+"""Arguments of a call, which are often mistaken for options."""
+
+
+def refuse_unknown(format_name: str, names: tuple[str, ...], given: Any) -> None:
+    """Refuse options that the format does not have.
+
+    Raises:
+        DtypeError: an argument of the call; the message says where it goes.
+        QTensorError: any other name; the message lists the options.
+    """
+    for name in given:
+        if name in CALL_ARGUMENTS:
+            fail(
+                f"quantizer[{format_name}]",
+                "a quantizer is a value; tensors, generators and process groups are arguments of the call",
+                name,
+                f"Pass it to the call: quantizer.quantize(x, {name}=...)",
+                DtypeError,
+            )
+        if name not in names:
+            fail(
+                f"quantizer[{format_name}]",
+                "options must be the format's",
+                name,
+                f"Choose among: {', '.join(names)}",
+            )
 
 
 def check_options(quantizer: Any) -> None:
@@ -24,6 +54,9 @@ def check_options(quantizer: Any) -> None:
     name = f"quantizer[{quantizer.format}]"
     for field in dataclasses.fields(quantizer):
         value = getattr(quantizer, field.name)
+        if field.name == "dtype" and isinstance(value, torch.dtype):
+            value = _TORCH_ELEMENTS.get(value, str(value))
+            object.__setattr__(quantizer, field.name, value)
         if type(value) not in PLAIN_TYPES:
             fail(
                 name,
@@ -37,6 +70,8 @@ def check_options(quantizer: Any) -> None:
             fail(name, f"{field.name} must be a {expected.__name__}", repr(value), "Pass such a value")
         if type(value) is not expected:
             object.__setattr__(quantizer, field.name, expected(value))
+        if expected is float and not 0 <= value < math.inf:
+            fail(name, f"{field.name} must be finite and not negative", repr(value), "Pass such a value")
     if not (quantizer.rowwise or quantizer.columnwise):
         fail(name, "at least one usage is needed", "rowwise=False, columnwise=False", "Ask for rowwise or columnwise")
 
@@ -53,14 +88,18 @@ def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
         fail(f"quantizer[{quantizer.format}]", f"{option} must be one of {choices}", repr(value), "Choose one of them")
 
 
-def element_name(dtype: Any) -> Any:
-    """The name of an element given as a torch dtype; other values pass through to be checked."""
-    return _TORCH_ELEMENTS.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
+def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Element:
+    """The element of that name (or torch dtype) among a format's.
 
-
-def find_element(elements: tuple[Element, ...], name: str) -> Element:
-    """The element of that name among a format's."""
-    return next(e for e in elements if e.name == name)
+    Raises:
+        QTensorError: another name; the message lists the legal ones.
+    """
+    name = _TORCH_ELEMENTS.get(name, str(name)) if isinstance(name, torch.dtype) else name
+    for element in elements:
+        if element.name == name:
+            return element
+    legal = ", ".join(e.name for e in elements)
+    fail("dtype", f"the element must be one of {legal}", repr(name), "Choose one of them")
 
 
 def canonical_value(value: Any) -> str:

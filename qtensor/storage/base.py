@@ -51,7 +51,7 @@ class QuantizedTensorStorage:
         super().__init_subclass__(**kwargs)
         if spec is not None:
             cls.spec = spec
-            cls._FLATTEN_TENSOR_BUFFERS = tuple((name, name.lstrip("_")) for name in spec.attributes)
+            cls._FLATTEN_TENSOR_BUFFERS = tuple((name, name[1:]) for name in spec.attributes)
         if cls._FLATTEN_TENSOR_BUFFERS:
             register(cls)
 
@@ -63,7 +63,7 @@ class QuantizedTensorStorage:
     @property
     def scale_layout(self) -> str:
         """``"plain"`` or ``"swizzled"``: how the scale bytes are ordered."""
-        return scale_layout(self._quantizer)
+        return self._quantizer.scale_layout
 
     def buffers(self) -> list[Tensor]:
         """The inner buffers that are there, in slot order."""
@@ -209,15 +209,10 @@ class BareStorage(QuantizedTensorStorage):
         return unflatten(inner, context, outer_size)
 
 
-def scale_layout(quantizer: Codec) -> str:
-    """The name of the order of the scale bytes under a quantizer."""
-    return "swizzled" if getattr(quantizer, "swizzled", False) else "plain"
-
-
 def make_context(storage: QuantizedTensorStorage) -> Context:
     """The flatten context of a storage or tensor."""
     quantizer = storage._quantizer
-    return (type(storage).__qualname__, storage.dtype, quantizer, scale_layout(quantizer))
+    return (type(storage).__qualname__, storage.dtype, quantizer, quantizer.scale_layout)
 
 
 def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **kwargs: Any) -> Any:
@@ -235,7 +230,7 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
     cls = lookup(name)
     slots = getattr(quantizer, "slots", None)
     expected = [slot.name for slot in slots] if slots is not None else None
-    if expected is None or not isinstance(dtype, torch.dtype) or layout != scale_layout(quantizer):
+    if expected is None or not isinstance(dtype, torch.dtype) or layout != quantizer.scale_layout:
         raise QTensorError(
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
             f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ returned."
@@ -245,7 +240,7 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
             f"unflatten[{name}]: the buffers must be {expected} of {quantizer.spec.name}; got {list(inner)} "
             f"of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ named."
         )
-    return cls(outer_size, dtype, quantizer, **kwargs, **{k.lstrip("_"): v for k, v in inner.items()})
+    return cls(outer_size, dtype, quantizer, **kwargs, **{k[1:]: v for k, v in inner.items()})
 
 
 def describe(storage: Any) -> str:

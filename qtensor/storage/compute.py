@@ -12,8 +12,8 @@ from qtensor.library.gemm import GEMM, check_operands
 from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.preserve import Handler, plain
-from qtensor.storage.rebuild import with_buffers
+from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.write import plain
 
 
 def gemm(a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

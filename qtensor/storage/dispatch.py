@@ -12,7 +12,9 @@ from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import COMPUTE
 from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
-from qtensor.storage.preserve import PRESERVE, Handler, plain
+from qtensor.storage.preserve import PRESERVE
+from qtensor.storage.rebuild import Handler
+from qtensor.storage.write import copy_into, plain
 
 
 def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,13 +84,48 @@ def classify(func: Any) -> str:
 def _resolve(func: Any) -> Handler:
     namespace, _, name = func._schema.name.partition("::")
     kind = classify(func)
-    if kind == "exact":
-        return PRESERVE[name]
-    if kind == "computes":
-        return COMPUTE[name]
+    if kind in ("exact", "computes"):
+        handler = PRESERVE[name] if kind == "exact" else COMPUTE[name]
+        if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            return _with_out(handler)
+        returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        return _outside_inference(handler) if returned and not returned[0].is_write else handler
     if kind in ("in place", "dequantizes"):
         return _on_values
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        # Under inference mode composite ops arrive whole.
+        return _decomposed
     return _refuse_collective if "c10d" in namespace else _refuse
+
+
+def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _with_out(handler: Handler) -> Handler:
+    """The ``out=`` overload of an op: the result is copied into it."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = kwargs["out"]
+        result = handler(func, args, {k: v for k, v in kwargs.items() if k != "out"})
+        if tuple(out.shape) != tuple(result.shape):
+            rule = f"{func}: out must have the shape of the result"
+            raise QTensorError(f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Allocate it so.")
+        return copy_into(out, result) if isinstance(result, QuantizedTensorStorage) else out.copy_(result)
+
+    return run
+
+
+def _outside_inference(handler: Handler) -> Handler:
+    """A view of a normal tensor must be a normal tensor, in inference mode too."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):
+                return handler(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return run
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

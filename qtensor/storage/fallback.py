@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.preserve import plain, requantize_
+from qtensor.storage.write import plain, requantize_
 
 _UNARY = """abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf floor ceil round
 trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid logical_not isnan isinf isfinite isposinf

@@ -6,16 +6,18 @@ rule. Slices of padded scales may be shorter than a fresh quantization would mak
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from qtensor.errors import QTensorError, UnsupportedError, fail
-from qtensor.formats import Dim, Slot
-from qtensor.layout import Shape, ceil_div, rows_cols
+from qtensor.formats import Dim, FormatSpec, Slot
+from qtensor.layout import Shape, buffer_shape, ceil_div, rows_cols
 
 TILE = (128, 4)
 """Rows and columns of a swizzled scale tile."""
@@ -144,32 +146,97 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
     return buffer[:old_rows, :width].reshape(new_rows, new_width)
 
 
-def counterparts(t: Any) -> dict[str, str]:
-    """Each inner buffer's name -> the name it takes when the tensor is transposed."""
-    inner = t.spec.inner
-    row = [b.name for b in inner if b.usage == "rowwise"]
-    column = [b.name for b in inner if b.usage == "columnwise"]
-    both = {b.name: b.name for b in inner if b.usage == "both"}
-    return {**dict(zip(row, column, strict=True)), **dict(zip(column, row, strict=True)), **both}
-
-
 _SWAPPED = {"lead": "k", "m": "k", "k": "m", "one": "one"}
 
+Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
 
-def transpose_buffers(t: Any, quantizer: Any) -> list[Tensor]:
-    """Buffers of the transpose of a 2-D tensor; ``quantizer`` describes them. All are views."""
-    other = counterparts(t)
-    by_name = {slot.name: slot for slot in t._quantizer.slots}
-    result = []
-    for slot in quantizer.slots:
-        source = by_name[other[slot.name]]
-        buffer = getattr(t, source.name)
+
+def counterparts(spec: FormatSpec) -> dict[str, str]:
+    """Each inner buffer's name -> the name it takes when the tensor is transposed."""
+    row, column, both = (
+        [b.name for b in spec.inner if b.usage == usage] for usage in ("rowwise", "columnwise", "both")
+    )
+    return {**dict(zip(row + column, column + row, strict=True)), **dict(zip(both, both, strict=True))}
+
+
+@functools.lru_cache(maxsize=1024)
+def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
+    """How a 2-D tensor with this quantizer is transposed: the new quantizer, and for each of its slots the constructor
+    keyword, the buffer to take and the view of it. All are views."""
+    target = quantizer.transposed()
+    other = counterparts(quantizer.spec)
+    sources = {slot.name: slot for slot in quantizer.slots}
+    moves = []
+    for slot in target.slots:
+        source = sources[other[slot.name]]
         moved = [_SWAPPED[d.axis] for d in source.dims]
         wanted = ["m" if d.axis == "lead" else d.axis for d in slot.dims]
-        if moved != wanted:
-            buffer = buffer.view(buffer.shape[::-1]) if slot.swizzled else buffer.t()
+        turn = None if moved == wanted else _reverse_shape if slot.swizzled else torch.t
+        moves.append((slot.keyword, source.name, turn))
+    return target, tuple(moves)
+
+
+def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
+    """Buffers of a tensor with one factor and its dims in another order; all are views."""
+    result = []
+    for slot in t._quantizer.slots:
+        buffer = getattr(t, slot.name)
+        if slot.dims[0].axis == "lead":
+            buffer = buffer.permute(*order)
+        elif slot.dims[0].axis == "k":
+            buffer = buffer.movedim(0, -1).permute(*order).movedim(-1, 0)
         result.append(buffer)
     return result
+
+
+def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
+    """Buffers, all new, of a tensor whose last two dims change places; ``quantizer`` describes them.
+
+    With E = product of the dims before, A and B the last two: rows are (E A) before and (E B) after.
+    """
+    shape = tuple(t.shape)
+    outer = math.prod(shape[:-2])
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    other = counterparts(t.spec)
+    sources = {slot.name: slot for slot in t._quantizer.slots}
+    result = []
+    for slot in quantizer.slots:
+        source = sources[other[slot.name]]
+        buffer = getattr(t, source.name)
+        if all(d.axis == "one" for d in source.dims):
+            result.append(buffer.clone())
+            continue
+        if len(source.dims) != 2 or any(d.axis == "one" for d in source.dims) or source.swizzled:
+            rule = f"{source.name} cannot be regrouped over more than two dims"
+            _refuse("transpose", t, rule, f"{shape}, {t._quantizer.canonical}")
+        matrix = _crop(t, source, buffer, shape)
+        before = " ".join("b" if d.axis == "k" else "(e a)" for d in source.dims)
+        after = " ".join("a" if d.axis == "k" else "(e b)" for d in slot.dims)
+        moved = rearrange(matrix, f"{before} -> {after}", e=outer)
+        fresh = buffer.new_zeros(buffer_shape(slot.dims, turned))
+        target = fresh.view(moved.shape) if any(d.axis == "lead" for d in slot.dims) else fresh
+        target[: moved.shape[0], : moved.shape[1]].copy_(moved)
+        result.append(fresh)
+    return result
+
+
+def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
+    """A slot as a matrix without padding, whose groups must not run across the last two dims."""
+    rows, cols = rows_cols(shape)
+    sizes = []
+    for dim in slot.dims:
+        along, total = (cols, cols) if dim.axis == "k" else (shape[-2], rows)
+        if along % dim.per:
+            _refuse("transpose", t, f"the last two dims must be multiples of {dim.per} for {slot.name}", tuple(shape))
+        sizes.append(total // dim.per * dim.units)
+    if any(d.axis == "lead" for d in slot.dims):
+        return buffer.reshape(sizes)
+    return buffer[: sizes[0], : sizes[1]]
+
+
+def _reverse_shape(buffer: Tensor) -> Tensor:
+    """Swizzled bytes stay; the shape names them the other way round."""
+    return buffer.view(buffer.shape[::-1])
 
 
 def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:

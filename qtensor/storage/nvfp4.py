@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,9 +11,11 @@ from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 
-def _columnwise_codes(options: Any) -> tuple[Dim, ...]:
-    """Packed along M. The rotation mixes whole groups of 16, so it keeps whole groups."""
-    return (K, Dim("m", per=16, units=8) if options.with_rht else Dim("m", per=2))
+def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
+    """Two codes a byte along the blocks. The rotation mixes whole groups of 16, so a rotated side keeps whole groups."""
+    side = "rowwise" if axis == "k" else "columnwise"
+    rotated = options.with_rht and options.rht_side == side
+    return Dim(axis, per=16, units=8) if rotated else Dim(axis, per=2)
 
 
 NVFP4 = FormatSpec(
@@ -22,7 +24,7 @@ NVFP4 = FormatSpec(
     block=(1, 16),
     scale="e4m3",
     inner=(
-        Buffer("_rowwise_data", torch.uint8, "rowwise", lambda q: (LEAD, Dim("k", per=2))),
+        Buffer("_rowwise_data", torch.uint8, "rowwise", lambda q: (LEAD, _codes(q, "k"))),
         Buffer(
             "_rowwise_scale_inv",
             torch.uint8,
@@ -31,7 +33,7 @@ NVFP4 = FormatSpec(
             tiled=True,
         ),
         Buffer("_amax_rowwise", torch.float32, "rowwise", lambda q: (M if q.row_scaled else ONE,)),
-        Buffer("_columnwise_data", torch.uint8, "columnwise", _columnwise_codes),
+        Buffer("_columnwise_data", torch.uint8, "columnwise", lambda q: (K, _codes(q, "m"))),
         Buffer(
             "_columnwise_scale_inv",
             torch.uint8,
@@ -48,7 +50,7 @@ class NVFP4TensorStorage(BareStorage, spec=NVFP4):
     """Bare NVFP4 buffers; two codes a byte, the even index in the low nibble.
 
     Attributes:
-        _rowwise_data: (*leading, ceil(K/2)) uint8.
+        _rowwise_data: (*leading, ceil(K/2)) uint8; rotated: (*leading, ceil(K/16) * 8).
         _rowwise_scale_inv: (up128(M), up4(ceil(K/16))) uint8, E4M3 codes, zero padding.
         _amax_rowwise: float32 (1,), or (M,) row-scaled.
         _columnwise_data: (K, ceil(M/2)) uint8, codes of the transpose; rotated: (K, ceil(M/16) * 8).

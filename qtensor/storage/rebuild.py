@@ -11,6 +11,10 @@ from torch import Tensor
 from qtensor.layout import Shape
 
 
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""(op, args, kwargs) -> result: what the dispatch tables hold."""
+
+
 def with_buffers(
     t: Any,
     buffers: Sequence[Tensor],
@@ -21,7 +25,7 @@ def with_buffers(
 ) -> Any:
     """A tensor or storage of the class of ``t`` around other buffers, in the slot order of ``quantizer``."""
     quantizer = t._quantizer if quantizer is None else quantizer
-    named = {slot.name[1:]: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
+    named = {slot.keyword: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
     return type(t)(t.shape if shape is None else shape, dtype or t.dtype, quantizer, **named)
 
 

@@ -37,7 +37,7 @@ def rebuild(
 
 def state(t: Any) -> tuple[Any, ...]:
     """The arguments of ``rebuild``."""
-    buffers = {slot.name[1:]: getattr(t, slot.name) for slot in t._quantizer.slots}
+    buffers = {slot.keyword: getattr(t, slot.name) for slot in t._quantizer.slots}
     requires_grad = bool(getattr(t, "requires_grad", False))
     is_parameter = bool(getattr(t, "_is_param", False))
     name = type(t).__qualname__

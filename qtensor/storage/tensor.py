@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
-from qtensor.storage.base import Context, QuantizedTensorStorage, describe, scale_layout, unflatten
+from qtensor.storage.base import Context, QuantizedTensorStorage, describe, unflatten
 from qtensor.storage.dispatch import dispatch
 from qtensor.storage.serialize import deepcopy, reduce
+from qtensor.storage.write import ViewNote
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
@@ -23,6 +24,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """
 
     _context: Context
+    _view_note: ViewNote | None = None
+    """Set on a part of a tensor: what writes must know of the whole."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
+            # What an absent usage reads as; __new__ sets only what is there.
+            setattr(cls, attribute, None)
 
     @staticmethod
     def __new__(
@@ -35,14 +44,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         **buffers: Tensor | None,
     ) -> QuantizedTensor:
         """Wrap buffers given by constructor keyword; absent ones are None."""
-        first = quantizer.slots[0].name.lstrip("_")
+        slots = quantizer.slots
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=buffers[first].device, requires_grad=requires_grad
+            cls, shape, dtype=dtype, device=buffers[slots[0].keyword].device, requires_grad=requires_grad
         )
-        for attribute, keyword in cls._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, attribute, buffers.get(keyword))
+        for slot in slots:
+            setattr(self, slot.name, buffers[slot.keyword])
         self._quantizer = quantizer
-        self._context = (cls.__qualname__, dtype, quantizer, scale_layout(quantizer))
+        self._context = (cls.__qualname__, dtype, quantizer, quantizer.scale_layout)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +59,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def _set_quantizer(self, quantizer: Codec) -> None:
         self._quantizer = quantizer
-        self._context = (type(self).__qualname__, self.dtype, quantizer, scale_layout(quantizer))
+        self._context = (type(self).__qualname__, self.dtype, quantizer, quantizer.scale_layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return describe(self)
@@ -106,11 +115,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over another tensor's buffers; it must have this class and shape.
+        """Take over another tensor's buffers. With plain values the tensor becomes a plain one, as in ``module.half()``.
 
         Raises:
-            QTensorError: another class or shape (torch would leave the buffers stale).
+            QTensorError: another quantized class, or another shape (torch would leave the buffers stale).
         """
+        if not isinstance(value, QuantizedTensor) and value.shape == self.shape and value.is_floating_point():
+            self._become(value)
+            return
         if type(value) is not type(self) or value.shape != self.shape:
             fail(
                 f"data[{self._quantizer.format}]",
@@ -122,6 +134,22 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(value, attribute))
         self._set_quantizer(value._quantizer)
+
+    def _become(self, value: Tensor) -> None:
+        """Turn this object into a plain tensor or parameter with the values of ``value``."""
+        plain = value.detach()
+        if getattr(self, "_is_param", False):
+            plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+        torch.utils.swap_tensors(self, plain)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there is no single buffer of the nominal dtype.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        rule = "a quantized tensor is no single buffer"
+        fail(f"dlpack[{self._quantizer.format}]", rule, type(self).__name__, "Export t.buffers() instead", UnsupportedError)
 
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory."""

@@ -1,0 +1,68 @@
+"""The same jobs in torchao 0.18, by its public functions; None where it has no path on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchao
+from torch import Tensor
+from torch.nn import functional as F
+from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+from torchao.quantization import PerRow, PerTensor
+from torchao.quantization.granularity import PerBlock
+from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+
+VERSION: str = torchao.__version__
+
+NOT_ON_CPU = (
+    "blockwise FP8 of torchao.prototype.blockwise_fp8_training: its module imports triton; the "
+    "peer here is Float8Tensor with PerBlock, whose factors are plain float32, not powers of two",
+    "MXTensor has no weight-only F.linear (it asserts act_quant_kwargs); the peer here is "
+    "F.linear(x, q.dequantize(x.dtype)), which a user would write",
+    "the MX and NVFP4 quantizers of torchao in Triton and CUDA (mslk); the peers here are its torch ones",
+    "columnwise MX casts (dim0) in one pass: CUDA only",
+)
+"""What of torchao could not be timed, and what stands in."""
+
+
+def quantizers() -> dict[str, Callable[[Tensor], Any]]:
+    """Case name (a canonical string of qtensor) to torchao's function for the same format and rounding of factors."""
+    mx = MXTensor.to_mx
+    rceil = ScaleCalculationMode.RCEIL
+    one = torch.ones(())
+    return {
+        "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),
+        "fp8_delayed": lambda x: hp_tensor_and_scale_to_float8(x, one, torch.float8_e4m3fn),
+        "fp8_rowwise": lambda x: Float8Tensor.from_hp(x, granularity=PerRow()),
+        "fp8_blockwise": lambda x: Float8Tensor.from_hp(x, granularity=PerBlock([1, 128])),
+        "fp8_blockwise(block_scaling_dim=2)": lambda x: Float8Tensor.from_hp(
+            x, granularity=PerBlock([128, 128])
+        ),
+        "mxfp8": lambda x: mx(x, torch.float8_e4m3fn, 32, rceil),
+        "mxfp8(scale_mode=floor)": lambda x: mx(x, torch.float8_e4m3fn, 32),
+        "mxfp6": lambda x: mx(x, "fp6_e2m3", 32),
+        "mxfp6(dtype=e3m2)": lambda x: mx(x, "fp6_e3m2", 32),
+        "mxfp4": lambda x: mx(x, torch.float4_e2m1fn_x2, 32),
+        "nvfp4": lambda x: NVFP4Tensor.to_nvfp4(
+            x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax())
+        ),
+    }
+
+
+def construct(q: MXTensor) -> Callable[[], Any]:
+    """A call that builds the wrapper around buffers that exist."""
+    arguments = (q.elem_dtype, q.block_size, q.orig_dtype, q.kernel_preference, q.act_quant_kwargs)
+    data, scale, swizzled = q.qdata, q.scale, q.is_swizzled_scales
+    return lambda: MXTensor(data, scale, *arguments, swizzled)
+
+
+def linear(x: Tensor, q: Any) -> Callable[[], Tensor]:
+    """A weight-only ``F.linear``; MX by an explicit dequantize."""
+    if isinstance(q, MXTensor):
+        return lambda: F.linear(x, q.dequantize(x.dtype))
+    return lambda: F.linear(x, q)

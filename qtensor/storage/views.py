@@ -1,0 +1,194 @@
+"""aten views of quantized tensors: slices, reshapes, transposes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qtensor.errors import UnsupportedError, fail
+from qtensor.storage import geometry
+from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.write import ViewNote, inherit_note, note_part
+
+
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t, dim, start, end, step = (*args, *(None,) * (5 - len(args)))[:5]
+    step = kwargs.get("step", step)
+    if step not in (None, 1):
+        fail(f"slice[{t._quantizer.format}]", "the step must be 1", step, "Dequantize first", UnsupportedError)
+    dim = geometry.normalize(dim or 0, t.ndim)
+    total = t.shape[dim]
+    start, end = _bounds(start, 0, total), _bounds(end, total, total)
+    return slice_tensor(t, dim, start, max(start, end))
+
+
+def _bounds(value: int | None, default: int, total: int) -> int:
+    if value is None:
+        return default
+    value = value + total if value < 0 else value
+    return min(max(value, 0), total)
+
+
+def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
+    """``t.narrow(dim, start, end - start)`` with a dim counted from the front."""
+    total = t.shape[dim]
+    shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
+    part = with_buffers(t, geometry.slice_buffers(t, dim, start, end), shape)
+    if start == 0 and end == total:
+        return inherit_note(part, t)
+    axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
+    shared = [s.name for s in t._quantizer.slots if not any(d.axis in axes for d in s.dims)]
+    return note_part(part, t, shared)
+
+
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t, dim, index = args
+    dim = geometry.normalize(dim, t.ndim)
+    total = t.shape[dim]
+    if not -total <= index < total:
+        raise IndexError(f"index {index} is out of range for dim {dim} of size {total}")
+    if dim == t.ndim - 1:
+        rule = "the last dim, along which factors run, cannot be dropped"
+        fail(f"select[{t._quantizer.format}]", rule, f"dim {dim}", "Dequantize first", UnsupportedError)
+    index = index % total
+    part = slice_tensor(t, dim, index, index + 1)
+    return view_tensor(part, (*t.shape[:dim], *t.shape[dim + 1 :]), "select")
+
+
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    t, sizes = args[:2]
+    dim = geometry.normalize(args[2] if len(args) > 2 else kwargs.get("dim", 0), t.ndim)
+    total = t.shape[dim]
+    if not isinstance(sizes, (list, tuple)):
+        sizes = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice_tensor(t, dim, s, s + n) for s, n in zip(starts, sizes, strict=True)]
+
+
+def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    t = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return [_select(func, (t, dim, i), {}) for i in range(t.shape[geometry.normalize(dim, t.ndim)])]
+
+
+def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
+    """A view to ``shape``, one of whose sizes may be -1."""
+    shape = tuple(shape)
+    if any(isinstance(n, int) and n == -1 for n in shape):
+        known = math.prod(n for n in shape if not (isinstance(n, int) and n == -1))
+        shape = tuple(t.numel() // known if isinstance(n, int) and n == -1 else n for n in shape)
+    if math.prod(shape) != t.numel():
+        fail(
+            f"{op}[{t._quantizer.format}]",
+            "the number of elements must stay",
+            f"{tuple(t.shape)} to {shape}",
+            "Choose another shape",
+        )
+    return inherit_note(with_buffers(t, geometry.view_buffers(t, shape, op), shape), t)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[1], torch.dtype):
+        rule = "the bytes of a quantized tensor are in its inner buffers"
+        fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
+    return view_tensor(args[0], args[1])
+
+
+def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    dim = geometry.normalize(args[1], t.ndim + 1)
+    return view_tensor(t, (*t.shape[:dim], 1, *t.shape[dim:]), "unsqueeze")
+
+
+def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    dims = range(t.ndim) if len(args) == 1 else args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    dropped = {geometry.normalize(d, t.ndim) for d in dims}
+    return view_tensor(t, [n for i, n in enumerate(t.shape) if i not in dropped or n != 1], "squeeze")
+
+
+def transpose_tensor(t: Any) -> Any:
+    """The transpose of a 2-D tensor: directions change places, no byte moves."""
+    quantizer, moves = geometry.transpose_plan(t._quantizer)
+    named = {}
+    for keyword, source, turn in moves:
+        buffer = getattr(t, source)
+        named[keyword] = turn(buffer) if turn is not None else buffer
+    rows, cols = t.shape
+    turned = type(t)((cols, rows), t._context[1], quantizer, **named)
+    if t._view_note is not None:
+        inherit_note(turned, t, ViewNote(shared=tuple(geometry.counterparts(t.spec)[n] for n in t._view_note.shared)))
+    return turned
+
+
+def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    return transpose_tensor(t) if t.ndim == 2 else _reorder(t, list(range(t.ndim)), "t")
+
+
+def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """transpose, permute."""
+    t, name = args[0], func._schema.name
+    order = list(range(t.ndim))
+    if name == "aten::permute":
+        order = [geometry.normalize(d, t.ndim) for d in args[1]]
+    else:
+        a, b = (geometry.normalize(d, t.ndim) for d in args[1:3])
+        order[a], order[b] = order[b], order[a]
+    return _reorder(t, order, name.removeprefix("aten::"))
+
+
+def _reorder(t: Any, order: list[int], op: str) -> Any:
+    """Dims in another order: any for one factor a tensor; otherwise the last two may change places."""
+    if order == sorted(order):
+        return inherit_note(with_buffers(t, t.buffers()), t)
+    shape = tuple(t.shape[i] for i in order)
+    if t.ndim == 2:
+        return transpose_tensor(t)
+    if t._quantizer.per_tensor:
+        return inherit_note(with_buffers(t, geometry.permute_buffers(t, order), shape), t)
+    if order[:-2] == list(range(t.ndim - 2)):
+        quantizer = t._quantizer.transposed()
+        turned = with_buffers(t, geometry.transpose_each(t, quantizer), shape, quantizer=quantizer)
+        turned._view_note = ViewNote(is_copy=True)
+        return turned
+    rule = "only the last two dims may change places where factors run along the last"
+    fail(
+        f"{op}[{t._quantizer.format}]",
+        rule,
+        f"{tuple(t.shape)} by {order}",
+        "Quantize the reordered high-precision tensor",
+        UnsupportedError,
+    )
+
+
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only to the shape the tensor has, as matmul asks before it folds."""
+    t = args[0]
+    sizes = args[1]
+    if len(sizes) == t.ndim and all(s in (-1, n) for s, n in zip(sizes, t.shape, strict=True)):
+        return inherit_note(with_buffers(t, t.buffers()), t)
+    rule = "a quantized tensor cannot be repeated without copying its factors"
+    fail(f"expand[{t._quantizer.format}]", rule, f"{tuple(t.shape)} to {tuple(sizes)}", "Dequantize it", UnsupportedError)
+
+
+VIEWS: dict[str, Handler] = {
+    "slice": _slice,
+    "select": _select,
+    "split": _split,
+    "split_with_sizes": _split,
+    "unbind": _unbind,
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "t": _t,
+    "transpose": _permute,
+    "permute": _permute,
+    "expand": _expand,
+}
+"""Op name (aten) -> handler."""

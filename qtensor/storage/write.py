@@ -1,0 +1,120 @@
+"""Writing into quantized tensors: bytes where they fit, requantization otherwise, and what a slice may overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import UnsupportedError, fail
+from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE
+from qtensor.storage.base import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class ViewNote:
+    """What a part of a tensor remembers of the whole, for the sake of writes."""
+
+    shared: tuple[str, ...] = ()
+    """Buffers that serve values outside this part too: a write must leave them as they are."""
+    is_copy: bool = False
+    """The part has bytes of its own: a write would not reach the whole."""
+
+
+def plain(t: Any) -> Tensor:
+    """The dequantized values, inside dispatch (no autograd)."""
+    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, t.dtype)
+
+
+def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
+    """Mark ``part`` as taken from ``whole``, whose buffers ``shared`` also serve other values."""
+    is_copy = any(
+        getattr(part, slot.name).untyped_storage()._cdata != getattr(whole, slot.name).untyped_storage()._cdata
+        for slot in part._quantizer.slots
+    )
+    return inherit_note(part, whole, ViewNote(tuple(shared), is_copy))
+
+
+def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
+    """Give ``part`` the note of ``whole``, joined with ``note``."""
+    old = whole._view_note
+    if old is not None and note is not None:
+        shared = tuple(dict.fromkeys(old.shared + note.shared))
+        note = ViewNote(shared, old.is_copy or note.is_copy)
+    part._view_note = note if note is not None else old
+    return part
+
+
+def copy_into(dst: Any, src: Tensor) -> Any:
+    """``dst.copy_(src)``: bytes between equal quantizers, values otherwise."""
+    if not isinstance(dst, QuantizedTensorStorage):
+        return dst.copy_(plain(src))
+    if tuple(dst.shape) != tuple(src.shape):
+        src = (plain(src) if isinstance(src, QuantizedTensorStorage) else src).expand(dst.shape)
+    if not isinstance(src, QuantizedTensorStorage):
+        return requantize_(dst, src)
+    if src._quantizer != dst._quantizer or not _same_shared(dst, src):
+        return requantize_(dst, plain(src))
+    _check_reaches(dst)
+    for to, fro in zip(dst.buffers(), src.buffers(), strict=True):
+        _copy_buffer(to, fro)
+    return dst
+
+
+def _same_shared(dst: Any, src: Any) -> bool:
+    """Whether the buffers that ``dst`` shares with its whole are equal in ``src``, so that bytes can be copied."""
+    note = dst._view_note
+    return note is None or all(torch.equal(getattr(dst, n), getattr(src, n)) for n in note.shared)
+
+
+def _check_reaches(dst: Any) -> None:
+    note = dst._view_note
+    if note is not None and note.is_copy:
+        fail(
+            f"copy_[{dst._quantizer.format}]",
+            "a part whose scales are a copy cannot be written through to the whole",
+            dst._quantizer.canonical,
+            "Clone it to write into the copy, or keep the whole with swizzled=False",
+            UnsupportedError,
+        )
+
+
+def _copy_buffer(to: Tensor, fro: Tensor) -> None:
+    """Scales of a slice are shorter than padded ones; what both have is what counts."""
+    if to.shape != fro.shape:
+        sizes = [min(a, b) for a, b in zip(to.shape, fro.shape, strict=True)]
+        to, fro = (b[tuple(slice(n) for n in sizes)] for b in (to, fro))
+    to.copy_(fro)
+
+
+def requantize_(dst: Any, values: Tensor) -> Any:
+    """Write values into a quantized tensor through its own quantizer.
+
+    A part of a tensor keeps the factors that it shares with the rest, so that values outside it do not change.
+    """
+    _check_reaches(dst)
+    if values.dtype not in INPUT_DTYPES:
+        values = values.to(torch.float32)
+    values = values.to(dst.device)
+    quantizer, note = dst._quantizer, dst._view_note
+    if note is None and _is_whole(dst):
+        quantizer.update_quantized(values, dst)
+        return dst
+    shared = note.shared if note is not None else ()
+    named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
+    kept = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
+    seed, _ = quantizer._prepare(values, None, None)
+    fresh = QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
+    for slot, new in zip(quantizer.slots, fresh, strict=False):
+        if slot.name not in shared:
+            _copy_buffer(named[slot.name], new)
+    return dst
+
+
+def _is_whole(dst: Any) -> bool:
+    described = dst._quantizer._describe_buffers(dst.shape)
+    return all(getattr(dst, name).shape == shape for name, (shape, _) in described.items())

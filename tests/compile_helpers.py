@@ -1,0 +1,116 @@
+"""What the compile tests share: compiling with a count of graphs, inputs that hurt, comparison of results by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formats import FormatCase, assert_same_bytes, assert_same_tensor
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
+
+import qtensor
+
+BACKENDS = ["aot_eager", "inductor"]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+INDUCTOR_FORMATS = ("fp8_delayed", "fp8_blockwise", "mxfp6", "nvfp4")
+"""One of each kind of layout: state in, float32 factors in a grid, packed triples, tensor-wide factor and nibbles."""
+
+GENERAL_SHAPE = (33, 72)
+"""Ragged against every block (16, 32, 128)."""
+
+
+class Compiled:
+    """A function compiled in one piece in a fresh compiler; knows how many graphs were made."""
+
+    def __init__(self, function: Callable[..., Any], backend: str = "aot_eager", **options: Any):
+        torch._dynamo.reset()
+        counters.clear()
+        self.counter = CompileCounterWithBackend(backend)
+        self.function = torch.compile(function, backend=self.counter, fullgraph=True, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs handed to the backend so far."""
+        return self.counter.frame_count
+
+    def check_graphs(self, expected: int) -> None:
+        """Exactly ``expected`` graphs, each of a whole frame, by the backend's count and by Dynamo's."""
+        assert self.graphs == expected, f"{self.graphs} graphs, wanted {expected}; {recompile_reasons()}"
+        assert counters["stats"]["unique_graphs"] == expected
+        assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+def recompile_reasons() -> str:
+    """What Dynamo counted, for messages."""
+    return str({k: dict(v) for k, v in counters.items() if k in ("frames", "graph_break", "stats")})
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Equal structure and bytes: of plain tensors, quantized ones, and collections of both."""
+    got_leaves, got_spec = pytree.tree_flatten(got)
+    want_leaves, want_spec = pytree.tree_flatten(want)
+    assert got_spec == want_spec, f"{got_spec}, wanted {want_spec}"
+    for i, (a, b) in enumerate(zip(got_leaves, want_leaves, strict=True)):
+        if isinstance(b, qtensor.QuantizedTensor):
+            assert_same_tensor(a, b)
+        elif isinstance(b, Tensor):
+            assert not isinstance(a, qtensor.QuantizedTensor), f"leaf {i}: {a!r}, wanted a plain tensor"
+            assert_same_bytes(a, b, f"leaf {i}")
+        else:
+            assert a == b, f"leaf {i}"
+
+
+def adversarial(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal values of many sizes, with zeros, signed zeros, subnormals, the largest finite values, infs and NaN.
+
+    The bad values sit in some rows, so that blocks with and without them are both there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 8, (*shape[:-1], 1), generator=generator).float())
+    x = x.to(dtype)
+    finfo = torch.finfo(dtype)
+    rows = x.view(-1, shape[-1])
+    specials = [0.0, -0.0, finfo.tiny, -finfo.tiny / 4, finfo.max, finfo.min, 6.0, 448.0, 0.5]
+    for row, value in enumerate(specials):
+        rows[row % len(rows), row % shape[-1] :: 5] = value
+    rows[len(rows) // 2] = 0.0
+    rows[-1, 0] = torch.nan
+    rows[-2, -1] = torch.inf
+    rows[-3, 1] = -torch.inf
+    return x
+
+
+def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal values with rows of different size."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1), generator=generator).float())
+    return x.to(dtype)
+
+
+def usages_of(case: FormatCase, **options: Any) -> list[qtensor.Quantizer]:
+    """The quantizer with each combination of usages."""
+    return [
+        case.quantizer(rowwise=row, columnwise=column, **options)
+        for row, column in ((True, False), (False, True), (True, True))
+    ]
+
+
+def call_state(case: FormatCase) -> dict[str, Tensor]:
+    """What a call of the format must bring, and a fixed seed where rounding is random."""
+    return case.call()
+
+
+def seeded(quantizer: qtensor.Quantizer, seed: Tensor) -> dict[str, Tensor]:
+    """``generator=`` for quantizers that draw random bytes."""
+    return {"generator": seed} if quantizer.stochastic_rounding else {}

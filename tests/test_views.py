@@ -1,0 +1,385 @@
+"""Slices, views, transposes, chunks: equal to the same op on ``dequantize()``, sharing memory, or a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formats import (
+    BY_NAME,
+    FormatCase,
+    assert_same_bytes,
+    assert_same_tensor,
+    formats,
+    layouts,
+    rand,
+    shares_memory,
+    snapshot,
+    usages,
+)
+
+import qtensor
+
+Op = Callable[[Any], Any]
+ROWS, COLS = 256, 512
+
+
+def make(case: FormatCase, shape: tuple[int, ...] = (ROWS, COLS), seed: int = 0, **options: Any) -> Any:
+    return case.quantize(rand(*shape, seed=seed), **options)
+
+
+def assert_view(q: Any, op: Op, *, same_quantizer: bool = True) -> Any:
+    """``op`` on ``q`` keeps class, dtype and absent buffers, equals ``op`` on the values, and leaves ``q`` alone."""
+    before = snapshot(q)
+    result = op(q)
+    want = op(q.dequantize())
+    assert type(result) is type(q)
+    assert result.dtype == q.dtype
+    if same_quantizer:
+        assert result.quantizer == q.quantizer
+        assert all(getattr(result, a) is None for a, _ in q._FLATTEN_TENSOR_BUFFERS if getattr(q, a) is None)
+    assert result.shape == want.shape
+    assert_same_bytes(result.dequantize(), want)
+    assert_same_tensor(q, before)
+    return result
+
+
+def assert_shares(result: Any, q: Any) -> None:
+    """Every buffer of ``result`` lies in one of ``q``."""
+    for buffer in result.buffers():
+        assert any(shares_memory(buffer, other) for other in q.buffers())
+
+
+@layouts
+@usages
+def test_slice_at_multiples(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    kwargs = {"rowwise": rowwise, "columnwise": columnwise, **options}
+    q = make(case, **kwargs)
+    rows, cols = case.slice_multiples(**kwargs)
+    for start, end in ((0, rows), (rows, min(3 * rows, ROWS)), (ROWS - rows, ROWS), (0, 0), (ROWS, ROWS)):
+        assert_view(q, lambda t, s=start, e=end: t[s:e])
+        assert_view(q, lambda t, s=start, e=end: t.narrow(0, s, e - s))
+    for start, end in ((0, cols), (cols, min(3 * cols, COLS)), (COLS - cols, COLS), (0, 0)):
+        assert_view(q, lambda t, s=start, e=end: t[:, s:e])
+        assert_view(q, lambda t, s=start, e=end: t.narrow(-1, s, e - s))
+    assert_view(q, lambda t: t[-rows:, -cols:])
+    if not options.get("swizzled"):
+        assert_shares(q[rows:], q)
+        assert_shares(q[:, cols:], q)
+
+
+@formats
+@usages
+def test_slice_of_a_ragged_tensor_up_to_its_end(case: FormatCase, rowwise: bool, columnwise: bool) -> None:
+    kwargs = {"rowwise": rowwise, "columnwise": columnwise}
+    q = make(case, (150, 330), **kwargs)
+    rows, cols = case.slice_multiples(**kwargs)
+    assert_view(q, lambda t: t[rows:])
+    assert_view(q, lambda t: t[:, cols:])
+    assert_view(q, lambda t: t[rows:, cols:])
+    assert_view(q[rows:], lambda t: t[rows:])
+
+
+@layouts
+@usages
+def test_misaligned_bounds_name_the_multiple(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
+    kwargs = {"rowwise": rowwise, "columnwise": columnwise, **options}
+    q = make(case, **kwargs)
+    before = snapshot(q)
+    for dim, kind, multiple in zip((0, 1), ("Row", "Column"), case.slice_multiples(**kwargs), strict=True):
+        if multiple == 1:
+            assert_view(q, lambda t, d=dim: t.narrow(d, 3, 5))
+            continue
+        for start, length in ((0, multiple // 2), (multiple // 2, multiple), (1, multiple)):
+            with pytest.raises(RuntimeError, match=rf"{kind} slicing of \w+ requires bounds at a multiple of \d+") as e:
+                q.narrow(dim, start, length)
+            named = int(str(e.value).split("multiple of ")[1].split(";")[0])
+            assert multiple % named == 0
+            assert named > 1
+        with pytest.raises(RuntimeError, match=f"multiple of {multiple};"):
+            q.narrow(dim, 0, multiple + multiple // 2)
+    assert_same_tensor(q, before)
+
+
+@formats
+def test_slice_with_a_step(case: FormatCase) -> None:
+    q = make(case)
+    with pytest.raises(qtensor.UnsupportedError, match=r"slice\[.*step must be 1; got 2\. Dequantize"):
+        q[::2]
+
+
+@layouts
+@usages
+def test_write_through_a_narrow_as_vllm_does(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
+    """Shards of one checkpoint tensor are copied into a parameter, shard by shard; data and factors arrive."""
+    kwargs = {"rowwise": rowwise, "columnwise": columnwise, **options}
+    loaded = make(case, seed=1, **kwargs)
+    for dim, size in ((0, 128), (1, 256)):
+        parameter = torch.nn.Parameter(make(case, **kwargs))
+        inner = parameter.buffers()
+        for start in range(0, (ROWS, COLS)[dim], size):
+            try:
+                parameter.data.narrow(dim, start, size).copy_(loaded.narrow(dim, start, size))
+            except qtensor.QTensorError as error:
+                # A factor that spans the shards, or a tile column of swizzled factors, cannot be written by a part.
+                assert options.get("swizzled") or "factor" in str(error)
+                assert_untouched(parameter, make(case, **kwargs))
+                break
+        else:
+            assert_same_tensor(parameter.detach(), loaded)
+            assert all(a is b for a, b in zip(parameter.buffers(), inner, strict=True))
+
+
+def assert_untouched(parameter: Any, original: Any) -> None:
+    assert_same_tensor(parameter.detach(), original)
+
+
+@formats
+@usages
+def test_write_through_a_slice_of_equal_factors(case: FormatCase, rowwise: bool, columnwise: bool) -> None:
+    """Parts of the same tensor in another order: every factor that is shared is equal."""
+    q = make(case, rowwise=rowwise, columnwise=columnwise)
+    want = torch.cat([q.dequantize()[128:], q.dequantize()[:128]])
+    target = q.clone()
+    if case.name == "fp8_rowwise" and q.quantizer.axis == 0:
+        pytest.skip("factors run along the other dim")
+    target.narrow(0, 0, 128).copy_(q.narrow(0, 128, 128))
+    target.narrow(0, 128, 128).copy_(q.narrow(0, 0, 128))
+    assert_same_bytes(target.dequantize(), want)
+
+
+CHUNKERS: dict[str, Callable[[Any, int], Any]] = {
+    "Tensor.chunk": lambda q, dim: q.chunk(2, dim),
+    "torch.chunk": lambda q, dim: torch.chunk(q, 2, dim=dim),
+    "split": lambda q, dim: q.split(q.shape[dim] // 2, dim),
+    "split_with_sizes": lambda q, dim: q.split([q.shape[dim] // 4 * 2, q.shape[dim] - q.shape[dim] // 4 * 2], dim),
+    "aten.split": lambda q, dim: torch.ops.aten.split(q, q.shape[dim] // 2, dim),
+    "tensor_split": lambda q, dim: torch.tensor_split(q, 2, dim),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKERS)
+@pytest.mark.parametrize("dim", [0, 1, -2, -1])
+@layouts
+@usages
+def test_chunk_then_cat_is_the_identity(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool, dim: int, name: str
+) -> None:
+    q = make(case, rowwise=rowwise, columnwise=columnwise, **options)
+    before = snapshot(q)
+    parts = CHUNKERS[name](q, dim)
+    for part, want in zip(parts, CHUNKERS[name](q.dequantize(), dim), strict=True):
+        assert_same_bytes(part.dequantize(), want)
+    if options.get("swizzled"):
+        with pytest.raises(qtensor.UnsupportedError, match=r"cat\[.*swizzled"):
+            torch.cat(list(parts), dim)
+    else:
+        assert_same_tensor(torch.cat(list(parts), dim), q)
+    assert_same_tensor(q, before)
+
+
+@layouts
+@usages
+def test_transpose(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    """The directions change places: t() of one direction equals t() of its values, t().t() is the original."""
+    q = make(case, rowwise=rowwise, columnwise=columnwise, **options)
+    if options.get("with_rht") and columnwise:
+        with pytest.raises(qtensor.UnsupportedError, match=r"transpose\[nvfp4\]: rotated columnwise"):
+            q.t()
+        return
+    before = snapshot(q)
+    spellings: list[Op] = [
+        lambda t: t.t(),
+        lambda t: t.T,
+        lambda t: t.mT,
+        lambda t: t.transpose(0, 1),
+        lambda t: t.transpose(-1, -2),
+        lambda t: t.permute(1, 0),
+        lambda t: t.swapaxes(0, 1),
+        lambda t: t.movedim(0, 1),
+    ]
+    for op in spellings:
+        flipped = op(q)
+        assert flipped.shape == (COLS, ROWS)
+        assert flipped.get_usages() == {"rowwise": columnwise, "columnwise": rowwise}
+        assert_shares(flipped, q)
+        for usage in ("rowwise", "columnwise"):
+            if not getattr(q.quantizer, usage):
+                continue
+            other = "columnwise" if usage == "rowwise" else "rowwise"
+            alone, flipped_alone = q.detach(), flipped.detach()
+            alone.update_usage(**{usage: True, other: False})
+            flipped_alone.update_usage(**{other: True, usage: False})
+            assert_same_bytes(flipped_alone.dequantize(), alone.dequantize().t())
+        assert_same_tensor(op(flipped), q)
+        assert_shares(op(flipped), q)
+    assert_same_tensor(q.transpose(0, 0), q)
+    assert_same_tensor(q.permute(0, 1), q)
+    assert_same_tensor(q, before)
+
+
+@formats
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
+def test_slice_of_a_transpose(case: FormatCase, usage: str) -> None:
+    q = make(case, rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+    for op in (lambda t: t.t()[:256], lambda t: t.t()[:, :128], lambda t: t.t()[128:256].t(), lambda t: t[:128].t()):
+        assert_view(q, op, same_quantizer=False)
+
+
+@layouts
+@usages
+def test_views_of_leading_dims(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    q = make(case, rowwise=rowwise, columnwise=columnwise, **options)
+    for op in (
+        lambda t: t.view(2, 128, COLS),
+        lambda t: t.view(-1, 64, COLS),
+        lambda t: t.reshape(4, 2, 32, COLS),
+        lambda t: t.unflatten(0, (2, -1)),
+        lambda t: t.view(2, 128, COLS).flatten(0, 1),
+        lambda t: t.view(4, 64, COLS).reshape(-1, COLS),
+        lambda t: t.view_as(torch.empty(2, 128, COLS)),
+        lambda t: t.unsqueeze(0),
+        lambda t: t.unsqueeze(1),
+        lambda t: t.unsqueeze(-2),
+        lambda t: t[None],
+        lambda t: t.unsqueeze(0).squeeze(0),
+        lambda t: t.unsqueeze(1).squeeze(),
+        lambda t: t.unsqueeze(0).unsqueeze(0).squeeze((0, 1)),
+        lambda t: t.squeeze(0),
+    ):
+        result = assert_view(q, op)
+        assert_shares(result, q)
+        assert_same_tensor(result.reshape(q.shape), q)
+
+
+@layouts
+@usages
+def test_select_and_unbind_of_experts(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    """Experts (E, N, K): one expert is a view; its bytes alone decode to its values."""
+    q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
+    for op in (lambda t: t[2], lambda t: t[-1], lambda t: t.select(0, 1), lambda t: t[1:3], lambda t: t[1:3][0]):
+        assert_shares(assert_view(q, op), q)
+    for part, want in zip(q.unbind(0), q.dequantize().unbind(0), strict=True):
+        assert_same_bytes(part.dequantize(), want)
+    for part, want in zip(q, q.dequantize(), strict=True):
+        assert_same_bytes(part.dequantize(), want)
+    with pytest.raises(IndexError, match="out of range"):
+        q[4]
+    with pytest.raises(qtensor.UnsupportedError, match=r"select\[.*last dim"):
+        q[..., 0]
+
+
+@layouts
+@usages
+def test_chunk_of_experts(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+    q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
+    if options.get("swizzled"):
+        with pytest.raises(qtensor.UnsupportedError, match="swizzled"):
+            torch.cat(q.chunk(2))
+        return
+    assert_same_tensor(torch.cat(q.chunk(2)), q)
+    assert_same_tensor(torch.cat(q.split([1, 3])), q)
+    last = [case.slice_multiples(rowwise=rowwise, columnwise=columnwise, **options)[1] * n for n in (1,)]
+    parts = q.split([last[0], 256 - last[0]], -1)
+    assert_same_tensor(torch.cat(parts, -1), q)
+    for part, want in zip(parts, q.dequantize().split([last[0], 256 - last[0]], -1), strict=True):
+        assert_same_bytes(part.dequantize(), want)
+
+
+@layouts
+@usages
+def test_middle_dim_of_experts_is_exact_or_named(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
+    """Leading dims are flattened in the factors, so a middle dim can be sliced only where none runs along it."""
+    q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
+    before = snapshot(q)
+    per_tensor = case.name in ("fp8", "fp8_delayed") or (case.name == "fp8_rowwise" and options.get("axis") == 0)
+    for op in (lambda t: t[:, 64:], lambda t: t[:, 5], lambda t: t.narrow(-2, 0, 32)):
+        if per_tensor:
+            assert_view(q, op)
+        else:
+            with pytest.raises(RuntimeError, match=r"slicing a middle dim needs factors .* dim 1 of \(4, 128, 256\)"):
+                op(q)
+    if per_tensor:
+        assert_same_tensor(torch.cat(q.chunk(2, 1), 1), q)
+    assert_same_tensor(q, before)
+
+
+@pytest.mark.parametrize("dims", [(1, 2), (2, 1), (-1, -2), (-2, -1)], ids=str)
+@formats
+@usages
+def test_transpose_of_experts(case: FormatCase, rowwise: bool, columnwise: bool, dims: tuple[int, int]) -> None:
+    """A34: 3-D weights change their last two dims; each direction on its own, byte for byte."""
+    q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise)
+    before = snapshot(q)
+    flipped = q.transpose(*dims)
+    assert type(flipped) is type(q)
+    assert flipped.shape == (4, 256, 128)
+    if not (rowwise and columnwise) or case.name in ("fp8", "fp8_delayed"):
+        assert_same_bytes(flipped.dequantize(), q.dequantize().transpose(*dims))
+    assert_same_bytes(flipped.transpose(*dims).dequantize(), q.dequantize())
+    assert_same_tensor(q, before)
+
+
+@formats
+def test_moe_surgery(case: FormatCase) -> None:
+    """A62: transpose, merge, split, transpose gives the same product; experts join along the last two dims."""
+    q = make(case, (4, 128, 256))
+    other = case.quantize(rand(4, 128, 256))
+    x = rand(4, 3, 256, seed=2)
+    want = torch.bmm(x, q.transpose(1, 2))
+    moved = q.transpose(1, 2).reshape(-1, 128).unflatten(0, (4, 256)).transpose(1, 2)
+    assert_same_bytes(torch.bmm(x, moved.transpose(1, 2)), want)
+    assert torch.equal(torch.cat([q, other], -1).dequantize(), torch.cat([q.dequantize(), other.dequantize()], -1))
+    if case.name in ("fp8", "fp8_delayed"):
+        assert torch.equal(torch.cat([q, other], -2).dequantize(), torch.cat([q.dequantize(), other.dequantize()], -2))
+
+
+@layouts
+@usages
+def test_regrouping_the_last_dim_is_exact_or_named(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
+    q = make(case, (128, 256), rowwise=rowwise, columnwise=columnwise, **options)
+    before = snapshot(q)
+    exact = 0
+    for shape in ((-1,), (64, 512), (256, 128), (512, 64), (1024, 32), (2048, 16), (128, 256, 1), (3, 5), (128, 255)):
+        try:
+            want = q.dequantize().view(shape)
+        except RuntimeError:
+            with pytest.raises(qtensor.QTensorError, match=r"view\[.*number of elements must stay"):
+                q.view(shape)
+            continue
+        try:
+            result = q.view(shape)
+        except qtensor.UnsupportedError as error:
+            assert case.name in str(error) or "fp8" in case.name
+            assert "got (128, 256) to" in str(error) or "stored in" in str(error)
+        else:
+            exact += 1
+            assert type(result) is type(q)
+            assert_same_bytes(result.dequantize(), want)
+    if case.name in ("fp8", "fp8_delayed") and not columnwise:
+        assert exact == 7
+    assert_same_tensor(q, before)
+
+
+def test_view_as_another_dtype_is_refused() -> None:
+    q = make(BY_NAME["mxfp8"])
+    with pytest.raises(qtensor.UnsupportedError, match=r"view.dtype: .*inner buffers"):
+        q.view(torch.uint8)
+
+
+@formats
+def test_dims_out_of_range(case: FormatCase) -> None:
+    q = make(case, (8, 64))
+    for op in (lambda: q.narrow(2, 0, 1), lambda: q.select(-3, 0), lambda: q.unsqueeze(4), lambda: q.transpose(0, 2)):
+        with pytest.raises(IndexError, match="out of range"):
+            op()
