@@ -209,7 +209,13 @@ def markdown(rows: list[Row], here: dict[str, Any], bursts: int) -> str:
         lines.append(
             f"| {head} | `{row.name}` | {row.ours:.2f} | {row.spread} | {other} | {ratio} | {row.target} | {verdict} |"
         )
-    lines += ["", f"{met} of {len(rows)} targets met.", "", "What of torchao does not run here:", ""]
+    lines += [
+        "",
+        f"{met} of {len(rows)} targets met.",
+        "",
+        "What of torchao does not run here:",
+        "",
+    ]
     lines += [f"- {text}" for text in peer.NOT_ON_CPU]
     lines += ["", "Written by `python -m benchmarks.overhead`.", ""]
     return "\n".join(lines)

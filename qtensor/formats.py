@@ -119,14 +119,18 @@ class Slot:
     swizzled: bool
     keyword: str
     """The constructor keyword: the name without its underscore."""
+    padded: bool
+    """There may be padding, which must be zero."""
 
 
 def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
     """The buffers of ``spec`` that are present under ``options`` (a quantizer), in slot order."""
     swizzled = bool(getattr(options, "swizzled", False))
     wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}
-    return tuple(
-        Slot(b.name, b.dtype, b.usage, b.dims(options), b.tiled and swizzled, b.name[1:])
-        for b in spec.inner
-        if wanted[b.usage]
-    )
+    slots = []
+    for b in spec.inner:
+        if wanted[b.usage]:
+            dims = b.dims(options)
+            padded = any(d.pad > 1 or d.per > 1 for d in dims)
+            slots.append(Slot(b.name, b.dtype, b.usage, dims, b.tiled and swizzled, b.name[1:], padded))
+    return tuple(slots)

@@ -51,7 +51,9 @@ def _max_finite(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Half of the values are the largest finite one, with either sign."""
     largest = torch.finfo(dtype).max
     signs = torch.randint(0, 2, shape).double() * 2 - 1
-    return torch.where(torch.rand(shape) < 0.5, signs * largest, torch.rand(shape).double() * largest)
+    return torch.where(
+        torch.rand(shape) < 0.5, signs * largest, torch.rand(shape).double() * largest
+    )
 
 
 def _ties(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -100,7 +102,16 @@ def mixed(shape: tuple[int, int], dtype: torch.dtype, *, finite: bool = True) ->
 
     One such tensor meets in one call zero blocks, signed zeros, ties, outliers and sixteen binades of ordinary values.
     """
-    kinds = ["randn", "zeros", "negative_zeros", "sparse_zeros", "outlier", "ties", "randn", "subnormal"]
+    kinds = [
+        "randn",
+        "zeros",
+        "negative_zeros",
+        "sparse_zeros",
+        "outlier",
+        "ties",
+        "randn",
+        "subnormal",
+    ]
     kinds += [] if finite else ["nan", "inf", "minus_inf", "max_finite"]
     x = torch.zeros(shape, dtype=dtype)
     height = -(-shape[0] // len(kinds))
@@ -184,7 +195,11 @@ def assert_buffers(q: Any, want: Mapping[str, np.ndarray]) -> None:
     names = [slot.name for slot in q.quantizer.slots]
     assert set(names) == set(want) - {"amax"}
     for name in names:
-        assert_same_bytes(getattr(q, name), torch.from_numpy(np.ascontiguousarray(want[name]).reshape(want[name].shape)), name)
+        assert_same_bytes(
+            getattr(q, name),
+            torch.from_numpy(np.ascontiguousarray(want[name]).reshape(want[name].shape)),
+            name,
+        )
 
 
 def assert_same_values(got: Tensor, want: np.ndarray) -> None:
@@ -193,7 +208,11 @@ def assert_same_values(got: Tensor, want: np.ndarray) -> None:
     other = torch.from_numpy(np.ascontiguousarray(want).reshape(want.shape))
     assert tuple(got.shape) == tuple(other.shape)
     assert torch.equal(got.isnan(), other.isnan()), "NaN in other places"
-    assert_same_bytes(got.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), other.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), "values")
+    assert_same_bytes(
+        got.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf),
+        other.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf),
+        "values",
+    )
 
 
 def assert_like_oracle(x: Tensor, case: FormatCase, seed: int = SEED, **options: Any) -> Any:
@@ -208,7 +227,9 @@ def assert_like_oracle(x: Tensor, case: FormatCase, seed: int = SEED, **options:
     assert isinstance(q, qtensor.QuantizedTensor)
     assert (tuple(q.shape), q.dtype) == (tuple(x.shape), x.dtype)
     assert_buffers(q, want)
-    values = oracle.dequantize(want, case.name, tuple(x.shape), in_dtype=DTYPE_NAMES[x.dtype], **oracle_options(options))
+    values = oracle.dequantize(
+        want, case.name, tuple(x.shape), in_dtype=DTYPE_NAMES[x.dtype], **oracle_options(options)
+    )
     assert_same_values(q.dequantize(torch.float32), values)
     assert_same_bytes(x.detach(), before, "the input")
     return q

@@ -94,7 +94,7 @@ def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: i
     """Normal values with rows of different size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    x *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1), generator=generator).float())
+    x *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1)[: len(shape)], generator=generator).float())
     return x.to(dtype)
 
 

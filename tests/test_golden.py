@@ -245,7 +245,9 @@ def test_every_array_is_accounted_for(record_property: Callable[[str, object], N
     """Compared, an input of a comparison, or a plain matrix order."""
     compared = len(QUANTIZED) + len(MX_FLOOR) + 2 * len(DELAYED) + len(SWIZZLES) + len(RHT) + 1
     compared += 1 + len(GEMMS) + len(TILES)
-    sizes = sum(1 for k in golden("cutlass_sf_layouts") if k.startswith("bs") and k.endswith("cosize"))
+    sizes = sum(
+        1 for k in golden("cutlass_sf_layouts") if k.startswith("bs") and k.endswith("cosize")
+    )
     total = sum(len(golden(path.stem)) for path in GOLDEN.glob("*.npz"))
     assert compared + sizes + len(PLAIN_LAYOUTS) + sum(NOT_COMPARED.values()) == total
     record_property("golden_arrays_compared", compared + sizes)

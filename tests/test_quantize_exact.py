@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adversarial import KINDS, assert_buffers, assert_like_oracle, expected, make, mixed, to_numpy
+from adversarial import (
+    KINDS,
+    assert_buffers,
+    assert_like_oracle,
+    assert_same_values,
+    expected,
+    make,
+    mixed,
+    to_numpy,
+)
 from formats import (
     BY_NAME,
     DTYPES,
@@ -93,7 +102,9 @@ def test_every_shape(case: FormatCase, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (129, 130), (256, 272)], ids=str)
 @pytest.mark.parametrize("pow2", [False, True], ids=["f32", "pow2"])
 @pytest.mark.parametrize("dim", [1, 2])
-def test_blockwise_extrema(dim: int, pow2: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_blockwise_extrema(
+    dim: int, pow2: bool, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Blocks of zeros and of the dtype's largest value, beside ordinary ones."""
     options = {"block_scaling_dim": dim, "force_pow_2_scales": pow2, "columnwise": True}
     case = BY_NAME["fp8_blockwise"]
@@ -106,7 +117,9 @@ def test_blockwise_extrema(dim: int, pow2: bool, shape: tuple[int, int], dtype: 
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("amax", [0.0, 2.0**-149, 1e-38, 448 / 65504, 1.0, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "amax", [0.0, 2.0**-149, 1e-38, 448 / 65504, 1.0, 3e38, math.inf, math.nan]
+)
 def test_scale_from_amax(amax: float, element: str) -> None:
     """Zero and non-finite: 1. Overflow: the largest float32. Everything else: the IEEE quotient."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0}[element]
@@ -178,7 +191,37 @@ def test_one_bad_value_poisons_one_block(name: str, bad: float) -> None:
     assert (codes == (0x7F if name == "mxfp8" else 0)).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"with_2d_quantization": True}, {"use_4over6": True}], ids=option_id)
+@pytest.mark.parametrize(("case", "options"), GRID, ids=option_id)
+def test_transposed_quantizer_on_the_transposed_input(
+    case: FormatCase, options: dict[str, Any]
+) -> None:
+    """Gives the transposed values, from the same blocks; the random bytes belong to a direction, so they do not move."""
+    if options.get("stochastic_rounding"):
+        options = {**options, "stochastic_rounding": False}
+    x = mixed((66, 69), torch.float32, finite=case.name in ("fp8", "nvfp4"))
+    for rowwise, columnwise in USAGES:
+        quantizer = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
+        got = quantizer.transposed()(x.t(), **case.call()).dequantize()
+        assert_same_values(got, quantizer(x, **case.call()).dequantize().t().numpy())
+    assert quantizer.transposed().transposed() == quantizer
+
+
+@dtypes
+@pytest.mark.parametrize("signs", [True, False])
+def test_rotation_of_the_rowwise_side(signs: bool, dtype: torch.dtype) -> None:
+    """``rht_side`` names the side; rowwise data of x are then the rotated columnwise data of its transpose."""
+    x = mixed((66, 69), dtype)
+    options = {"with_rht": True, "with_random_sign_mask": signs}
+    want = expected(x, BY_NAME["nvfp4"], rowwise=False, columnwise=True, **options)
+    got = qtensor.quantize(x.t(), "nvfp4", rht_side="rowwise", **options)
+    for name in ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"):
+        other = want[name.replace("rowwise", "columnwise")]
+        assert_same_bytes(getattr(got, name), torch.from_numpy(other.copy()), name)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"with_2d_quantization": True}, {"use_4over6": True}], ids=option_id
+)
 def test_nvfp4_negative_zero_has_code_0(options: dict[str, Any]) -> None:
     x = torch.full((16, 32), -0.0)
     x[0, 0] = -1.0

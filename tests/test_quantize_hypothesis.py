@@ -17,7 +17,7 @@ from torch import Tensor
 
 import qtensor
 
-EXAMPLES = int(os.environ.get("QTENSOR_HYPOTHESIS_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("QTENSOR_HYPOTHESIS_EXAMPLES", "300"))
 """Per format. Raise it for a long search by hand."""
 
 exact = settings(
@@ -34,7 +34,19 @@ SHAPES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 70)), min_size=0, 
 FLOATS = st.one_of(
     st.floats(width=32),
     st.floats(-500, 500, width=32),
-    st.sampled_from([0.0, -0.0, 1.0, 6.0, 7.5, 28.0, 448.0, 57344.0, 2.0**-126, 2.0**-149, 3.4028234663852886e38]),
+    st.sampled_from([
+        0.0,
+        -0.0,
+        1.0,
+        6.0,
+        7.5,
+        28.0,
+        448.0,
+        57344.0,
+        2.0**-126,
+        2.0**-149,
+        3.4028234663852886e38,
+    ]),
 )
 
 
@@ -103,7 +115,9 @@ def test_representable_values_are_kept(case: FormatCase) -> None:
         x = torch.from_numpy(np.random.default_rng(seed).integers(-2, 3, (16, 128))) * (largest / 2)
         x[:, ::16] = largest
         x = x.float() * 2.0**power
+        # 6 / (6 * 448) is no float32, 6 / (6 * 256) is.
         call = {"scale": torch.tensor([2.0**-power])} if case.name == "fp8_delayed" else {}
+        call = {"e4m3_max": 256.0} if case.name == "nvfp4" else call
         assert torch.equal(qtensor.quantize(x, case.name, **call).dequantize(), x)
 
     check()
@@ -132,7 +146,7 @@ def test_a_wrong_option_is_found() -> None:
     case = FormatCase("mxfp8", 2**-4)
     object.__setattr__(case, "quantizer", lambda **options: floor)
 
-    @settings(exact, max_examples=20, report_multiple_bugs=False)
+    @settings(exact, max_examples=100, report_multiple_bugs=False)
     @given(tensors())
     def check(x: Tensor) -> None:
         assert_like_oracle(x, case)

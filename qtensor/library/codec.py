@@ -130,8 +130,7 @@ def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> li
     """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
     buffers = []
     for slot in slots:
-        padded = any(d.pad > 1 or d.per > 1 for d in slot.dims)
-        make = torch.zeros if padded else torch.empty
+        make = torch.zeros if slot.padded else torch.empty
         buffers.append(make(buffer_shape(slot.dims, shape), dtype=slot.dtype, device=device))
     return buffers
 

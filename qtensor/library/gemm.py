@@ -8,7 +8,7 @@ from torch import Tensor
 from qtensor.errors import QTensorError, check
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
-from qtensor.library.define import leaf_op
+from qtensor.library.define import LIBRARY, leaf_op
 from qtensor.reference.gemm import matmul
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -67,17 +67,25 @@ def _decode_operands(
     layout: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Both operands in float32; where each has one factor for the whole tensor, codes and the product of the factors."""
-    codecs = [parse(q) if q else None for q in (a_quantizer, b_quantizer)]
-    columnwise = (layout == "NT", layout != "TN")
-    sides = zip(codecs, (a, b), (a_shape, b_shape), columnwise, strict=True)
-    if all(c is not None and c.per_tensor for c in codecs):
-        decoded = [c.decode_codes(by_name(c, bufs), tuple(shape)) for c, bufs, shape, _ in sides]
-        return decoded[0][0], decoded[1][0], decoded[0][1] * decoded[1][1]
-    values = [
-        bufs[0].float() if c is None else c.decode(by_name(c, bufs), tuple(shape), columnwise=side)
-        for c, bufs, shape, side in sides
-    ]
-    return values[0], values[1], None
+    left, right = (parse(q) if q else None for q in (a_quantizer, b_quantizer))
+    if left is not None and right is not None and left.per_tensor and right.per_tensor:
+        a_values, a_factor = left.decode_codes(by_name(left, a), tuple(a_shape))
+        b_values, b_factor = right.decode_codes(by_name(right, b), tuple(b_shape))
+        return a_values, b_values, a_factor * b_factor
+    # One operand quantized: its value counts, whichever side holds it. Both: the sides whose blocks run along the
+    # contraction.
+    both = left is not None and right is not None
+    return (
+        _values(left, a, a_shape, layout == "NT" if both else None),
+        _values(right, b, b_shape, layout != "TN" if both else None),
+        None,
+    )
+
+
+def _values(codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None) -> Tensor:
+    if codec is None:
+        return buffers[0].float()
+    return codec.decode(by_name(codec, buffers), tuple(shape), columnwise)
 
 
 def check_operands(
@@ -118,3 +126,26 @@ GEMM = leaf_op(
     _gemm_fill,
 )
 """Product of two operands, each the buffers of a quantized tensor or (quantizer "") one plain tensor."""
+
+LIBRARY.define(
+    "gemm_tensor(Tensor a, Tensor b, str layout, ScalarType? dtype=None, Tensor? bias=None) -> Tensor"
+)
+
+
+def _gemm_plain(
+    a: Tensor, b: Tensor, layout: str, dtype: torch.dtype | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """For two plain tensors. A subclass answers the op in its dispatch table instead."""
+    return GEMM([a], "", a.shape, [b], "", b.shape, layout, dtype or a.dtype, bias)
+
+
+LIBRARY.impl("gemm_tensor", _gemm_plain, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "qtensor::gemm_tensor",
+    lambda a, b, layout, dtype=None, bias=None: torch.empty(
+        output_shape(a.shape, b.shape, layout), dtype=dtype or a.dtype, device=a.device
+    ),
+    lib=LIBRARY,
+)
+GEMM_TENSOR = torch.ops.qtensor.gemm_tensor.default
+"""``gemm`` over tensors themselves, so that one made inside a compiled region can be an operand."""

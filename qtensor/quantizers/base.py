@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -228,8 +229,10 @@ class Quantizer:
     def assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False) -> Any:
         """A tensor (or bare storage) around buffers in slot order."""
         named = {slot.keyword: buffer for slot, buffer in zip(self.slots, buffers, strict=False)}
-        cls = self.storage_cls if bare else self.tensor_cls
-        return cls(shape, dtype, self, **named)
+        if bare:
+            return self.storage_cls(shape, dtype, self, **named)
+        # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
+        return self.tensor_cls(shape, dtype, self.canonical, **named)
 
     def _check_call(self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any) -> None:
         name = f"quantize[{self.format}]"
@@ -384,4 +387,5 @@ def _reduce_max(amax: Tensor, group: Any) -> Tensor:
     # Imported here: torch.distributed's functional collectives take 0.1 s.
     from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
 
-    return all_reduce(amax, "max", group)
+    # A maximum over ranks may lose a NaN; inf means the same scale.
+    return all_reduce(amax.nan_to_num(nan=math.inf, posinf=math.inf), "max", group)

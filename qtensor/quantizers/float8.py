@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.options import check_choice, find_element
 from qtensor.reference import float8
-from qtensor.reference.elements import decode_fp8
 from qtensor.reference.scaling import fp8_scale
 from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
 
@@ -38,7 +38,7 @@ class _Float8(Quantizer, abstract=True):
         super().__post_init__()
         check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
 
-    @property
+    @functools.cached_property
     def element(self) -> Element:
         """The element that ``dtype`` names."""
         return find_element(self.spec.elements, self.dtype)
@@ -61,8 +61,7 @@ class _Float8(Quantizer, abstract=True):
 
     def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
         """Element values (float32) and the (1,) factor that a GEMM applies at its end."""
-        codes = buffers["_data"] if self.rowwise else buffers["_transpose"].movedim(0, -1)
-        return decode_fp8(codes, self.element).reshape(shape), buffers["_scale_inv"]
+        return float8.decode_codes(buffers, self.element).reshape(shape), buffers["_scale_inv"]
 
     def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
         """Either direction holds the other's bytes."""

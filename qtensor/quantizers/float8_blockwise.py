@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class Float8BlockQuantizer(Quantizer):
         check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "block_scaling_dim", (1, 2))
 
-    @property
+    @functools.cached_property
     def element(self) -> Element:
         """The element that ``dtype`` names."""
         return find_element(self.spec.elements, self.dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qtensor.formats import Element
@@ -13,8 +15,7 @@ from qtensor.quantizers.options import check_choice, find_element
 from qtensor.reference import mx
 from qtensor.reference.blocks import as_matrix, spread, swizzle, unswizzle, write_padded_
 from qtensor.reference.elements import (
-    decode_fp8,
-    decode_narrow,
+    decode,
     decode_pairs,
     pack_pairs,
     pack_quads,
@@ -48,7 +49,7 @@ class MXQuantizer(Quantizer, abstract=True):
         check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "scale_mode", SCALE_MODES)
 
-    @property
+    @functools.cached_property
     def element(self) -> Element:
         """The element that ``dtype`` names."""
         return find_element(self.spec.elements, self.dtype)
@@ -61,30 +62,26 @@ class MXQuantizer(Quantizer, abstract=True):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write codes and factors of each usage; columnwise ones come from the high-precision input."""
+        """Write codes and factors of each usage, each from the high-precision input."""
         matrix = as_matrix(x)
-        shape = matrix.shape
-        codes = scales = None
-        if self.with_2d_quantization:
-            codes, scales = mx.encode(matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode)
-        if self.rowwise:
-            if not self.with_2d_quantization:
-                codes, scales = mx.encode(matrix, (1, mx.BLOCK), self.element, self.scale_mode)
-                row_scales = scales
+        for side, block in (("_rowwise", (1, mx.BLOCK)), ("_columnwise", (mx.BLOCK, 1))):
+            if f"{side}_data" not in out:
+                continue
+            data = out[f"{side}_data"]
+            packed = self._codes_per_group() != (1, 1)
+            codes = matrix.new_empty(matrix.shape, dtype=torch.uint8) if packed else data.view(matrix.shape)
+            if self.with_2d_quantization:
+                square = mx.encode_(codes, matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode)
+                # One factor a block, repeated along the dim that a 1-D block does not span.
+                rows, cols = (matrix.shape[0], square.shape[1]), (square.shape[0], matrix.shape[1])
+                scales = spread(square, block[1], block[0], rows if side == "_rowwise" else cols)
             else:
-                row_scales = spread(scales, mx.BLOCK, 1, (shape[0], scales.shape[1]))
-            self._write(out, "_rowwise", codes, row_scales)
-        if self.columnwise:
-            if not self.with_2d_quantization:
-                codes, scales = mx.encode(matrix, (mx.BLOCK, 1), self.element, self.scale_mode)
-                column_scales = scales
-            else:
-                column_scales = spread(scales, 1, mx.BLOCK, (scales.shape[0], shape[1]))
-            self._write(out, "_columnwise", codes, column_scales)
+                scales = mx.encode_(codes, matrix, block, self.element, self.scale_mode)
+            if packed:
+                data.copy_(self._pack(codes, side).view(data.shape))
+            self._write_scales(out[f"{side}_scale_inv"], side, scales)
 
-    def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
-        data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
-        data.copy_(self._pack(codes, side).reshape(data.shape))
+    def _write_scales(self, scale_out: Tensor, side: str, scales: Tensor) -> None:
         if not self.swizzled:
             write_padded_(scale_out, scales)
             return
@@ -121,12 +118,12 @@ class MXQuantizer(Quantizer, abstract=True):
         count = shape[0] if along_rows else shape[1]
         if group == (1, 1):
             data = data.reshape(shape)
-            return decode_fp8(data, self.element) if self.element.dtype else decode_narrow(data, self.element)
+            return decode(data, self.element)
         data = data.t() if along_rows else data.reshape(shape[0], ceil_div(count, group[0]) * group[1])
         if group == (2, 1):
             values = decode_pairs(data, self.element, count)
         else:
-            values = decode_narrow(unpack_quads(data, count), self.element)
+            values = decode(unpack_quads(data, count), self.element)
         return values.t() if along_rows else values
 
     def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
@@ -147,11 +144,15 @@ class MXQuantizer(Quantizer, abstract=True):
         only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
         named = only.alloc_tensors(shape, device=values.device)
         # The element values are exact, so encoding them again gives the same codes.
-        codes = mx.element_codes(values, self.element)
+        codes = values.new_empty(values.shape, dtype=torch.uint8)
+        mx.element_codes_(codes, values.clone(), self.element)
+        packed = self._codes_per_group() != (1, 1)
+        data = named[f"{target}_data"]
+        data.copy_((self._pack(codes, target) if packed else codes).reshape(data.shape))
         scales = self._scales(buffers, source)
         if usage == "columnwise":
-            scales = spread(scales[:rows:mx.BLOCK], 1, mx.BLOCK, (scales.shape[0], cols))
+            scales = spread(scales[: rows : mx.BLOCK], 1, mx.BLOCK, (ceil_div(rows, mx.BLOCK), cols))
         else:
-            scales = spread(scales[:, :cols:mx.BLOCK], mx.BLOCK, 1, (rows, scales.shape[1]))
-        only._write(named, target, codes, scales)
+            scales = spread(scales[:, : cols : mx.BLOCK], mx.BLOCK, 1, (rows, ceil_div(cols, mx.BLOCK)))
+        self._write_scales(named[f"{target}_scale_inv"], target, scales)
         return named

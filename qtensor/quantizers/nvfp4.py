@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +95,14 @@ class NVFP4Quantizer(Quantizer):
         """The maxima behind the tensor-wide factors."""
         return {"amax": [buffers[f"_amax{side}"] for side in SIDES if f"_amax{side}" in buffers]}
 
-    @property
+    @functools.cached_property
     def _recipe(self) -> nvfp4.Recipe:
         rows = nvfp4.BLOCK if self.with_2d_quantization else 1
-        return nvfp4.Recipe(rows, self.e4m3_max, self.use_4over6, self.err_mode)
+        return nvfp4.Recipe(rows, self.e4m3_max, self.use_4over6, self.err_mode, self.row_scaled)
 
     def _sources(self, x: Tensor) -> dict[str, Tensor]:
         """The float32 matrix that each side quantizes, without NaN or inf."""
-        matrix = as_matrix(x)
+        matrix = as_matrix(x).float()
         sources = {}
         for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
             if not getattr(self, side[1:]):
@@ -132,18 +133,23 @@ class NVFP4Quantizer(Quantizer):
     ) -> None:
         """Write codes, factors and maxima of each usage."""
         sources = self._sources(x)
-        maxima = amax or [nvfp4.amax(source, self.row_scaled) for source in sources.values()]
-        if self.with_2d_quantization:
-            matrix = sources["_rowwise"] if self.rowwise else sources["_columnwise"].t()
-            # One draw and one choice a block serve both sides, so that they are transposes of each other.
-            shared = nvfp4.encode(matrix, maxima[0], self._recipe, self._noise(seed, matrix, "_rowwise"))
-        for (side, source), found in zip(sources.items(), maxima, strict=True):
-            out[f"_amax{side}"].copy_(found)
-            if self.with_2d_quantization:
-                codes, scales = shared if side == "_rowwise" else (shared[0].t(), shared[1].t())
-                scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
+        given = dict(zip(sources, amax, strict=True)) if amax else {}
+        shared = None
+        for side, source in sources.items():
+            if not self.with_2d_quantization:
+                noise = self._noise(seed, source, side)
+                codes, scales, found = nvfp4.encode(source, self._recipe, given.get(side), noise)
             else:
-                codes, scales = nvfp4.encode(source, found, self._recipe, self._noise(seed, source, side))
+                if shared is None:
+                    # One draw and one choice a block serve both sides, so that they are transposes of each other.
+                    matrix = source if side == "_rowwise" else source.t()
+                    noise = self._noise(seed, matrix, "_rowwise")
+                    shared = nvfp4.encode(matrix, self._recipe, given.get(side), noise)
+                codes, scales, found = shared
+                if side == "_columnwise":
+                    codes, scales = codes.t(), scales.t()
+                scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
+            out[f"_amax{side}"].copy_(found)
             self._write(out, side, codes, scales)
 
     def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:

@@ -10,9 +10,8 @@ from qtensor.layout import rows_cols
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The (M, K) float32 view of a tensor of any rank."""
-    rows, cols = rows_cols(x.shape)
-    return x.reshape(rows, cols).float()
+    """The (M, K) view of a tensor of any rank, in its dtype."""
+    return x if x.ndim == 2 else x.reshape(rows_cols(x.shape))
 
 
 def pad_matrix(x: Tensor, rows: int, cols: int) -> Tensor:
@@ -22,13 +21,35 @@ def pad_matrix(x: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def to_blocks(x: Tensor, rows: int, cols: int) -> Tensor:
-    """(M, K) to (M / rows, rows, K / cols, cols) after zero padding."""
-    return rearrange(pad_matrix(x, rows, cols), "(m r) (k c) -> m r k c", r=rows, c=cols)
+    """(M, K) to (M / rows, rows, K / cols, cols) after zero padding; a view where nothing is padded."""
+    x = pad_matrix(x, rows, cols)
+    m, k = x.shape
+    (down, right), grid = x.stride(), (m // rows, rows, k // cols, cols)
+    return x.as_strided(grid, (down * rows, down, right * cols, right))
+
+
+def block_amax(blocks: Tensor) -> Tensor:
+    """Largest magnitude (m, k) of each block of (m, r, k, c), float32; NaN where there is one."""
+    return blocks.abs().amax((1, 3)).float()
+
+
+def scale_blocks(blocks: Tensor, factors: Tensor, rows: int, cols: int) -> Tensor:
+    """Blocks (m, r, k, c) times their factors, (m, k) or more in float32, as a float32 matrix cropped to (rows, cols)."""
+    m, _, k, _ = blocks.shape
+    factors = crop(factors, m, k).unsqueeze(1).unsqueeze(3)
+    return crop((blocks * factors).flatten(2).flatten(0, 1), rows, cols)
+
+
+def crop(matrix: Tensor, rows: int, cols: int) -> Tensor:
+    """The top left (rows, cols) of a matrix."""
+    if matrix.shape[0] != rows:
+        matrix = matrix.narrow(0, 0, rows)
+    return matrix if matrix.shape[1] == cols else matrix.narrow(1, 0, cols)
 
 
 def from_blocks(blocks: Tensor, rows: int, cols: int) -> Tensor:
     """Inverse of ``to_blocks``, cropped to (rows, cols)."""
-    return rearrange(blocks, "m r k c -> (m r) (k c)")[:rows, :cols]
+    return crop(blocks.flatten(2).flatten(0, 1), rows, cols)
 
 
 def spread(factors: Tensor, rows: int, cols: int, shape: tuple[int, int]) -> Tensor:
@@ -42,7 +63,7 @@ def spread(factors: Tensor, rows: int, cols: int, shape: tuple[int, int]) -> Ten
 
 def write_padded_(out: Tensor, values: Tensor) -> None:
     """Copy ``values`` (r, c) into the top left of ``out``; the rest of ``out`` is padding and stays zero."""
-    out[: values.shape[0], : values.shape[1]].copy_(values)
+    crop(out, *values.shape).copy_(values)
 
 
 def swizzle(scales: Tensor) -> Tensor:

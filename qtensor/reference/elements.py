@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtensor.formats import Element
+from qtensor.formats import E4M3, E5M2, Element
 
 
 def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
-    """Write ``values`` (float32, any shape) as FP8 codes into ``out`` (uint8, same shape).
+    """Write ``values`` (float32, any shape; overwritten) as FP8 codes into ``out`` (uint8, same shape).
 
     Saturates to the largest finite code; NaN becomes the positive NaN (devices differ in the sign they keep). The clamp comes first because the overflow behaviour of a torch
     cast differs between element types and torch versions.
     """
-    values = values.clamp(-element.max, element.max).nan_to_num_(nan=float("nan"))
+    values = values.clamp_(-element.max, element.max).nan_to_num_(nan=math.nan)
     out.view(element.dtype).copy_(values)
-
-
-def decode_fp8(codes: Tensor, element: Element) -> Tensor:
-    """FP8 codes (uint8) to float32, exactly."""
-    return codes.view(element.dtype).float()
 
 
 @functools.cache
 def code_values(element: Element) -> tuple[float, ...]:
-    """The value of every code of a 4- or 6-bit element, by code."""
+    """The value of every code of an element, by code."""
+    if element.dtype is not None:
+        return tuple(torch.arange(256, dtype=torch.uint8).view(element.dtype).float().tolist())
     magnitudes = []
     for code in range(1 << (element.bits - 1)):
         exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
@@ -36,20 +34,6 @@ def code_values(element: Element) -> tuple[float, ...]:
         power = max(exponent - 1, 0) + element.min_exponent
         magnitudes.append(significand * 2.0**power)
     return (*magnitudes, *(-v for v in magnitudes))
-
-
-@functools.cache
-def _thresholds(element: Element, device: torch.device) -> Tensor:
-    """Ascending bounds: the code of a magnitude is the number of bounds strictly below it.
-
-    A midpoint between an even code and the next odd one stays (strictly below does not count it); between an odd code
-    and the next even one it moves up, so the bound is the float just below the midpoint. That is ties to even.
-    """
-    magnitudes = code_values(element)[: 1 << (element.bits - 1)]
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(magnitudes, magnitudes[1:], strict=False)])
-    below = torch.nextafter(middles, torch.zeros(()))
-    odd = torch.arange(len(middles)) % 2 == 1
-    return torch.where(odd, below, middles).to(device)
 
 
 def encode_narrow(values: Tensor, element: Element, keep_negative_zero: bool = True) -> Tensor:
@@ -60,9 +44,26 @@ def encode_narrow(values: Tensor, element: Element, keep_negative_zero: bool = T
         element: a 4- or 6-bit element.
         keep_negative_zero: -0.0 becomes the code of -0 (MX formats) rather than 0 (NVFP4).
     """
-    codes = torch.bucketize(values.abs().contiguous(), _thresholds(element, values.device), out_int32=True)
+    magnitude = values.abs().clamp_(max=element.max)
+    codes = _encode_e2m1(magnitude) if element.mantissa_bits == 1 else _encode_through_fp8(magnitude, element)
     negative = values.signbit() if keep_negative_zero else values < 0
-    return codes.to(torch.uint8).bitwise_or_(negative.to(torch.uint8) << (element.bits - 1))
+    return codes.add_(negative, alpha=1 << (element.bits - 1))
+
+
+def _encode_through_fp8(magnitude: Tensor, element: Element) -> Tensor:
+    """E3M2 and E2M3 have the mantissas of E5M2 and E4M3: with the smallest exponents aligned, the codes are equal."""
+    wide = E5M2 if element.mantissa_bits == E5M2.mantissa_bits else E4M3
+    aligned = magnitude * 2.0 ** (wide.min_exponent - element.min_exponent)
+    return aligned.to(wide.dtype).view(torch.uint8)
+
+
+def _encode_e2m1(magnitude: Tensor) -> Tensor:
+    """The grid is 0.5 apart below 2, 1 below 4, 2 above; rounding in the wrong range gives a larger code, never a smaller.
+
+    Even codes are even multiples of their range's step, so rounding half to even is ties to the even code.
+    """
+    codes = torch.minimum((magnitude * 2).round_(), magnitude.round().add_(2))
+    return torch.minimum(codes, (magnitude * 0.5).round_().add_(4)).to(torch.uint8)
 
 
 @functools.cache
@@ -74,15 +75,17 @@ def _value_table(element: Element, codes_per_entry: int, device: torch.device) -
     return torch.stack((low, values.repeat_interleave(len(values))), dim=-1)
 
 
-def decode_narrow(codes: Tensor, element: Element) -> Tensor:
-    """4- or 6-bit codes, one a byte, to float32."""
-    return _value_table(element, 1, codes.device)[codes.int()]
+def decode(codes: Tensor, element: Element) -> Tensor:
+    """Codes, one a byte, to float32, exactly; by table, which is several times faster than torch's FP8 casts on CPU."""
+    table = _value_table(element, 1, codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def decode_pairs(packed: Tensor, element: Element, count: int) -> Tensor:
     """4-bit codes, two a byte along the last dim (even index in the low nibble), to ``count`` float32 values a row."""
-    pairs = _value_table(element, 2, packed.device)[packed.int()]
-    return pairs.flatten(-2)[..., :count]
+    table = _value_table(element, 2, packed.device)
+    values = table.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    return values if values.shape[-1] == count else values[..., :count]
 
 
 def pack_pairs(codes: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from qtensor.formats import Element
-from qtensor.reference.blocks import as_matrix, from_blocks, to_blocks, write_padded_
-from qtensor.reference.elements import decode_fp8, encode_fp8_
+from qtensor.reference.blocks import as_matrix, block_amax, scale_blocks, to_blocks, write_padded_
+from qtensor.reference.elements import decode, encode_fp8_
 from qtensor.reference.scaling import fp8_scale
 
 BLOCK = 128
@@ -25,8 +25,8 @@ def amax_axis(x: Tensor, axis: int) -> Tensor:
     matrix = as_matrix(x)
     if not matrix.numel():
         shape = (matrix.shape[0], 1) if axis == -1 else (1, matrix.shape[1])
-        return matrix.new_zeros(shape)
-    return matrix.abs().amax(axis, keepdim=True)
+        return matrix.new_zeros(shape, dtype=torch.float32)
+    return matrix.abs().amax(axis, keepdim=True).float()
 
 
 def encode_scaled_(
@@ -44,55 +44,53 @@ def encode_scaled_(
     codes = out.get("_data")
     if codes is None:
         codes = out["_transpose"].new_empty(x.shape)
-    if scale.numel() == 1:
-        encode_fp8_(codes, x.float() * scale.reshape(()), element)
-    else:
-        encode_fp8_(codes, (as_matrix(x) * scale).reshape(x.shape), element)
+    # The product with a float32 tensor is float32; a factor of one element broadcasts over the last dim.
+    values = x * scale if scale.ndim == 1 else as_matrix(x) * scale
+    encode_fp8_(codes, values.reshape(x.shape), element)
     if "_transpose" in out:
         out["_transpose"].copy_(codes.movedim(-1, 0) if x.ndim else codes.reshape(1))
 
 
+def decode_codes(buffers: dict[str, Tensor], element: Element) -> Tensor:
+    """Element values, float32 of the logical shape ((1,) for a 0-d tensor), from either direction."""
+    if "_data" in buffers:
+        return decode(buffers["_data"], element)
+    return decode(buffers["_transpose"], element).movedim(0, -1)
+
+
 def decode_scaled(buffers: dict[str, Tensor], shape: tuple[int, ...], element: Element) -> Tensor:
     """float(code) * scale_inv, float32 of ``shape``."""
-    codes = buffers.get("_data")
-    if codes is None:
-        codes = buffers["_transpose"]
-        codes = codes.movedim(0, -1) if shape else codes.reshape(())
-    values, scale_inv = decode_fp8(codes, element), buffers["_scale_inv"]
-    if scale_inv.numel() == 1:
-        return values * scale_inv.reshape(())
-    return (as_matrix(values) * scale_inv).reshape(shape)
+    values, scale_inv = decode_codes(buffers, element), buffers["_scale_inv"]
+    scaled = values * scale_inv if scale_inv.ndim == 1 else as_matrix(values) * scale_inv
+    return scaled.reshape(shape)
 
 
 def block_scale(blocks: Tensor, element: Element, force_pow_2: bool, epsilon: float, overflow: float) -> Tensor:
-    """Encode factors (m, k) of blocks (m, r, k, c) of float32 values."""
+    """Encode factors (m, k) of blocks (m, r, k, c)."""
     if not blocks.numel():
-        return blocks.new_ones(blocks.shape[0], blocks.shape[2])
-    return fp8_scale(blocks.abs().amax((1, 3)), element.max, force_pow_2, epsilon, overflow)
+        return blocks.new_ones((blocks.shape[0], blocks.shape[2]), dtype=torch.float32)
+    return fp8_scale(block_amax(blocks), element.max, force_pow_2, epsilon, overflow)
 
 
 def encode_blocks_(
     codes: Tensor, scale_inv: Tensor, blocks: Tensor, scale: Tensor, element: Element
 ) -> None:
     """Write codes (M, K) and transposed, padded factors (K / 128, up4(M / r)) for blocks and their encode factors."""
-    rows, cols = codes.shape
-    encode_fp8_(codes, from_blocks(blocks * scale[:, None, :, None], rows, cols), element)
+    encode_fp8_(codes, scale_blocks(blocks, scale, *codes.shape), element)
     write_padded_(scale_inv, scale.reciprocal())
 
 
 def quantize_blocks_(
     codes: Tensor, scale_inv: Tensor, x: Tensor, rows: int, element: Element, force_pow_2: bool, epsilon: float, overflow: float
 ) -> None:
-    """Quantize a float32 (M, K) matrix in ``rows`` x 128 blocks; ``scale_inv`` is (blocks along M, blocks along K), padded."""
+    """Quantize an (M, K) matrix in ``rows`` x 128 blocks; ``scale_inv`` is (blocks along M, blocks along K), padded."""
     blocks = to_blocks(x, rows, BLOCK)
     encode_blocks_(codes, scale_inv, blocks, block_scale(blocks, element, force_pow_2, epsilon, overflow), element)
 
 
 def decode_blocks(codes: Tensor, scale_inv: Tensor, rows: int, element: Element) -> Tensor:
     """(M, K) codes and factors (ceil(M / rows) or more, ceil(K / 128) or more) to float32 (M, K)."""
-    blocks = to_blocks(decode_fp8(codes, element), rows, BLOCK)
-    factors = scale_inv[: blocks.shape[0], : blocks.shape[2]]
-    return from_blocks(blocks * factors[:, None, :, None], *codes.shape)
+    return scale_blocks(to_blocks(decode(codes, element), rows, BLOCK), scale_inv, *codes.shape)
 
 
 def roll_history(history: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from qtensor.formats import E2M1, E4M3
-from qtensor.reference.blocks import from_blocks, to_blocks
-from qtensor.reference.elements import decode_narrow, encode_narrow
+from qtensor.reference.blocks import block_amax, from_blocks, scale_blocks, to_blocks
+from qtensor.reference.elements import decode as decode_codes
+from qtensor.reference.elements import encode_narrow
 from qtensor.reference.scaling import FLOAT32_MAX, quotient
 
 BLOCK = 16
@@ -26,6 +27,7 @@ class Recipe:
     e4m3_max: float = 448.0
     use_4over6: bool = False
     err_mode: str = "mae"
+    row_scaled: bool = False
 
 
 def amax(x: Tensor, per_row: bool = False) -> Tensor:
@@ -37,7 +39,7 @@ def amax(x: Tensor, per_row: bool = False) -> Tensor:
 
 def global_scale(amax_tensor: Tensor, e4m3_max: float) -> Tensor:
     """The encode factor of the second level, ``min(e4m3_max * 6 / A, FLT_MAX)``; 1 where it or A is 0."""
-    scale = quotient(e4m3_max * 6.0, amax_tensor, amax_tensor).clamp_(max=FLOAT32_MAX)
+    scale = quotient(e4m3_max * 6.0, amax_tensor).clamp_(max=FLOAT32_MAX)
     return torch.where((amax_tensor == 0) | (scale == 0), 1.0, scale)
 
 
@@ -64,49 +66,52 @@ def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
     return codes.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8) << 3)
 
 
-def encode(x: Tensor, amax_tensor: Tensor, recipe: Recipe, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode(
+    x: Tensor, recipe: Recipe, amax_tensor: Tensor | None = None, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a float32 (M, K) matrix without NaN or inf.
 
     Args:
         x: the matrix; padded with zeros here where blocks need it.
-        amax_tensor: (1,) or, row-scaled, (M,).
         recipe: options.
+        amax_tensor: (1,) or, row-scaled, (M,); found here if None.
         noise: uint8 (M, K) random bytes for stochastic rounding, or None for nearest even.
 
     Returns:
-        Codes (M, K) uint8, one a byte, and E4M3 codes (ceil(M / rows), ceil(K / 16)) uint8.
+        Codes (M, K) uint8, one a byte; E4M3 codes (ceil(M / rows), ceil(K / 16)) uint8; the maxima.
     """
     rows, cols = x.shape
     blocks = to_blocks(x, recipe.rows, BLOCK)
-    global_enc = global_scale(amax_tensor, recipe.e4m3_max)[:, None]
     if not blocks.numel():
         scales = x.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.uint8)
-        return x.new_zeros((rows, cols), dtype=torch.uint8), scales
-    amax_block = blocks.abs().amax((1, 3))
+        return x.new_zeros((rows, cols), dtype=torch.uint8), scales, amax(x, recipe.row_scaled)
+    maxima = block_amax(blocks)
+    if amax_tensor is None:
+        amax_tensor = maxima.amax(1) if recipe.row_scaled else maxima.amax().reshape(1)
+    global_enc = global_scale(amax_tensor, recipe.e4m3_max)[:, None]
     if recipe.use_4over6:
-        codes, scale = _encode_4over6(blocks, amax_block, amax_tensor[:, None], global_enc, recipe)
-        return from_blocks(codes, rows, cols), scale.view(torch.uint8)
+        codes, scale = _encode_4over6(blocks, maxima, amax_tensor[:, None], global_enc, recipe)
+        return from_blocks(codes, rows, cols), scale.view(torch.uint8), amax_tensor
     multiplier = global_enc * _SIXTH.to(x.device)
-    scale = _round_e4m3((amax_block * multiplier).clamp_(max=FLOAT32_MAX))
-    values = blocks * _encode_factor(scale, global_enc)[:, None, :, None]
-    values = from_blocks(values, rows, cols)
+    scale = _round_e4m3((maxima * multiplier).clamp_(max=FLOAT32_MAX))
+    values = scale_blocks(blocks, _encode_factor(scale, global_enc), rows, cols)
     codes = encode_narrow(values, E2M1, False) if noise is None else stochastic_codes(values, noise)
-    return codes, scale.view(torch.uint8)
+    return codes, scale.view(torch.uint8), amax_tensor
 
 
 def _encode_4over6(
     blocks: Tensor, amax_block: Tensor, amax_tensor: Tensor, global_enc: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """Each block with its maximum mapped to 6 or to 4, whichever has the smaller error (6 on a tie)."""
-    base = quotient(amax_block, 6.0, amax_block) * global_enc
+    base = quotient(amax_block, 6.0) * global_enc
     candidates = [_round_e4m3(base), _round_e4m3(base * 1.5)]
     codes, errors = [], []
     for scale in candidates:
         factor = _encode_factor(scale, global_enc)[:, None, :, None]
         code = encode_narrow(blocks * factor, E2M1, False)
-        decoded = decode_narrow(code, E2M1) * scale.float()[:, None, :, None]
+        decoded = decode_codes(code, E2M1) * scale.float()[:, None, :, None]
         difference = (
-            quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max, decoded) - blocks
+            quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max) - blocks
         )
         codes.append(code)
         errors.append(_block_error(difference.abs() if recipe.err_mode == "mae" else difference * difference))
@@ -136,8 +141,6 @@ def decode(values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_
         rows: block rows.
         e4m3_max: 448 or 256.
     """
-    blocks = to_blocks(values, rows, BLOCK)
-    factors = scales[: blocks.shape[0], : blocks.shape[2]].view(torch.float8_e4m3fn).float()
-    global_dec = quotient(amax_tensor, 6 * e4m3_max, amax_tensor)[:, None, None, None]
-    scaled = blocks * factors[:, None, :, None] * global_dec
-    return from_blocks(scaled, *values.shape)
+    factors = decode_codes(scales, E4M3)
+    scaled = scale_blocks(to_blocks(values, rows, BLOCK), factors, *values.shape)
+    return scaled.mul_(quotient(amax_tensor, 6 * e4m3_max).unsqueeze(1))

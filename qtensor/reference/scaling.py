@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,14 +14,20 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 E8M0_NAN = 255
 
 
-def quotient(numerator: Tensor | float, denominator: Tensor | float, like: Tensor) -> Tensor:
-    """The IEEE quotient in float32, on the device of ``like``.
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def quotient(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
+    """The IEEE quotient in float32 of two tensors, or of a tensor and a number.
 
     torch divides a number by a tensor, and on CUDA a tensor by a number, by way of the reciprocal, which rounds twice.
     """
-    numerator, denominator = (
-        v if isinstance(v, Tensor) else torch.full((), v, device=like.device) for v in (numerator, denominator)
-    )
+    if not isinstance(numerator, Tensor):
+        numerator = _constant(numerator, denominator.device)
+    elif not isinstance(denominator, Tensor):
+        denominator = _constant(denominator, numerator.device)
     return torch.div(numerator, denominator)
 
 
@@ -39,42 +48,36 @@ def fp8_scale(
     """
     if epsilon > 0:
         amax = amax.clamp(min=epsilon)
-    scale = quotient(element_max, amax, amax)
-    scale = torch.where(scale.isinf(), overflow, scale)
-    scale = torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+    known = amax.nan_to_num(nan=0.0, posinf=0.0)
+    scale = quotient(element_max, known).nan_to_num_(posinf=overflow)
+    scale = torch.where(known == 0, 1.0, scale)
     if force_pow_2:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale
 
 
 def e8m0_code(amax: Tensor, element: Element, mode: str) -> Tensor:
-    """E8M0 scale codes (int32, 0..254, 255 = not finite) of block maxima ``amax`` (float32, >= 0)."""
-    # A vectorised maximum may return a NaN with its sign bit set.
-    bits = amax.view(torch.int32) & 0x7FFFFFFF
+    """E8M0 scale codes (uint8; 255 = not finite) of block maxima ``amax`` (float32, >= 0). Overwrites NaN in ``amax``."""
+    # One mark for what is not finite, with a known sign: a vectorised maximum may return a NaN with its sign bit set.
+    amax = amax.nan_to_num_(nan=math.inf, posinf=math.inf)
     if mode == "rceil":
-        ratio = quotient(amax, element.max, amax).view(torch.int32)
-        exponent, mantissa = ratio >> 23, ratio & 0x7FFFFF
-        below_half_subnormal = (exponent == 0) & (mantissa <= 0x400000)
-        code = exponent + ((mantissa > 0) & (exponent != 254) & ~below_half_subnormal)
-    else:
-        if mode == "even":
-            # Rounds the significand to the element's precision, half up, before the exponent is read.
-            exponent = (bits + (1 << (22 - element.mantissa_bits))) >> 23
-        else:
-            exponent = bits >> 23
-            if mode == "ceil":
-                exponent = exponent + ((bits & 0x7FFFFF) != 0)
-        code = (exponent - element.max_exponent).clamp_(0, 254)
-    return torch.where(bits >= 0x7F800000, E8M0_NAN, code)
+        bits = quotient(amax, element.max).view(torch.int32)
+        # Up to the next power of two; below 2^-126 the codes are 2^-127 (up to 0x400000) and 2^-126.
+        rounded = torch.add(bits + 0x3FFFFF, bits >= 0x800000, alpha=0x400000)
+        return (rounded >> 23).to(torch.uint8)
+    bits = amax.view(torch.int32)
+    finite = bits < 0x7F800000
+    # "even" rounds the significand to the element's precision, half up, before the exponent is read.
+    bias = {"floor": 0, "ceil": 0x7FFFFF, "even": 1 << (22 - element.mantissa_bits)}[mode]
+    exponent = ((bits + bias) >> 23 if bias else bits >> 23) - element.max_exponent
+    return torch.where(finite, exponent.clamp_(min=0), E8M0_NAN).to(torch.uint8)
 
 
 def e8m0_encode_factor(code: Tensor) -> Tensor:
-    """``2^(127 - code)`` in float32 for int32 codes 0..254 (code 254 gives the subnormal 2^-127); undefined for 255."""
-    return ((254 - code) << 23).clamp_(min=0x00400000).view(torch.float32)
+    """``2^(127 - code)`` in float32 for uint8 codes; 254 gives the subnormal 2^-127, 255 NaN."""
+    return e8m0_decode_factor(254 - code)
 
 
 def e8m0_decode_factor(code: Tensor) -> Tensor:
-    """``2^(code - 127)`` in float32 for uint8 codes: 0 gives 2^-127, 255 gives NaN."""
-    code = code.int()
-    factor = (code << 23).clamp_(min=0x00400000)
-    return torch.where(code == E8M0_NAN, 0x7FC00000, factor).view(torch.float32)
+    """``2^(code - 127)`` in float32 for uint8 codes: 0 gives the subnormal 2^-127, 255 NaN."""
+    return code.view(torch.float8_e8m0fnu).float()

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError, fail
-from qtensor.library.gemm import GEMM, check_operands
-from qtensor.library.quantize import INPUT_DTYPES
+from qtensor.errors import fail
+from qtensor.library.gemm import GEMM, GEMM_TENSOR, LAYOUTS, check_operands
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import Handler, with_buffers
@@ -29,27 +28,44 @@ def gemm(a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.d
     Raises:
         QTensorError: operands that do not fit, or without the usage that the layout reads.
     """
-    operands, quantizers = [], []
-    for name, t in (("a", a), ("b", b)):
-        if isinstance(t, QuantizedTensorStorage):
-            operands.append(t.buffers())
-            quantizers.append(t._quantizer)
-        else:
-            if t.dtype not in INPUT_DTYPES and t.dtype != torch.float64:
-                fail("gemm", f"operand {name} must be quantized or floating", t.dtype, "Convert it first", QTensorError)
-            operands.append([t])
-            quantizers.append(None)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return GEMM_TENSOR(a, b, layout, dtype, bias)
+    return gemm_operands(a, b, layout, bias, dtype)
+
+
+def gemm_operands(
+    a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``gemm`` on the buffers; below dispatch, or for bare storages."""
+    left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
+    for name, t, quantizer in (("a", a, left), ("b", b, right)):
+        if quantizer is None and t.dtype not in FLOATING:
+            fail("gemm", f"operand {name} must be quantized or floating", t.dtype, "Convert it first")
+    if layout not in LAYOUTS:
+        fail("gemm", f"layout must be one of {', '.join(LAYOUTS)}", repr(layout), "Choose one of them")
     if a.device != b.device:
         fail("gemm", "operands must be on one device", f"{a.device} and {b.device}", "Move one with .to(device)")
-    check_operands(quantizers[0], a.shape, quantizers[1], b.shape, layout)
-    canonical = [q.canonical if q is not None else "" for q in quantizers]
+    check_operands(left, a.shape, right, b.shape, layout)
     return GEMM(
-        operands[0], canonical[0], a.shape, operands[1], canonical[1], b.shape, layout, dtype or a.dtype, bias
+        [a] if left is None else a.buffers(),
+        "" if left is None else left.canonical,
+        a.shape,
+        [b] if right is None else b.buffers(),
+        "" if right is None else right.canonical,
+        b.shape,
+        layout,
+        dtype or a.dtype,
+        bias,
     )
 
 
+def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    a, b, layout, dtype, bias = (*args, None, None)[:5]
+    return gemm_operands(a, b, layout, bias=kwargs.get("bias", bias), dtype=kwargs.get("dtype", dtype))
+
+
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return gemm(args[0], args[1], "NN")
+    return gemm_operands(args[0], args[1], "NN")
 
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -57,15 +73,15 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
     if alpha == 1 and beta == 1:
-        return gemm(a, b, "NN", bias)
-    product = gemm(a, b, "NN", dtype=torch.float32) * alpha
+        return gemm_operands(a, b, "NN", bias)
+    product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
     return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
 
 
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight, bias = (*args, None)[:3]
     bias = kwargs.get("bias", bias)
-    return gemm(x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias)
+    return gemm_operands(x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias)
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -79,6 +95,8 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     rows = with_buffers(weight, buffers, (index.numel(), weight.shape[1]))
     return plain(rows).reshape(*index.shape, weight.shape[1])
 
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 COMPUTE: dict[str, Handler] = {
     "mm": _mm,

@@ -8,9 +8,10 @@ import torch
 
 from qtensor.errors import QTensorError, UnsupportedError
 from qtensor.library.dequantize import DEQUANTIZE, DEQUANTIZE_TENSOR
+from qtensor.library.gemm import GEMM_TENSOR
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.compute import COMPUTE
+from qtensor.storage.compute import COMPUTE, gemm_tensor
 from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
 from qtensor.storage.preserve import PRESERVE
 from qtensor.storage.rebuild import Handler
@@ -59,6 +60,7 @@ def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 _HANDLERS: dict[Any, Handler] = {
     DEQUANTIZE_TENSOR: _dequantize_tensor,
+    GEMM_TENSOR: gemm_tensor,
     QUANTIZE: _quantize,
     QUANTIZE_: _on_values,
     AMAX: _on_values,

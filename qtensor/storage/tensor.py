@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
-from qtensor.library.codec import Codec
+from qtensor.library.codec import Codec, parse
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.storage.base import Context, QuantizedTensorStorage, describe, unflatten
 from qtensor.storage.dispatch import dispatch
@@ -38,12 +38,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         cls: type[QuantizedTensor],
         shape: Shape,
         dtype: torch.dtype,
-        quantizer: Codec,
+        quantizer: Codec | str,
         *,
         requires_grad: bool = False,
         **buffers: Tensor | None,
     ) -> QuantizedTensor:
-        """Wrap buffers given by constructor keyword; absent ones are None."""
+        """Wrap buffers given by constructor keyword, as the quantizer (a value or its canonical string) describes them."""
+        if isinstance(quantizer, str):
+            quantizer = parse(quantizer)
         slots = quantizer.slots
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=buffers[slots[0].keyword].device, requires_grad=requires_grad

@@ -57,18 +57,37 @@ def copy_into(dst: Any, src: Tensor) -> Any:
         src = (plain(src) if isinstance(src, QuantizedTensorStorage) else src).expand(dst.shape)
     if not isinstance(src, QuantizedTensorStorage):
         return requantize_(dst, src)
-    if src._quantizer != dst._quantizer or not _same_shared(dst, src):
+    if src._quantizer != dst._quantizer:
         return requantize_(dst, plain(src))
     _check_reaches(dst)
+    note = dst._view_note
+    if note is not None and note.shared:
+        return _copy_part(dst, src, note.shared)
     for to, fro in zip(dst.buffers(), src.buffers(), strict=True):
         _copy_buffer(to, fro)
     return dst
 
 
-def _same_shared(dst: Any, src: Any) -> bool:
-    """Whether the buffers that ``dst`` shares with its whole are equal in ``src``, so that bytes can be copied."""
-    note = dst._view_note
-    return note is None or all(torch.equal(getattr(dst, n), getattr(src, n)) for n in note.shared)
+def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
+    """Into a part that shares factors with its whole: bytes if the factors are equal, else values with those factors.
+
+    The choice is made on the device, so that it traces and never waits.
+    """
+    equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
+    for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
+        if slot.name not in shared:
+            to, fro = _common(getattr(dst, slot.name), getattr(src, slot.name))
+            to.copy_(torch.where(equal, fro, _common(to, new)[1]))
+    return dst
+
+
+def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
+    """Buffers of ``values``, with the tensor-wide factors of ``dst`` where it shares them."""
+    quantizer = dst._quantizer
+    named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
+    kept = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
+    seed, _ = quantizer._prepare(values, None, None)
+    return QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
 
 
 def _check_reaches(dst: Any) -> None:
@@ -83,11 +102,16 @@ def _check_reaches(dst: Any) -> None:
         )
 
 
+def _common(to: Tensor, fro: Tensor) -> tuple[Tensor, Tensor]:
+    """What both have: scales of a slice are shorter than padded ones."""
+    if to.shape == fro.shape:
+        return to, fro
+    sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, fro.shape, strict=True))
+    return to[sizes], fro[sizes]
+
+
 def _copy_buffer(to: Tensor, fro: Tensor) -> None:
-    """Scales of a slice are shorter than padded ones; what both have is what counts."""
-    if to.shape != fro.shape:
-        sizes = [min(a, b) for a, b in zip(to.shape, fro.shape, strict=True)]
-        to, fro = (b[tuple(slice(n) for n in sizes)] for b in (to, fro))
+    to, fro = _common(to, fro)
     to.copy_(fro)
 
 
@@ -105,13 +129,9 @@ def requantize_(dst: Any, values: Tensor) -> Any:
         quantizer.update_quantized(values, dst)
         return dst
     shared = note.shared if note is not None else ()
-    named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
-    kept = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
-    seed, _ = quantizer._prepare(values, None, None)
-    fresh = QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
-    for slot, new in zip(quantizer.slots, fresh, strict=False):
+    for slot, new in zip(quantizer.slots, _encode_part(dst, values, shared), strict=False):
         if slot.name not in shared:
-            _copy_buffer(named[slot.name], new)
+            _copy_buffer(getattr(dst, slot.name), new)
     return dst
 
 

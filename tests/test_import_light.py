@@ -1,0 +1,75 @@
+"""``import qtensor`` is quick, small, silent and starts nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUNS = 5
+MAX_SECONDS = 0.15
+MAX_MODULES = 80
+HEAVY = ("triton", "torch._inductor", "torch._dynamo", "transformers", "typer", "rich")
+
+SCRIPT = """
+import json, sys, time
+import torch
+
+def refuse(*args, **kwargs):
+    raise SystemExit("importing initialised a GPU")
+
+torch.cuda._lazy_init = torch.cuda.init = refuse
+before = set(sys.modules)
+start = time.perf_counter()
+import qtensor
+seconds = time.perf_counter() - start
+added = sorted(set(sys.modules) - before)
+json.dump([seconds, added, torch.cuda.is_initialized()], open(sys.argv[1], "w"))
+"""
+
+
+def run(script, path):
+    command = [sys.executable, "-c", script, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(seconds, added modules, CUDA initialised, what was printed) of several fresh processes."""
+    path = tmp_path_factory.mktemp("import") / "result.json"
+    results = []
+    for _ in range(RUNS):
+        done = run(SCRIPT, path)
+        assert done.returncode == 0, done.stderr
+        results.append((*json.loads(path.read_text()), done.stdout + done.stderr))
+    return results
+
+
+def test_it_is_quick(runs):
+    # The minimum: what a busy machine adds is not the library's.
+    assert min(seconds for seconds, *_ in runs) < MAX_SECONDS
+
+
+def test_it_adds_few_modules(runs):
+    added = runs[0][1]
+    assert len(added) < MAX_MODULES, added
+
+
+def test_it_imports_no_compiler(runs):
+    added = runs[0][1]
+    assert [m for m in added if m.startswith(HEAVY)] == []
+
+
+def test_it_touches_no_gpu(runs):
+    assert not any(initialised for _, _, initialised, _ in runs)
+
+
+def test_it_prints_nothing(runs):
+    assert {printed for *_, printed in runs} == {""}
+
+
+def test_public_names_exist():
+    done = run("import qtensor; assert all(hasattr(qtensor, n) for n in qtensor.__all__)", "")
+    assert done.returncode == 0, done.stderr

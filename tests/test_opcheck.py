@@ -1,0 +1,168 @@
+"""``torch.library.opcheck`` on every op of the namespace, found by asking the dispatcher for their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compile_helpers import ordinary, seeded
+from formats import BY_NAME, FORMATS, FormatCase
+from torch import Tensor
+
+import qtensor
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def registered() -> list[str]:
+    """Every op the dispatcher knows in the namespace, overload included."""
+    return sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("qtensor::"))
+
+
+def overload(name: str) -> Any:
+    packet, _, variant = name.removeprefix("qtensor::").partition(".")
+    return getattr(getattr(torch.ops.qtensor, packet), variant or "default")
+
+
+def buffers_of(case: FormatCase, q: qtensor.Quantizer, shape: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+    x = ordinary(shape, seed=seed)
+    extra = seeded(q, torch.tensor([3]))
+    return [b.clone() for b in q.quantize(x, **case.call(), **extra).buffers()]
+
+
+def quantizers(case: FormatCase) -> Iterator[qtensor.Quantizer]:
+    """Each option on its own, both usages; the defaults with one usage as well."""
+    yield case.quantizer()
+    yield case.quantizer(rowwise=False, columnwise=True)
+    for options in case.each_option():
+        yield case.quantizer(columnwise=True, **options)
+
+
+def live(case: FormatCase, q: qtensor.Quantizer) -> tuple[Tensor | None, Tensor | None]:
+    """Scale and seed of a call."""
+    return case.call().get("scale"), torch.tensor([3]) if q.stochastic_rounding else None
+
+
+def quantize(case: FormatCase) -> Iterator[Sample]:
+    for q in quantizers(case):
+        scale, seed = live(case, q)
+        yield (ordinary((33, 40), torch.bfloat16), q.canonical, scale, None, seed), {}
+    q = case.quantizer(columnwise=True)
+    scale, seed = live(case, q)
+    for x in (torch.randn(()), torch.randn(5), torch.randn(2, 1, 40).half(), torch.empty(0, 8), torch.randn(8, 6).t()):
+        yield (x, q.canonical, scale, None, seed), {}
+    if q.amax_shapes((4, 8)):
+        x = ordinary((4, 8))
+        yield (x, q.canonical), {"scale": scale, "amax": q.amax(x), "seed": seed}
+
+
+def quantize_(case: FormatCase) -> Iterator[Sample]:
+    for q in quantizers(case):
+        scale, seed = live(case, q)
+        x = ordinary((33, 40), torch.float16)
+        yield (x, q.canonical, buffers_of(case, q, (33, 40)), scale, None, seed), {}
+    for flag in (torch.zeros(1), torch.ones(1)):
+        yield (x, q.canonical, buffers_of(case, q, (33, 40)), scale, None, seed, flag), {}
+
+
+def amax(case: FormatCase) -> Iterator[Sample]:
+    for q in quantizers(case):
+        yield (ordinary((33, 40)), q.canonical), {}
+
+
+def dequantize(case: FormatCase) -> Iterator[Sample]:
+    for q in quantizers(case):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield (buffers_of(case, q, (33, 40)), q.canonical, [33, 40], dtype), {}
+    for shape in ((), (7,), (2, 3, 16)):
+        yield (buffers_of(case, q, shape), q.canonical, list(shape), torch.float32), {}
+
+
+def gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer(columnwise=True)
+    a, b = (buffers_of(case, q, (32, 48), seed) for seed in (1, 2))
+    square = buffers_of(case, q, (48, 48), 3)
+    name = q.canonical
+    yield (a, name, [32, 48], b, name, [32, 48], "TN", torch.float32), {"bias": torch.randn(32)}
+    yield (a, name, [32, 48], square, name, [48, 48], "NN", torch.bfloat16), {}
+    yield (a, name, [32, 48], b, name, [32, 48], "NT", torch.float32), {}
+    yield ([torch.randn(5, 48)], "", [5, 48], b, name, [32, 48], "TN", torch.float32, None), {}
+    yield (a, name, [32, 48], [torch.randn(48, 3)], "", [48, 3], "NN", torch.float32), {}
+
+
+def random_seed(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.randn(3),), {}
+
+
+def dequantize_tensor(case: FormatCase) -> Iterator[Sample]:
+    yield (case.quantize(ordinary((33, 40)), columnwise=True),), {}
+    yield (case.quantize(ordinary((33, 40), torch.bfloat16)), torch.float32), {}
+    yield (case.quantize(ordinary((33, 40))).requires_grad_(), torch.float16), {}
+    yield (torch.randn(3, 4),), {}
+    yield (torch.randn(3, 4, requires_grad=True), torch.bfloat16), {}
+
+
+SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
+    "qtensor::quantize": quantize,
+    "qtensor::quantize_": quantize_,
+    "qtensor::amax": amax,
+    "qtensor::dequantize": dequantize,
+    "qtensor::gemm": gemm,
+    "qtensor::random_seed": random_seed,
+    "qtensor::dequantize_tensor": dequantize_tensor,
+}
+"""Op -> inputs for a format. An op without a row fails ``test_every_op_has_samples``."""
+
+RANDOM = {"qtensor::random_seed"}
+"""Ops that draw from a generator: two runs differ, which is what aot_dispatch compares."""
+
+
+def test_every_op_has_samples():
+    names = registered()
+    assert len(names) >= 7
+    assert set(names) == set(SAMPLES), "give each op of the namespace a row in SAMPLES"
+    assert {n.removeprefix("qtensor::") for n in names} >= {n for n in dir(torch.ops.qtensor) if not n.startswith("_")} - {
+        "name"
+    }
+
+
+@pytest.mark.parametrize("case", FORMATS, ids=lambda c: c.name)
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_opcheck(name: str, case: FormatCase):
+    op = overload(name)
+    count = 0
+    for args, kwargs in SAMPLES[name](case):
+        checks = CHECKS[:-1] if name in RANDOM else CHECKS
+        results = torch.library.opcheck(op, args, kwargs, test_utils=checks)
+        assert results == dict.fromkeys(checks, "SUCCESS"), (args[1:], results)
+        count += 1
+    assert count
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_ops_are_sound(name: str):
+    """Plain schemas (AOTInductor and export take nothing else), a fake, and no write that the schema hides."""
+    op = overload(name)
+    text = str(op._schema)
+    for foreign in ("__torch__", "Any", "PyObject", "Generator"):
+        assert foreign not in text
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd")
+    assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
+    for args, kwargs in list(SAMPLES[name](BY_NAME["mxfp8"]))[:3]:
+        tensors = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        written = name.endswith("quantize_")
+        before = [b.clone() for a in tensors for b in flat(a)]
+        versions = [a._version for a in tensors]
+        op(*args, **kwargs)
+        after = [b for a in tensors for b in flat(a)]
+        same = [torch.equal(u, v) for u, v in zip(before, after, strict=True)]
+        assert all(same) or written
+        assert [a._version for a in tensors] == versions or written
+
+
+def flat(t: Tensor) -> list[Tensor]:
+    return t.buffers() if isinstance(t, qtensor.QuantizedTensor) else [t]

@@ -1,0 +1,106 @@
+"""Files stay under 500 lines; a function over 60 lines or six parameters says why."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE = 500
+MAX_FUNCTION = 60
+MAX_PARAMETERS = 6
+
+CODE = sorted(p for f in ("qtensor", "docs", "benchmarks") for p in (ROOT / f).rglob("*.py"))
+FILES = sorted({*CODE, *(ROOT / "tests").rglob("*.py")})
+
+_FLAT = "an op's schema is flat: tensors, strings and numbers, no object that bundles them"
+_BYTES = "each parameter is one number of the contract; a bundle would be built for one caller"
+
+REASONS: dict[str, str] = {
+    "qtensor/library/gemm.py::_gemm_alloc": _FLAT,
+    "qtensor/library/gemm.py::_gemm_fill": _FLAT,
+    "qtensor/library/gemm.py::_decode_operands": _FLAT,
+    "qtensor/library/quantize.py::_quantize_inplace_fill": _FLAT,
+    "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
+    "qtensor/storage/serialize.py::rebuild": "what a pickle names, flat, so that old files load by position",
+}
+"""``folder/file.py::Class.function`` -> why it is over a limit."""
+
+
+def functions(tree):
+    """(qualified name, node) of every function and method."""
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{prefix}{child.name}"
+                if not isinstance(child, ast.ClassDef):
+                    yield name, child
+                yield from walk(child, f"{name}.")
+            else:
+                yield from walk(child, prefix)
+
+    yield from walk(tree, "")
+
+
+def parameters(node):
+    """Number of parameters, ``self`` and ``cls`` not counted."""
+    arguments = node.args
+    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    named = named[1:] if named[:1] in (["self"], ["cls"]) else named
+    return len(named) + bool(arguments.vararg) + bool(arguments.kwarg)
+
+
+def lines(node):
+    """Lines of a function from its ``def`` on, without its docstring."""
+    total = node.end_lineno - node.lineno + 1
+    first = node.body[0]
+    if ast.get_docstring(node) is not None:
+        total -= first.end_lineno - first.lineno + 1
+    return total
+
+
+def over(source):
+    """Name -> what is too much."""
+    found = {}
+    for name, node in functions(ast.parse(source)):
+        if lines(node) > MAX_FUNCTION:
+            found[name] = f"{lines(node)} lines"
+        elif parameters(node) > MAX_PARAMETERS:
+            found[name] = f"{parameters(node)} parameters"
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+
+
+def test_functions():
+    found = {
+        f"{path.relative_to(ROOT)}::{name}": what
+        for path in CODE
+        for name, what in over(path.read_text()).items()
+    }
+    assert {name: what for name, what in found.items() if name not in REASONS} == {}
+    assert set(REASONS) - set(found) == set(), "a reason without a function"
+
+
+def test_reasons_are_written():
+    assert all(len(reason.split()) > 4 for reason in REASONS.values())
+
+
+def test_the_median_file_is_small():
+    sizes = sorted(len(p.read_text().splitlines()) for p in CODE)
+    assert sizes[len(sizes) // 2] < 150
+
+
+def test_the_check_sees_a_long_and_a_wide_function():
+    body = "\n".join("        x = 1" for _ in range(MAX_FUNCTION))
+    source = (
+        f"class A:\n    def long(self):\n{body}\n    def wide(self, a, b, c, d, *e, f, **g): pass\n"
+    )
+    assert over(source) == {"A.long": "61 lines", "A.wide": "7 parameters"}
+    assert (
+        over("def f(a, b, c, d, e, f):\n    '''one\n" + "\n" * 80 + "    '''\n    return 1\n") == {}
+    )
