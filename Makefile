@@ -47,7 +47,7 @@ docs-check: $(VENV)/.dev.stamp
 	$(BIN)/python docs/generate_op_matrix.py --check
 
 bench: $(VENV)/.bench.stamp
-	$(QUIET_CORES) $(BIN)/python benchmarks/overhead.py
+	$(QUIET_CORES) $(BIN)/python -m benchmarks.overhead
 
 clean:
 	rm -rf $(VENV) build dist qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

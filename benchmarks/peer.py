@@ -10,6 +10,7 @@ import torchao
 from torch import Tensor
 from torch.nn import functional as F
 from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import tensor_to_amax
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -22,6 +23,8 @@ VERSION: str = torchao.__version__
 NOT_ON_CPU = (
     "blockwise FP8 of torchao.prototype.blockwise_fp8_training: its module imports triton; the "
     "peer here is Float8Tensor with PerBlock, whose factors are plain float32, not powers of two",
+    "delayed scaling: torchao has none any more; the peer is its cast by a given scale and its amax, the two "
+    "results that delayed scaling needs",
     "MXTensor has no weight-only F.linear (it asserts act_quant_kwargs); the peer here is "
     "F.linear(x, q.dequantize(x.dtype)), which a user would write",
     "the MX and NVFP4 quantizers of torchao in Triton and CUDA (mslk); the peers here are its torch ones",
@@ -37,7 +40,10 @@ def quantizers() -> dict[str, Callable[[Tensor], Any]]:
     one = torch.ones(())
     return {
         "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),
-        "fp8_delayed": lambda x: hp_tensor_and_scale_to_float8(x, one, torch.float8_e4m3fn),
+        "fp8_delayed": lambda x: (
+            hp_tensor_and_scale_to_float8(x, one, torch.float8_e4m3fn),
+            tensor_to_amax(x),
+        ),
         "fp8_rowwise": lambda x: Float8Tensor.from_hp(x, granularity=PerRow()),
         "fp8_blockwise": lambda x: Float8Tensor.from_hp(x, granularity=PerBlock([1, 128])),
         "fp8_blockwise(block_scaling_dim=2)": lambda x: Float8Tensor.from_hp(

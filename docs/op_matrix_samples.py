@@ -80,7 +80,6 @@ PRESERVED: dict[str, Sample] = {
     "empty_like": lambda o: A.empty_like(o.matrix),
     "new_empty": lambda o: A.new_empty(o.matrix, [64, COLS]),
     "new_empty_strided": lambda o: A.new_empty_strided(o.matrix, [64, COLS], [COLS, 1]),
-    "zeros_like": lambda o: A.zeros_like(o.matrix),
     "new_zeros": lambda o: A.new_zeros(o.matrix, [64, COLS]),
     "slice": lambda o: A.slice(o.matrix, 1, 0, 128),
     "select": lambda o: A.select(o.batch, 0, 1),
@@ -117,7 +116,7 @@ ELSEWHERE: dict[str, Sample] = {
     "flattened: `t.view(-1)`": lambda o: o.matrix.view(-1),
     "the last two of three dims transposed: `t.mT`": lambda o: o.batch.mT,
     "the first two of three dims transposed": lambda o: o.batch.transpose(0, 1),
-    "repeated without copying: `t.expand(2, 128, 256)`": lambda o: o.matrix.expand(2, ROWS, COLS),
+    "repeated to more rows: `t.expand(2, 128, 256)`": lambda o: o.matrix.expand(2, ROWS, COLS),
     "`cat` of two halves along the last dim": lambda o: torch.cat(
         [o.matrix[:, :128], o.matrix[:, 128:]], 1
     ),
@@ -138,7 +137,7 @@ COMPUTED: dict[str, Sample] = {
 _ALONE = """abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf floor ceil round
 trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid logical_not isnan isinf isfinite isposinf
 isneginf nan_to_num signbit frac sum mean amax amin max min aminmax norm linalg_vector_norm std var std_mean var_mean prod any
-all argmax argmin median count_nonzero nonzero sort histc ones_like rand_like randn_like"""
+all argmax argmin median count_nonzero nonzero sort histc ones_like zeros_like rand_like randn_like"""
 _WITH_ANOTHER = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge isclose
 logical_and logical_or equal allclose"""
 _WITH_A_BOUND = "clamp_min clamp_max full_like"
@@ -165,7 +164,6 @@ DEQUANTIZED: dict[str, Sample] = {
     "where": lambda o: A.where(o.mask, o.matrix, o.other),
     "clamp": lambda o: A.clamp(o.matrix, -1, 1),
     "masked_fill": lambda o: A.masked_fill(o.matrix, o.mask, 0.5),
-    "quantile": lambda o: A.quantile(o.vector, 0.25),
     "logsumexp": lambda o: A.logsumexp(o.matrix, [1]),
     "cumsum": lambda o: A.cumsum(o.matrix, 1),
     "mv": lambda o: A.mv(o.matrix, o.vector),

@@ -38,7 +38,13 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
     if isinstance(fmt, Quantizer):
         return type(fmt)(**{**fmt.given_options(), **options}) if options else fmt
     if not isinstance(fmt, str):
-        fail("quantizer", "the format is a text or a quantizer", type(fmt).__name__, 'Pass "fp8", say', DtypeError)
+        fail(
+            "quantizer",
+            "the format is a text or a quantizer",
+            type(fmt).__name__,
+            'Pass "fp8", say',
+            DtypeError,
+        )
     return codec_class(fmt)(**options)
 
 
@@ -62,7 +68,10 @@ def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
 
 
 def dequantize(
-    q: Tensor | QuantizedTensorStorage, dtype: torch.dtype | None = None, *, out: Tensor | None = None
+    q: Tensor | QuantizedTensorStorage,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The values of a quantized tensor or storage as a plain tensor.
 
@@ -79,9 +88,20 @@ def dequantize(
     elif isinstance(q, torch.Tensor):
         values = torch.ops.qtensor.dequantize_tensor(q, dtype if out is None else out.dtype)
     else:
-        fail("dequantize", "a quantized tensor or storage is needed", type(q).__name__, "Quantize it first", DtypeError)
+        fail(
+            "dequantize",
+            "a quantized tensor or storage is needed",
+            type(q).__name__,
+            "Quantize it first",
+            DtypeError,
+        )
     if out is None:
         return values
     if out.shape != values.shape:
-        fail("dequantize", "out must have the tensor's shape", f"{tuple(out.shape)} for {tuple(q.shape)}", "Resize it")
+        fail(
+            "dequantize",
+            "out must have the tensor's shape",
+            f"{tuple(out.shape)} for {tuple(q.shape)}",
+            "Resize it",
+        )
     return out.copy_(values)

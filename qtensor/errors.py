@@ -20,7 +20,7 @@ class UnsupportedError(QTensorError, NotImplementedError):
 def fail(
     op: str, rule: str, got: object, fix: str, error: type[QTensorError] = QTensorError
 ) -> NoReturn:
-    """Raise ``error`` with the message "op: rule; got values. Fix."
+    """Raise ``error`` with the message "op: rule; got values. Fix.".
 
     Args:
         op: the operation, with the format in brackets where one is involved: ``quantize[mxfp8]``.

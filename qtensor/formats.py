@@ -119,6 +119,8 @@ class Slot:
     swizzled: bool
     keyword: str
     """The constructor keyword: the name without its underscore."""
+    logical: bool
+    """The buffer has the logical shape."""
     padded: bool
     """There may be padding, which must be zero."""
 
@@ -132,5 +134,16 @@ def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
         if wanted[b.usage]:
             dims = b.dims(options)
             padded = any(d.pad > 1 or d.per > 1 for d in dims)
-            slots.append(Slot(b.name, b.dtype, b.usage, dims, b.tiled and swizzled, b.name[1:], padded))
+            slots.append(
+                Slot(
+                    b.name,
+                    b.dtype,
+                    b.usage,
+                    dims,
+                    b.tiled and swizzled,
+                    b.name[1:],
+                    dims == (LEAD, K),
+                    padded,
+                )
+            )
     return tuple(slots)

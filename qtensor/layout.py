@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qtensor.formats import K, LEAD, Dim
+from qtensor.formats import LEAD, Dim, K, Slot
 
 Shape = Sequence[int]
 
@@ -29,15 +29,18 @@ def rows_cols(shape: Shape) -> tuple[int, int]:
 
 def dim_size(dim: Dim, rows: int, cols: int) -> int:
     """Entries of one buffer dimension (not ``lead``) for an (M, K) = (rows, cols) tensor."""
-    n = {"m": rows, "k": cols, "one": 1}[dim.axis]
+    n = rows if dim.axis == "m" else cols if dim.axis == "k" else 1
     return round_up(ceil_div(n, dim.per) * dim.units, dim.pad)
 
 
-def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
-    """Shape of an inner buffer with ``dims`` for a tensor of logical ``shape``."""
-    if not len(shape) and dims == (LEAD, K):
-        return ()
+def buffer_shapes(slots: Sequence[Slot], shape: Shape) -> list[tuple[int, ...]]:
+    """Shapes of the inner buffers ``slots`` of a tensor of logical ``shape``."""
+    logical = tuple(shape)
     rows, cols = rows_cols(shape)
+    return [logical if slot.logical else _sizes(slot.dims, logical, rows, cols) for slot in slots]
+
+
+def _sizes(dims: tuple[Dim, ...], shape: tuple[int, ...], rows: int, cols: int) -> tuple[int, ...]:
     sizes: list[int] = []
     for dim in dims:
         if dim.axis == "lead":
@@ -45,3 +48,8 @@ def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
         else:
             sizes.append(dim_size(dim, rows, cols))
     return tuple(sizes)
+
+
+def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
+    """Shape of an inner buffer with ``dims`` for a tensor of logical ``shape``."""
+    return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))

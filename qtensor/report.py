@@ -17,6 +17,8 @@ from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import with_buffers
 
 WORST = 5
+CHUNK = 1 << 18
+"""Elements compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,50 @@ class ErrorReport:
             ("scale range", f"{self.scale_min:.4g} to {self.scale_max:.4g}"),
         ]
         rows += [
-            ("worst block" if i == 0 else "", f"[{b.row}, {b.col}] {b.sqnr_db:.2f} dB, max error {b.max_abs_error:.4g}")
+            (
+                "worst block" if i == 0 else "",
+                f"[{b.row}, {b.col}] {b.sqnr_db:.2f} dB, max error {b.max_abs_error:.4g}",
+            )
             for i, b in enumerate(self.worst_blocks)
         ]
         return "\n".join(f"{name:<16} {value}" for name, value in rows)
+
+
+@dataclass
+class _Sums:
+    """Running totals over chunks of rows."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    saturated: int = 0
+    flushed: int = 0
+    not_finite: int = 0
+    scale_min: float = math.inf
+    scale_max: float = -math.inf
+
+    def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
+        """Count a chunk; returns the absolute errors, float64, 0 where a value is not finite."""
+        finite = x.isfinite() & decoded.isfinite()
+        values = torch.where(finite, x, 0).double()
+        error = (values - torch.where(finite, decoded, 0)).abs_()
+        magnitude = values.abs()
+        nonzero = magnitude > 0
+        self.signal += values.square().sum().item()
+        self.noise += error.square().sum().item()
+        self.max_abs = max(self.max_abs, error.max().item())
+        self.max_rel = max(self.max_rel, torch.where(nonzero, error / magnitude, 0).max().item())
+        # The factor itself is rounded: a value beyond by less than that is not saturated.
+        bound = factor.double() * (largest * (1 + 2.0**-20))
+        self.saturated += int((x.double().abs() > bound).sum())
+        self.flushed += int((nonzero & (decoded == 0)).sum())
+        self.not_finite += int((~finite).sum())
+        known = factor[factor.isfinite()]
+        if known.numel():
+            self.scale_min = min(self.scale_min, known.min().item())
+            self.scale_max = max(self.scale_max, known.max().item())
+        return error
 
 
 def error_report(x: Tensor, q: Any) -> ErrorReport:
@@ -101,32 +143,33 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         f"{tuple(x.shape)} and {tuple(q.shape)}",
         "Pass the tensor that was quantized",
     )
-    source = (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x).detach().double()
-    decoded = q.dequantize(torch.float32).detach().double()
-    finite = source.isfinite() & decoded.isfinite()
-    values = torch.where(finite, source, 0)
-    error = torch.where(finite, source - decoded, 0).abs()
-    factor = decode_factors(q)
+    rows, cols = rows_cols(x.shape)
+    source = (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x).detach()
+    source = source.reshape(rows, cols)
+    decoded = q.dequantize(torch.float32).detach().reshape(rows, cols)
+    factor = decode_factors(q).reshape(rows, cols)
+    block = q.spec.block or (1, max(cols, 1))
+    sums, worst = _Sums(), _Worst(block)
+    # Chunks that stay in cache: full-size float64 temporaries cost more than the arithmetic.
+    step = max(block[0], CHUNK // max(cols, 1) // block[0] * block[0])
+    for start in range(0, rows if cols else 0, step):
+        part = slice(start, start + step)
+        error = sums.add(source[part], decoded[part], factor[part], q._quantizer.element.max)
+        worst.add(source[part], error, start)
     numel = max(x.numel(), 1)
-    nonzero = values != 0
-    relative = torch.where(nonzero, error / values.abs(), 0)
-    element = q._quantizer.element
-    # The factor itself is rounded: a value beyond by less than that is not saturated.
-    outside = source.abs() > factor.double() * element.max * (1 + 2.0**-20)
-    known = factor[factor.isfinite()]
     return ErrorReport(
         quantizer=q._quantizer.canonical,
         shape=tuple(x.shape),
         bits_per_value=8 * q.nbytes / numel,
-        sqnr_db=_decibel(values.square().sum(), error.square().sum()),
-        max_abs_error=_largest(error),
-        max_rel_error=_largest(relative),
-        saturated=outside.sum().item() / numel,
-        flushed_to_zero=(nonzero & (decoded == 0)).sum().item() / numel,
-        not_finite=int((~finite).sum()),
-        scale_min=known.min().item() if known.numel() else math.nan,
-        scale_max=known.max().item() if known.numel() else math.nan,
-        worst_blocks=_worst_blocks(values, error, q.spec.block or (1, rows_cols(x.shape)[1])),
+        sqnr_db=_decibel(sums.signal, sums.noise),
+        max_abs_error=sums.max_abs,
+        max_rel_error=sums.max_rel,
+        saturated=sums.saturated / numel,
+        flushed_to_zero=sums.flushed / numel,
+        not_finite=sums.not_finite,
+        scale_min=sums.scale_min if sums.scale_min < math.inf else math.nan,
+        scale_max=sums.scale_max if sums.scale_max > -math.inf else math.nan,
+        worst_blocks=worst.report(),
     )
 
 
@@ -147,48 +190,60 @@ def decode_factors(q: Any) -> Tensor:
 def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tensor:
     """Codes of 1.0 in the packing of ``buffer``."""
     if element.dtype is not None:
-        one = torch.ones((), dtype=torch.float32).to(element.dtype).view(torch.uint8)
-        return torch.full_like(buffer, one.item())
+        return torch.full_like(buffer, int(torch.ones(()).to(element.dtype).view(torch.uint8)))
     one = code_values(element).index(1.0)
     packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
     if packed is not None:
         word = one | one << 6 | one << 12 | one << 18
-        pattern = torch.tensor([word & 0xFF, word >> 8 & 0xFF, word >> 16], dtype=torch.uint8, device=buffer.device)
+        pattern = torch.tensor(
+            [word & 0xFF, word >> 8 & 0xFF, word >> 16], dtype=torch.uint8, device=buffer.device
+        )
         along = 0 if packed == 0 else buffer.ndim - 1
         tiled = pattern.repeat(buffer.shape[along] // 3)
-        return (tiled[:, None] if along == 0 and buffer.ndim > 1 else tiled).expand(buffer.shape).contiguous()
+        return (
+            (tiled[:, None] if along == 0 and buffer.ndim > 1 else tiled)
+            .expand(buffer.shape)
+            .contiguous()
+        )
     halves = any(d.per > 1 for d in dims)
     return torch.full_like(buffer, one | one << 4 if halves else one)
 
 
-def _decibel(signal: Tensor, noise: Tensor) -> float:
-    if noise.item() == 0:
+def _decibel(signal: float, noise: float) -> float:
+    if noise == 0:
         return math.inf
-    return 10 * math.log10(signal.item() / noise.item()) if signal.item() else -math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _largest(values: Tensor) -> float:
-    return values.max().item() if values.numel() else 0.0
+class _Worst:
+    """The blocks with the lowest signal to noise ratio so far."""
 
+    def __init__(self, block: tuple[int, int]) -> None:
+        self.block = block
+        self.found: list[BlockError] = []
 
-def _worst_blocks(values: Tensor, error: Tensor, block: tuple[int, int]) -> tuple[BlockError, ...]:
-    rows, cols = rows_cols(values.shape)
-    if not values.numel():
-        return ()
-    signal = to_blocks(values.reshape(rows, cols), *block).square().sum((1, 3))
-    errors = to_blocks(error.reshape(rows, cols), *block)
-    noise = errors.square().sum((1, 3))
-    ratio = torch.where(noise == 0, math.inf, signal / noise)
-    count = min(WORST, ratio.numel())
-    picked = ratio.flatten().topk(count, largest=False).indices.tolist()
-    grid = ratio.shape[1]
-    return tuple(
-        BlockError(
-            row=i // grid * block[0],
-            col=i % grid * block[1],
-            sqnr_db=_decibel(signal.flatten()[i], noise.flatten()[i]),
-            max_abs_error=errors[i // grid, :, i % grid].max().item(),
-        )
-        for i in picked
-        if noise.flatten()[i] > 0
-    )
+    def add(self, x: Tensor, error: Tensor, row: int) -> None:
+        """Look at a chunk of rows that starts at ``row``."""
+        values = torch.where(x.isfinite(), x, 0).double()
+        signal = to_blocks(values, *self.block).square().sum((1, 3))
+        errors = to_blocks(error, *self.block)
+        noise = errors.square().sum((1, 3))
+        ratio = torch.where(noise == 0, math.inf, signal / noise).flatten()
+        picked = ratio.topk(min(WORST, ratio.numel()), largest=False).indices.tolist()
+        grid = noise.shape[1]
+        for i in picked:
+            down, right = divmod(i, grid)
+            if noise[down, right] > 0:
+                self.found.append(
+                    BlockError(
+                        row=row + down * self.block[0],
+                        col=right * self.block[1],
+                        sqnr_db=_decibel(signal[down, right].item(), noise[down, right].item()),
+                        max_abs_error=errors[down, :, right].max().item(),
+                    )
+                )
+        self.found = sorted(self.found, key=lambda b: b.sqnr_db)[:WORST]
+
+    def report(self) -> tuple[BlockError, ...]:
+        """Worst first."""
+        return tuple(self.found)

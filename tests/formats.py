@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +84,33 @@ FORMATS = [
     FormatCase(
         "fp8_blockwise",
         2**-4,
-        {**_FP8, "block_scaling_dim": (1, 2), "force_pow_2_scales": (True, False), "amax_epsilon": (0.0, 0.25)},
+        {
+            **_FP8,
+            "block_scaling_dim": (1, 2),
+            "force_pow_2_scales": (True, False),
+            "amax_epsilon": (0.0, 0.25),
+        },
         col_multiple=128,
     ),
     FormatCase("mxfp8", 2**-4, {**_FP8, "scale_mode": _MODES, **_MX}, col_multiple=32),
     FormatCase(
         "mxfp6",
         2**-4,
-        {"dtype": ("e2m3", "e3m2"), "scale_mode": ("floor", "rceil", "ceil", "even"), **_MX, "packed": (False, True)},
+        {
+            "dtype": ("e2m3", "e3m2"),
+            "scale_mode": ("floor", "rceil", "ceil", "even"),
+            **_MX,
+            "packed": (False, True),
+        },
         col_multiple=32,
     ),
-    FormatCase("mxfp4", 2**-2, {"scale_mode": ("floor", "rceil", "ceil", "even"), **_MX}, col_multiple=32, min_sqnr=13.0),
+    FormatCase(
+        "mxfp4",
+        2**-2,
+        {"scale_mode": ("floor", "rceil", "ceil", "even"), **_MX},
+        col_multiple=32,
+        min_sqnr=13.0,
+    ),
     FormatCase(
         "nvfp4",
         2**-2,
@@ -147,7 +163,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
 
 def assert_same_bytes(got: Tensor, want: Tensor, name: str = "buffer") -> None:
     """Equal shape, dtype and bytes; a failure says how many differ, where first, and both values."""
-    assert tuple(got.shape) == tuple(want.shape), f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    assert tuple(got.shape) == tuple(want.shape), (
+        f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+    )
     assert got.dtype == want.dtype, f"{name}: {got.dtype}, wanted {want.dtype}"
     # A clone, because an empty tensor counts as contiguous whatever its strides.
     a = got.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
@@ -189,6 +207,15 @@ def requantized(q: Any, values: Tensor) -> Any:
 def snapshot(q: Any) -> Any:
     """A copy to compare with later: proof that an op left its input alone."""
     return q.quantizer.assemble([b.clone() for b in q.buffers()], q.shape, q.dtype)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The message of the QTensorError that ``call`` raises; empty where it does not."""
+    try:
+        call()
+    except qtensor.QTensorError as error:
+        return str(error)
+    return ""
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:

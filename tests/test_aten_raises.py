@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from formats import FormatCase, assert_same_tensor, formats, rand, snapshot
+from formats import (
+    FormatCase,
+    assert_same_bytes,
+    assert_same_tensor,
+    formats,
+    rand,
+    refusal,
+    snapshot,
+)
 
 import qtensor
 from qtensor.storage.compute import COMPUTE
@@ -35,7 +42,10 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "convolution": ("aten.convolution", lambda q: F.conv1d(torch.ones(1, 8, 70), q.view(1, 8, 64))),
     "qr": ("aten.linalg_qr", lambda q: torch.linalg.qr(q)),
     "to_sparse": ("aten._to_sparse", lambda q: q.to_sparse()),
-    "index_copy_": ("aten.index_copy_", lambda q: q.index_copy_(0, torch.tensor([0]), torch.ones(1, 64))),
+    "index_copy_": (
+        "aten.index_copy_",
+        lambda q: q.index_copy_(0, torch.tensor([0]), torch.ones(1, 64)),
+    ),
     "index_put_": ("aten.index_put_", lambda q: q.index_put_((torch.tensor([0]),), torch.ones(64))),
     "floor_": ("aten.floor_", lambda q: q.floor_()),
     "resize_": ("aten.resize_", lambda q: q.resize_(3)),
@@ -50,7 +60,9 @@ def test_refused_ops_name_op_format_and_fix(case: FormatCase, name: str) -> None
     q = case.quantize(rand(8, 64))
     before = snapshot(q)
     op, call = REFUSED[name]
-    with pytest.raises(qtensor.UnsupportedError, match=rf"^{op}.*: .*got {case.name}.*\.dequantize\(\)") as caught:
+    with pytest.raises(
+        qtensor.UnsupportedError, match=rf"^{op}.*: .*got {case.name}.*\.dequantize\(\)"
+    ) as caught:
         call(q)
     assert isinstance(caught.value, qtensor.QTensorError | NotImplementedError)
     assert_same_tensor(q, before)
@@ -60,31 +72,42 @@ def test_refused_ops_name_op_format_and_fix(case: FormatCase, name: str) -> None
 def test_a_quantized_source_of_a_refused_write(case: FormatCase) -> None:
     """A plain destination stays as it is."""
     q, plain = case.quantize(rand(8, 64)), torch.zeros(8, 64)
-    with pytest.raises(qtensor.UnsupportedError, match="aten.index_put_"):
+    with pytest.raises(qtensor.UnsupportedError, match=r"aten\.index_put_"):
         plain.index_put_((torch.arange(8),), q)
-    with pytest.raises(qtensor.UnsupportedError, match="aten.scatter_"):
+    with pytest.raises(qtensor.UnsupportedError, match=r"aten\.scatter_"):
         plain.scatter_(0, torch.zeros(8, 64, dtype=torch.long), q)
     assert torch.equal(plain, torch.zeros(8, 64))
 
 
 @formats
 def test_expand(case: FormatCase) -> None:
-    """To its own sizes it is the tensor; a repetition is refused."""
+    """To its own sizes it is the tensor; a repetition has the repeated values or is refused."""
     q = case.quantize(rand(8, 64))
     assert_same_tensor(q.expand(8, 64), q)
     assert_same_tensor(q.expand(-1, 64), q)
     assert_same_tensor(q.expand_as(torch.empty(8, 64)), q)
-    with pytest.raises(qtensor.UnsupportedError, match=r"expand.*equantize"):
-        q.expand(2, 8, 64)
+    for sizes in ((2, 8, 64), (3, 1, 8, 64)):
+        refused = refusal(lambda s=sizes: q.expand(s))
+        if refused:
+            assert refused.startswith(f"expand[{case.name}]: ")
+        else:
+            repeated = q.expand(sizes)
+            values = repeated.dequantize() if isinstance(repeated, type(q)) else repeated
+            assert_same_bytes(values.contiguous(), q.dequantize().expand(sizes).contiguous())
+    with pytest.raises((RuntimeError, ValueError), match=r"expand"):
+        q.expand(3, 64)
 
 
 @formats
 def test_python_data_access_is_refused(case: FormatCase) -> None:
     """There is no memory of the nominal dtype to hand out."""
     q = case.quantize(rand(8, 64))
-    for access in (lambda: q.numpy(), lambda: q.tolist(), lambda: q.__dlpack__()):
-        with pytest.raises(RuntimeError, match="."):
-            access()
+    with pytest.raises(RuntimeError, match=r"numpy.*not supported for tensor subclasses"):
+        q.numpy()
+    with pytest.raises(RuntimeError, match=r"tolist.*not supported for tensor subclasses"):
+        q.tolist()
+    with pytest.raises(qtensor.UnsupportedError, match=r"dlpack\[.*no single buffer.*buffers\(\)"):
+        q.__dlpack__()
 
 
 def test_every_aten_op_is_in_one_class() -> None:
@@ -92,7 +115,11 @@ def test_every_aten_op_is_in_one_class() -> None:
     tables = [set(PRESERVE), set(COMPUTE), set(DEQUANTIZE_OPS), set(IN_PLACE_OPS)]
     assert sum(len(t) for t in tables) == len(set().union(*tables))
     known = set().union(*tables)
-    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "aten::" in name}
+    names = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if "aten::" in name
+    }
     assert known <= names, sorted(known - names)
     for name in sorted(names - known)[:200]:
         packet = getattr(torch.ops.aten, name, None)
@@ -105,7 +132,9 @@ def test_ops_of_other_libraries_are_refused() -> None:
     with torch.library._scoped_library("qtensor_test_raises", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CPU")
-        with pytest.raises(qtensor.UnsupportedError, match=r"qtensor_test_raises\.twice.*got mxfp8"):
+        with pytest.raises(
+            qtensor.UnsupportedError, match=r"qtensor_test_raises\.twice.*got mxfp8"
+        ):
             torch.ops.qtensor_test_raises.twice(q)
 
 
@@ -120,6 +149,7 @@ def group(tmp_path: Path) -> Any:
 @formats
 def test_collectives_are_refused(case: FormatCase, group: Any) -> None:
     """They carry no alias information: a dequantize fallback would return zeros."""
+    functional, name = torch.ops._c10d_functional, group.group_name
     q = case.quantize(rand(8, 64))
     before, plain = snapshot(q), [torch.zeros(8, 64)]
     calls: list[Callable[[], Any]] = [
@@ -128,15 +158,16 @@ def test_collectives_are_refused(case: FormatCase, group: Any) -> None:
         lambda: dist.all_gather(plain, q),
         lambda: dist.gather(q, plain, 0),
         lambda: dist.all_to_all_single(plain[0], q),
-        lambda: dist.reduce_scatter_tensor(plain[0], q),
         lambda: dist.reduce(q, 0),
         lambda: dist.scatter(q, [torch.ones(8, 64)], 0),
-        lambda: functional.all_reduce(q, "sum", group),
-        lambda: functional.all_gather_tensor(q, 0, group),
-        lambda: functional.reduce_scatter_tensor(q, "sum", 0, group),
+        lambda: functional.all_reduce(q, "sum", name),
+        lambda: functional.all_gather_into_tensor(q, 1, name),
+        lambda: functional.reduce_scatter_tensor(q, "sum", 1, name),
     ]
     for call in calls:
-        with pytest.raises(qtensor.UnsupportedError, match=rf"collectives.*got {case.name}.*buffers\(\)"):
+        with pytest.raises(
+            qtensor.UnsupportedError, match=rf"collectives.*got {case.name}.*buffers\(\)"
+        ):
             call()
     assert_same_tensor(q, before)
     assert torch.equal(plain[0], torch.zeros(8, 64))

@@ -52,20 +52,26 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", COPIES)
 @layouts
 @usages
-def test_every_layout_survives(case: FormatCase, options: dict, rowwise: bool, columnwise: bool, name: str) -> None:
+def test_every_layout_survives(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool, name: str
+) -> None:
     q = case.quantize(rand(33, 130), rowwise=rowwise, columnwise=columnwise, **options)
     before = snapshot(q)
     for t in (q, q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)):
         copied = COPIES[name](t)
         assert_same_tensor(copied, t)
-        assert not any(shares_memory(a, b) for a, b in zip(copied.buffers(), t.buffers(), strict=True))
+        assert not any(
+            shares_memory(a, b) for a, b in zip(copied.buffers(), t.buffers(), strict=True)
+        )
     assert_same_tensor(q, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @formats
-def test_every_shape_and_dtype_survives(case: FormatCase, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_every_shape_and_dtype_survives(
+    case: FormatCase, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     q = case.quantize(rand(*shape, dtype=dtype))
     for function in COPIES.values():
         assert_same_tensor(function(q), q)
@@ -91,16 +97,22 @@ def test_shared_references_stay_shared(case: FormatCase) -> None:
     q = case.quantize(rand(8, 64))
     for function in COPIES.values():
         a, b = function([q, q])
-        assert a is b or all(shares_memory(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
+        assert a is b or all(
+            shares_memory(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True)
+        )
     memo: dict[int, Any] = {}
     assert copy.deepcopy(q, memo) is copy.deepcopy(q, memo)
 
 
 @formats
-def test_a_file_of_another_quantizer_or_class_is_refused(case: FormatCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_quantizer_or_class_is_refused(
+    case: FormatCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = pickle.dumps(case.quantize(rand(8, 64)))
     name = type(case.quantize(rand(1, 1))).__qualname__.encode()
-    with pytest.raises(qtensor.QTensorError, match=r"class must be a registered one; got '.*'.*known: "):
+    with pytest.raises(
+        qtensor.QTensorError, match=r"class must be a registered one; got '.*'.*known: "
+    ):
         pickle.loads(data.replace(name, b"X" * len(name)))
 
 
@@ -143,7 +155,12 @@ def test_share_memory(case: FormatCase) -> None:
 def _child(inbox: Any, outbox: Any) -> None:
     for _ in range(inbox.get()):
         t = inbox.get()
-        outbox.put((type(t).__qualname__, t.quantizer.canonical, isinstance(t, nn.Parameter), t.dequantize().clone()))
+        outbox.put((
+            type(t).__qualname__,
+            t.quantizer.canonical,
+            isinstance(t, nn.Parameter),
+            t.detach().dequantize(),
+        ))
         with torch.no_grad():
             t.zero_()
         outbox.put("written")
@@ -166,7 +183,7 @@ def test_a_queue_to_a_spawned_process() -> None:
             name, canonical, is_parameter, seen = outbox.get(timeout=120)
             assert (name, canonical) == (type(t).__qualname__, t.quantizer.canonical)
             assert is_parameter == isinstance(t, nn.Parameter)
-            assert_same_bytes(seen.detach(), values)
+            assert_same_bytes(seen, values)
             assert outbox.get(timeout=120) == "written"
             assert t.is_shared()
             assert not t.dequantize().any()
@@ -227,7 +244,10 @@ def test_deepcopy_of_a_module_and_its_optimizer(case: FormatCase) -> None:
     twin = copy.deepcopy(module)
     assert isinstance(twin.weight, nn.Parameter)
     assert_same_tensor(twin.weight.detach(), module.weight.detach())
-    assert not any(shares_memory(a, b) for a, b in zip(twin.weight.buffers(), module.weight.buffers(), strict=True))
+    assert not any(
+        shares_memory(a, b)
+        for a, b in zip(twin.weight.buffers(), module.weight.buffers(), strict=True)
+    )
     other = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.0)
     other.load_state_dict(saved(optimizer.state_dict()))
     for m, o in ((module, optimizer), (twin, other)):
@@ -260,10 +280,17 @@ def test_module_to_dtype_device_and_meta(case: FormatCase) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64)],
+    [
+        ("float", torch.float32),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("double", torch.float64),
+    ],
 )
 @formats
-def test_module_float_and_the_like_dequantize(case: FormatCase, name: str, dtype: torch.dtype) -> None:
+def test_module_float_and_the_like_dequantize(
+    case: FormatCase, name: str, dtype: torch.dtype
+) -> None:
     """As ``Tensor.float()`` does; ``Module.to(dtype)`` keeps the bytes instead."""
     module = linear(case)
     want = getattr(module.weight.detach(), name)()
@@ -280,13 +307,17 @@ def test_data_takes_over_the_other_tensor(case: FormatCase) -> None:
     parameter.data = other
     assert isinstance(parameter, nn.Parameter)
     assert_same_tensor(parameter.detach(), other)
-    assert all(shares_memory(a, b) for a, b in zip(parameter.buffers(), other.buffers(), strict=True))
+    assert all(
+        shares_memory(a, b) for a, b in zip(parameter.buffers(), other.buffers(), strict=True)
+    )
     assert_same_bytes(F.linear(rand(3, 64), parameter).detach(), F.linear(rand(3, 64), other))
     low = other.to(torch.bfloat16)
     parameter.data = low
     assert parameter.dtype == parameter.dequantize().dtype == torch.bfloat16
     for wrong in (case.quantize(rand(4, 64)), torch.ones(4, 64)):
-        with pytest.raises(qtensor.QTensorError, match=r"data\[.*must be a .* of shape \(8, 64\).*copy_"):
+        with pytest.raises(
+            qtensor.QTensorError, match=r"data\[.*must be a .* of shape \(8, 64\).*copy_"
+        ):
             parameter.data = wrong
     assert_same_tensor(parameter.detach(), low)
 

@@ -40,11 +40,15 @@ def run(path, folder):
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(program)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p.name not in GENERATED], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if p.name not in GENERATED], ids=lambda p: p.name
+)
 def test_examples_run(path, tmp_path):
     done = run(path, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,7 +63,9 @@ def test_a_wrong_example_fails(tmp_path):
 
 
 def test_there_are_examples():
-    counts = {p.name: len(list(blocks(p.read_text()))) for p in DOCUMENTS if p.name not in GENERATED}
+    counts = {
+        p.name: len(list(blocks(p.read_text()))) for p in DOCUMENTS if p.name not in GENERATED
+    }
     assert counts.keys() >= {"README.md", "concepts.md", "numerics.md", "adding_a_format.md"}
     assert all(counts.values()), counts
 
@@ -92,7 +98,16 @@ def test_the_readme_lists_every_format_with_its_size():
         assert float(bits) == pytest.approx(total / 4096**2, abs=0.005), fmt
 
 
-BUILT_IN = ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+BUILT_IN = (
+    "fp8",
+    "fp8_delayed",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+)
 
 
 def _product(shape):

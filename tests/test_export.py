@@ -13,29 +13,38 @@ from torch.nn import functional
 
 import qtensor
 
+# torch.export.save uses a name that torch.utils._pytree deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+
 BATCHES = (260, 300, 700)
 """Several blocks of 128: an exported size may be no constant, and 1 is one to torch.export."""
 DYNAMIC = {"x": {0: torch.export.Dim("batch", min=129, max=4096)}, "scale": None}
 
 
 class Program(nn.Module):
-    """Quantizes its input in some ways, decodes, multiplies with a weight that it holds quantized or plain."""
+    """Quantizes its input in each way, decodes, multiplies with a weight that it holds quantized or plain.
+
+    Inside, bare storages: a wrapper made in a program does not export (``test_a_tensor_made_inside``).
+    """
 
     def __init__(self, case: FormatCase, quantized_weight: bool = False):
         super().__init__()
         self.case = case
-        self.quantizers = [case.quantizer(columnwise=True, **options) for options in case.each_option()]
-        self.quantizers = [q for q in self.quantizers if not q.stochastic_rounding]
+        chosen = [case.quantizer(columnwise=True, **options) for options in case.each_option()]
+        self.quantizers = [q for q in chosen if not q.stochastic_rounding]
         weight = ordinary((48, 72), seed=1)
         if quantized_weight:
             weight = case.quantize(weight, columnwise=True)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor, scale: Tensor) -> list[Tensor]:
-        state = {"scale": scale} if self.case.name == "fp8_delayed" else {}
-        tensors = [q.quantize(x, **state) for q in self.quantizers]
-        decoded = [t.dequantize() for t in tensors]
-        return [*decoded, functional.linear(x, self.weight), functional.linear(tensors[0], self.weight)]
+        given = scale if self.case.name == "fp8_delayed" else None
+        bare = []
+        for q in self.quantizers:
+            buffers = torch.ops.qtensor.quantize(x, q.canonical, given)
+            bare.append(q.assemble(buffers, x.shape, x.dtype, bare=True))
+        products = [functional.linear(x, self.weight), qtensor.gemm(bare[0], bare[0], "NT")]
+        return [*(t.dequantize() for t in bare), *products]
 
 
 def ops_of(program: torch.export.ExportedProgram) -> set[str]:
@@ -58,14 +67,13 @@ def test_export_save_load(case: FormatCase, strict: bool, weight: str):
     scale = torch.tensor([2.0])
     x = ordinary((BATCHES[0], 72))
     program = torch.export.export(module, (x, scale), dynamic_shapes=DYNAMIC, strict=strict)
-    assert "qtensor.quantize.default" in " ".join(ops_of(program))
+    assert {"qtensor.quantize.default", "qtensor.dequantize.default", "qtensor.gemm.default"} <= ops_of(program)
     decomposed = program.run_decompositions()
     for p in (program, decomposed, round_trip(decomposed)):
         loaded = p.module()
         for batch in BATCHES:
             x = adversarial((batch, 72), torch.float32, seed=batch)
             assert_same(loaded(x, scale), module(x, scale))
-        loaded = None
 
 
 def test_a_quantized_weight_stays_quantized():
@@ -81,36 +89,50 @@ def test_a_quantized_weight_stays_quantized():
         assert sorted(b.nbytes for b in flat) == sorted(b.nbytes for b in module.weight.buffers())
 
 
+class Inside(nn.Module):
+    """A wrapper that lives inside the program only."""
+
+    def __init__(self, case: FormatCase):
+        super().__init__()
+        self.q = case.quantizer()
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.q.quantize(x, **({"scale": scale} if self.q.needs_scale else {})).dequantize()
+
+
+@pytest.mark.xfail(
+    raises=RuntimeError,
+    strict=True,
+    reason="torch.export traces above autograd (PreDispatch), where subclasses without __torch_function__ "
+    "have no say: 'Unable to cast NotImplemented to Tensor'. Use bare storages or the ops there.",
+)
 @formats
-def test_amax_leaves_an_exported_program(case: FormatCase):
-    """Delayed scaling: the amax is an output; other formats say that they have none, at export too."""
-    q = case.quantizer()
-
-    class Observe(nn.Module):
-        def forward(self, x, scale):
-            t, amax = q.quantize_with_amax(x, scale=scale)
-            return t.dequantize(), amax
-
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+def test_a_tensor_made_inside(case: FormatCase, strict: bool):
     x, scale = ordinary((40, 72)), torch.tensor([2.0])
-    if q.returns_amax:
-        program = round_trip(torch.export.export(Observe(), (x, scale)).run_decompositions())
-        assert_same(program.module()(x, scale), Observe()(x, scale))
-    else:
-        with pytest.raises(qtensor.UnsupportedError, match="only delayed scaling returns the amax"):
-            torch.export.export(Observe(), (x, scale))
+    program = torch.export.export(Inside(case), (x, scale), strict=strict)
+    assert_same(program.module()(x, scale), Inside(case)(x, scale))
 
 
-def test_stochastic_rounding_is_exported_with_its_seed():
-    q = qtensor.NVFP4Quantizer(stochastic_rounding=True)
+def test_live_state_is_exported():
+    """Delayed scaling's factor and a seed go in as tensors, the amax comes out as one."""
+    delayed = qtensor.Float8Quantizer()
+    random = qtensor.NVFP4Quantizer(stochastic_rounding=True)
 
-    class Draw(nn.Module):
-        def forward(self, x, seed):
-            return q.quantize(x, generator=seed).dequantize()
+    class State(nn.Module):
+        def forward(self, x, history, scale, seed):
+            *buffers, amax = torch.ops.qtensor.quantize(x, delayed.canonical, scale)
+            t = delayed.assemble(buffers, x.shape, x.dtype, bare=True)
+            draws = torch.ops.qtensor.quantize(x, random.canonical, None, None, seed)
+            update = qtensor.delayed_scaling_update(torch.maximum(history, amax), scale)
+            return t.dequantize(), amax, *update, draws
 
-    x = ordinary((40, 72))
-    program = round_trip(torch.export.export(Draw(), (x, torch.tensor([1]))).run_decompositions())
+    module, history = State(), torch.zeros(4, 1)
+    args = (ordinary((40, 72)), history, torch.tensor([2.0]), torch.tensor([1]))
+    program = round_trip(torch.export.export(module, args).run_decompositions()).module()
     for seed in (1, 2):
-        assert_same(program.module()(x, torch.tensor([seed])), Draw()(x, torch.tensor([seed])))
+        args = (ordinary((40, 72), seed=seed), history, torch.tensor([4.0]), torch.tensor([seed]))
+        assert_same(program(*args), module(*args))
 
 
 @pytest.mark.slow

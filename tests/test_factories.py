@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qtensor
 
 
-def assert_described(t: Any, q: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def assert_described(
+    t: Any, q: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
     """``t`` has the class and quantizer of ``q`` and the buffers that the quantizer describes for ``shape``."""
     assert type(t) is type(q)
     assert t.quantizer == q.quantizer
@@ -23,22 +25,51 @@ def assert_described(t: Any, q: Any, shape: tuple[int, ...], dtype: torch.dtype,
     assert list(described) == t.__tensor_flatten__()[0]
     for name, (buffer_shape, buffer_dtype) in described.items():
         buffer = getattr(t, name)
-        assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == (buffer_shape, buffer_dtype, device)
+        assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == (
+            buffer_shape,
+            buffer_dtype,
+            device,
+        )
 
 
 EMPTY: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], torch.dtype, str]] = {
     "empty_like": (lambda q: torch.empty_like(q), (33, 130), torch.float32, "cpu"),
-    "empty_like-dtype": (lambda q: torch.empty_like(q, dtype=torch.bfloat16), (33, 130), torch.bfloat16, "cpu"),
-    "empty_like-meta": (lambda q: torch.empty_like(q, device="meta"), (33, 130), torch.float32, "meta"),
+    "empty_like-dtype": (
+        lambda q: torch.empty_like(q, dtype=torch.bfloat16),
+        (33, 130),
+        torch.bfloat16,
+        "cpu",
+    ),
+    "empty_like-meta": (
+        lambda q: torch.empty_like(q, device="meta"),
+        (33, 130),
+        torch.float32,
+        "meta",
+    ),
     "new_empty": (lambda q: q.new_empty(5, 7), (5, 7), torch.float32, "cpu"),
     "new_empty-tuple": (lambda q: q.new_empty((2, 3, 40)), (2, 3, 40), torch.float32, "cpu"),
     "new_empty-0d": (lambda q: q.new_empty(()), (), torch.float32, "cpu"),
     "new_empty-none": (lambda q: q.new_empty(0, 4), (0, 4), torch.float32, "cpu"),
     "new_empty-meta": (lambda q: q.new_empty(5, 7, device="meta"), (5, 7), torch.float32, "meta"),
-    "new_empty-dtype": (lambda q: q.new_empty(5, 7, dtype=torch.float16), (5, 7), torch.float16, "cpu"),
-    "new_empty_strided": (lambda q: q.new_empty_strided((5, 7), (7, 1)), (5, 7), torch.float32, "cpu"),
+    "new_empty-dtype": (
+        lambda q: q.new_empty(5, 7, dtype=torch.float16),
+        (5, 7),
+        torch.float16,
+        "cpu",
+    ),
+    "new_empty_strided": (
+        lambda q: q.new_empty_strided((5, 7), (7, 1)),
+        (5, 7),
+        torch.float32,
+        "cpu",
+    ),
     "new_zeros": (lambda q: q.new_zeros(5, 7), (5, 7), torch.float32, "cpu"),
-    "new_zeros-dtype": (lambda q: q.new_zeros(5, 7, dtype=torch.bfloat16), (5, 7), torch.bfloat16, "cpu"),
+    "new_zeros-dtype": (
+        lambda q: q.new_zeros(5, 7, dtype=torch.bfloat16),
+        (5, 7),
+        torch.bfloat16,
+        "cpu",
+    ),
     "new_zeros-0d": (lambda q: q.new_zeros(()), (), torch.float32, "cpu"),
 }
 
@@ -61,7 +92,9 @@ def test_factories_keep_the_subclass(
 
 @layouts
 @usages
-def test_empty_is_ready_to_be_filled(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+def test_empty_is_ready_to_be_filled(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
     """Padding is zero from the start, so a fill gives the bytes of a fresh quantization."""
     q = case.quantize(rand(33, 130), rowwise=rowwise, columnwise=columnwise, **options)
     for make in (lambda: torch.empty_like(q), lambda: q.new_empty(33, 130)):
@@ -107,7 +140,13 @@ def test_integer_factories_are_plain(case: FormatCase) -> None:
 @formats
 def test_random_and_constant_factories_are_plain(case: FormatCase) -> None:
     q = case.quantize(rand(8, 64))
-    for result in (torch.rand_like(q), torch.randn_like(q), torch.ones_like(q), q.new_ones(3), q.new_full((3,), 2.0)):
+    for result in (
+        torch.rand_like(q),
+        torch.randn_like(q),
+        torch.ones_like(q),
+        q.new_ones(3),
+        q.new_full((3,), 2.0),
+    ):
         assert type(result) is torch.Tensor
         assert result.dtype == q.dtype
 
@@ -127,8 +166,15 @@ class Recorder(TorchDispatchMode):
         self.made: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(a, qtensor.QuantizedTensor) for a in args):
+            return NotImplemented  # let the subclass answer; what it calls comes by here again
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::empty", "aten::zeros", "aten::new_empty", "aten::empty_like"):
+        if func._schema.name in (
+            "aten::empty",
+            "aten::zeros",
+            "aten::new_empty",
+            "aten::empty_like",
+        ):
             self.made.append(result.dtype)
         return result
 
@@ -136,13 +182,13 @@ class Recorder(TorchDispatchMode):
 @formats
 def test_empty_allocates_the_buffers_and_nothing_else(case: FormatCase) -> None:
     """No tensor of the nominal dtype: DCP and compiled autograd call these to stage copies."""
-    q = case.quantize(rand(33, 130), columnwise=True)
+    q = case.quantize(rand(33, 130, dtype=torch.bfloat16), columnwise=True)
     for make in (lambda: torch.empty_like(q), lambda: q.new_empty(5, 7)):
         with Recorder() as recorder:
             made = make()
-        inner = {b.dtype for b in made.buffers()}
-        assert {d for d in recorder.made if d not in (type(made),)} <= inner | {torch.float32}
-        assert made.nbytes == sum(b.nbytes for b in made.buffers())
+        inner = sorted(str(b.dtype) for b in made.buffers())
+        assert sorted(str(d) for d in recorder.made) == inner
+        assert made.dtype == torch.bfloat16
 
 
 @formats

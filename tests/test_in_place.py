@@ -38,7 +38,9 @@ OPS: dict[str, Op] = {
     "clamp_": lambda t: t.clamp_(-0.5, 0.25),
     "lerp_": lambda t: t.lerp_(rand(33, 130, seed=6), 0.1),
     "addcmul_": lambda t: t.addcmul_(rand(33, 130, seed=6), rand(33, 130, seed=7), value=0.5),
-    "addcdiv_": lambda t: t.addcdiv_(rand(33, 130, seed=6), rand(33, 130, seed=7).abs() + 1, value=0.5),
+    "addcdiv_": lambda t: t.addcdiv_(
+        rand(33, 130, seed=6), rand(33, 130, seed=7).abs() + 1, value=0.5
+    ),
     "masked_fill_": lambda t: t.masked_fill_(rand(33, 130, seed=8) > 0, 2.0),
     "zero_": lambda t: t.zero_(),
     "fill_": lambda t: t.fill_(1.75),
@@ -68,7 +70,9 @@ def test_in_place_equals_requantizing_the_result(
 
 @layouts
 @usages
-def test_in_place_for_every_layout(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+def test_in_place_for_every_layout(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
     q = case.quantize(rand(48, 160), rowwise=rowwise, columnwise=columnwise, **options)
     for op in (lambda t: t.add_(1), lambda t: t.mul_(0), lambda t: t.copy_(rand(48, 160, seed=1))):
         target = q.clone()
@@ -204,7 +208,12 @@ def test_writing_a_part_of_swizzled_factors(name: str, rowwise: bool, columnwise
 def test_a_write_through_a_view_or_transpose_arrives(case: FormatCase) -> None:
     q = case.quantize(rand(64, 128))
     want = requantized(q, q.dequantize() + 1)
-    for view in (lambda t: t.view(2, 32, 128), lambda t: t.detach(), lambda t: t.data, lambda t: t.unsqueeze(0)):
+    for view in (
+        lambda t: t.view(2, 32, 128),
+        lambda t: t.detach(),
+        lambda t: t.data,
+        lambda t: t.unsqueeze(0),
+    ):
         target = q.clone()
         view(target).add_(1)
         assert_same_tensor(target, want)
@@ -249,7 +258,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @formats
-def test_optimizer_step_is_the_requantized_high_precision_step(case: FormatCase, name: str, foreach: bool) -> None:
+def test_optimizer_step_is_the_requantized_high_precision_step(
+    case: FormatCase, name: str, foreach: bool
+) -> None:
     """Each step writes the parameter once, so it equals requantizing the step on the values; state is plain."""
     q = case.quantize(rand(16, 64))
     parameter, master = nn.Parameter(q.clone()), nn.Parameter(q.dequantize())
@@ -265,7 +276,9 @@ def test_optimizer_step_is_the_requantized_high_precision_step(case: FormatCase,
         assert_same_tensor(parameter.detach(), requantized(old, master.detach()))
         assert not torch.equal(parameter.dequantize(), old.dequantize())
     assert all(a is b for a, b in zip(parameter.buffers(), inner, strict=True))
-    for value, want in zip(steps[0].state[parameter].values(), steps[1].state[master].values(), strict=True):
+    for value, want in zip(
+        steps[0].state[parameter].values(), steps[1].state[master].values(), strict=True
+    ):
         assert type(value) is type(want)
         if isinstance(value, torch.Tensor):
             assert_same_bytes(value, want)

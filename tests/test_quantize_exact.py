@@ -153,6 +153,30 @@ def test_e8m0_of_known_amax(k: int, mode: str) -> None:
     assert q._rowwise_data[0, 31].item() == (0xFE if mode != "ceil" else 0xF6)
 
 
+@pytest.mark.parametrize("mode", ["rceil", "floor", "ceil", "even"])
+@pytest.mark.parametrize(
+    ("name", "element"),
+    [
+        ("mxfp8", "e4m3"),
+        ("mxfp8", "e5m2"),
+        ("mxfp6", "e2m3"),
+        ("mxfp6", "e3m2"),
+        ("mxfp4", "e2m1"),
+    ],
+)
+def test_e8m0_beside_every_threshold(name: str, element: str, mode: str) -> None:
+    """Block maxima at 32 significands a binade, among them all where a mode turns, and one ulp beside."""
+    powers = [-149, -140, -133, -128, -127, -126, -125, -119, -60, -1, 0, 1, 63, 119, 126, 127]
+    amax = [(1 + i / 32) * 2.0**k for k in powers for i in range(32)]
+    exact = torch.tensor(amax)
+    beside = [torch.nextafter(exact, torch.tensor(to)) for to in (0.0, math.inf)]
+    x = torch.zeros(3 * len(exact), 32)
+    x[:, 5] = torch.cat((exact, *beside))
+    # A second value, a third of the largest, is rounded under the factor too.
+    x[:, 9] = x[:, 5] / -3
+    assert_like_oracle(x, BY_NAME[name], dtype=element, scale_mode=mode)
+
+
 @formats
 def test_rowwise_alone_equals_rowwise_of_both(case: FormatCase) -> None:
     x = mixed((64, 96), torch.float32)

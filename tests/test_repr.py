@@ -24,7 +24,9 @@ class NoOps(TorchDispatchMode):
 
 @layouts
 @usages
-def test_repr_is_metadata_alone(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
+def test_repr_is_metadata_alone(
+    case: FormatCase, options: dict, rowwise: bool, columnwise: bool
+) -> None:
     q = case.quantize(rand(33, 130), rowwise=rowwise, columnwise=columnwise, **options)
     before = snapshot(q)
     bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)

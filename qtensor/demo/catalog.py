@@ -12,7 +12,7 @@ from qtensor.quantizers.base import Quantizer
 
 _SHAPE = (4096, 4096)
 """Bits per value are those of a matrix whose padding no longer counts."""
-_EVERYWHERE = ("rowwise", "columnwise")
+_EVERYWHERE = ("rowwise", "columnwise", "columnwise_value")
 """Options that every format has."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shape
+from qtensor.layout import Shape, buffer_shapes
 
 
 class Codec(Protocol):
@@ -24,8 +24,12 @@ class Codec(Protocol):
     scale_layout: str
     rowwise: bool
     columnwise: bool
+    per_tensor: bool
+    """One factor for the whole tensor, which a GEMM can apply at its end."""
     returns_amax: bool
     """The op returns the tensor's amax after the buffers (delayed scaling)."""
+    needs_scale: bool
+    """A call must bring ``scale=`` (delayed scaling)."""
 
     def encode_(
         self,
@@ -37,8 +41,24 @@ class Codec(Protocol):
     ) -> None:
         """Write every buffer in ``out`` from the high-precision ``x``."""
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """Buffers to float32 of ``shape``."""
+
+    def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
+        """``per_tensor`` formats: element values, and the (1,) factor kept out of them."""
+
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
+        """Buffers of ``usage`` from those of the other direction, exactly, or None."""
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same data again gives the same bytes."""
+
+    def update_quantized(self, src: Tensor, dst: Any, **call: Any) -> Any:
+        """Requantize ``src`` into the buffers of ``dst``."""
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """The maxima that decide the tensor-wide factors of ``x``."""
@@ -60,7 +80,10 @@ def register_codec(name: str, cls: type) -> None:
         QTensorError: the name is taken by another class.
     """
     known = _CODECS.get(name)
-    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+    if known is not None and (known.__module__, known.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
         fail(
             f"format {name!r}",
             "a format has one quantizer class",
@@ -112,7 +135,12 @@ def parse(canonical: str) -> Codec:
 
 
 def _malformed(canonical: str) -> None:
-    fail("quantizer", "text must read 'format' or 'format(option=value,...)'", repr(canonical), "Mend the text")
+    fail(
+        "quantizer",
+        "text must read 'format' or 'format(option=value,...)'",
+        repr(canonical),
+        "Mend the text",
+    )
 
 
 def _value(text: str) -> bool | int | float | str:
@@ -129,9 +157,9 @@ def _value(text: str) -> bool | int | float | str:
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
     """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
     buffers = []
-    for slot in slots:
+    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
         make = torch.zeros if slot.padded else torch.empty
-        buffers.append(make(buffer_shape(slot.dims, shape), dtype=slot.dtype, device=device))
+        buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
 
 

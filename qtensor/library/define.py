@@ -36,4 +36,4 @@ def leaf_op(
 
     LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", allocate, lib=LIBRARY)
-    return getattr(getattr(torch.ops.qtensor, name), "default")
+    return getattr(torch.ops.qtensor, name).default

@@ -13,7 +13,9 @@ from qtensor.library.codec import by_name, parse
 from qtensor.library.define import LIBRARY, leaf_op
 
 
-def _dequantize_alloc(buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+def _dequantize_alloc(
+    buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
+) -> Tensor:
     check(
         dtype.is_floating_point and dtype.itemsize > 1,
         f"dequantize[{parse(quantizer).format}]",
@@ -49,7 +51,9 @@ def _plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 LIBRARY.impl("dequantize_tensor", _plain, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "qtensor::dequantize_tensor", lambda x, dtype=None: torch.empty_like(x, dtype=dtype), lib=LIBRARY
+    "qtensor::dequantize_tensor",
+    lambda x, dtype=None: torch.empty_like(x, dtype=dtype),
+    lib=LIBRARY,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError, check
+from qtensor.errors import check, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, leaf_op
@@ -82,7 +82,9 @@ def _decode_operands(
     )
 
 
-def _values(codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None) -> Tensor:
+def _values(
+    codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
+) -> Tensor:
     if codec is None:
         return buffers[0].float()
     return codec.decode(by_name(codec, buffers), tuple(shape), columnwise)
@@ -98,13 +100,13 @@ def check_operands(
     """
     left = a_shape[-2] if layout == "NT" else a_shape[-1]
     right = b_shape[-1] if layout == "TN" else b_shape[-2]
-    check(
-        left == right,
-        "gemm",
-        f"the contracted sizes must be equal in layout {layout}",
-        f"a {tuple(a_shape)}, b {tuple(b_shape)}",
-        "Transpose one operand or mend the shapes",
-    )
+    if left != right:
+        fail(
+            "gemm",
+            f"the contracted sizes must be equal in layout {layout}",
+            f"a {tuple(a_shape)}, b {tuple(b_shape)}",
+            "Transpose one operand or mend the shapes",
+        )
     if a is None or b is None:
         return
     for name, codec, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):
@@ -115,7 +117,6 @@ def check_operands(
             f"operand {name} needs {usage} data, whose blocks run along the contraction",
             f"rowwise={codec.rowwise}, columnwise={codec.columnwise}",
             f"Quantize it with {usage}=True",
-            QTensorError,
         )
 
 

@@ -18,6 +18,8 @@ def check_input(x: Tensor, format_name: str) -> None:
     Raises:
         DtypeError: dtype other than float32, bfloat16, float16, or a layout that is not strided.
     """
+    if x.dtype in INPUT_DTYPES and x.layout is torch.strided:
+        return
     check(
         x.dtype in INPUT_DTYPES,
         f"quantize[{format_name}]",
@@ -90,7 +92,9 @@ def _quantize_inplace_fill(
 def _amax_alloc(x: Tensor, quantizer: str) -> list[Tensor]:
     codec = parse(quantizer)
     check_input(x, codec.format)
-    return [torch.empty(s, dtype=torch.float32, device=x.device) for s in codec.amax_shapes(x.shape)]
+    return [
+        torch.empty(s, dtype=torch.float32, device=x.device) for s in codec.amax_shapes(x.shape)
+    ]
 
 
 def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
@@ -131,5 +135,3 @@ RANDOM_SEED = leaf_op(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 """A seed for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure."""
-
-

@@ -15,8 +15,14 @@ class QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, quantizer: Any, scale: Tensor | None, amax: list[Tensor] | None, seed: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        quantizer: Any,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
     ) -> tuple[Any, ...]:
+        """The tensor, and the amax for delayed scaling."""
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
         maxima = buffers[len(quantizer.slots) :]
         ctx.mark_non_differentiable(*maxima)
@@ -24,4 +30,5 @@ class QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """The gradient of the tensor is that of the input."""
         return grad, None, None, None, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError, check, fail
 from qtensor.formats import Element, FormatSpec, Slot, resolve_slots
-from qtensor.layout import Shape, buffer_shape
+from qtensor.layout import Shape, buffer_shapes
 from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.quantizers.autograd import QuantizeFunction
@@ -59,6 +59,8 @@ class Quantizer:
     """The value as text: ``format(option=value,...)``; what crosses an op boundary."""
     slots: ClassVar[tuple[Slot, ...]]
     """The buffers that this quantizer fills, in slot order."""
+    keywords: ClassVar[tuple[str, ...]]
+    """Constructor keywords of the slots."""
     scale_layout: ClassVar[str]
     """``"plain"`` or ``"swizzled"``."""
 
@@ -88,12 +90,17 @@ class Quantizer:
         if self.columnwise_value and not (self.rowwise and self.columnwise):
             object.__setattr__(self, "columnwise_value", False)
         object.__setattr__(self, "slots", resolve_slots(self.spec, self))
+        object.__setattr__(self, "keywords", tuple(slot.keyword for slot in self.slots))
         object.__setattr__(self, "canonical", self._canonical())
-        object.__setattr__(self, "scale_layout", "swizzled" if getattr(self, "swizzled", False) else "plain")
+        object.__setattr__(
+            self, "scale_layout", "swizzled" if getattr(self, "swizzled", False) else "plain"
+        )
 
     def _canonical(self) -> str:
         """``format(option=value,...)`` with the options that differ from their defaults."""
-        changed = [f"{name}={canonical_value(value)}" for name, value in self.given_options().items()]
+        changed = [
+            f"{name}={canonical_value(value)}" for name, value in self.given_options().items()
+        ]
         return f"{self.format}({','.join(changed)})" if changed else self.format
 
     def given_options(self) -> dict[str, Any]:
@@ -192,10 +199,14 @@ class Quantizer:
         Raises:
             QTensorError: bad dtype, layout or argument.
         """
-        self._check_call(x, scale, noop_flag, out)
         if out is not None:
-            call = {"scale": scale, "generator": generator, "amax_reduction_group": amax_reduction_group}
+            call = {
+                "scale": scale,
+                "generator": generator,
+                "amax_reduction_group": amax_reduction_group,
+            }
             return self.update_quantized(x, out, noop_flag=noop_flag, **call)
+        self._check_call(x, scale, noop_flag, None)
         return self._quantize(x, scale, generator, amax_reduction_group)[0]
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[Any, Tensor]:
@@ -217,37 +228,77 @@ class Quantizer:
         return tensor, amax
 
     def _quantize(
-        self, x: Tensor, scale: Tensor | None, generator: torch.Generator | Tensor | None, group: Any
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        generator: torch.Generator | Tensor | None,
+        group: Any,
     ) -> tuple[Any, ...]:
-        if x.requires_grad and torch.is_grad_enabled():
+        seed = amax = None
+        if self.stochastic_rounding or generator is not None or group is not None:
             seed, amax = self._prepare(x.detach(), generator, group)
+        if x.requires_grad and torch.is_grad_enabled():
             return QuantizeFunction.apply(x, self, scale, amax, seed)
-        seed, amax = self._prepare(x, generator, group)
         buffers = QUANTIZE(x, self.canonical, scale, amax, seed)
         return self.assemble(buffers, x.shape, x.dtype), *buffers[len(self.slots) :]
 
-    def assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False) -> Any:
+    def assemble(
+        self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False
+    ) -> Any:
         """A tensor (or bare storage) around buffers in slot order."""
-        named = {slot.keyword: buffer for slot, buffer in zip(self.slots, buffers, strict=False)}
+        named = dict(zip(self.keywords, buffers, strict=False))
         if bare:
             return self.storage_cls(shape, dtype, self, **named)
         # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
         return self.tensor_cls(shape, dtype, self.canonical, **named)
 
-    def _check_call(self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any) -> None:
+    def _check_call(
+        self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any
+    ) -> None:
+        if (
+            scale is None
+            and noop_flag is None
+            and not self.needs_scale
+            and isinstance(x, torch.Tensor)
+            and not x.is_nested
+        ):
+            return
         name = f"quantize[{self.format}]"
         if not isinstance(x, torch.Tensor):
-            fail(name, "the input must be a torch.Tensor", type(x).__name__, "Convert it with torch.as_tensor", DtypeError)
+            fail(
+                name,
+                "the input must be a torch.Tensor",
+                type(x).__name__,
+                "Convert it with torch.as_tensor",
+                DtypeError,
+            )
         if x.is_nested:
-            fail(name, "the input must be a dense tensor", "a nested one", "Pad it, or quantize its parts", DtypeError)
+            fail(
+                name,
+                "the input must be a dense tensor",
+                "a nested one",
+                "Pad it, or quantize its parts",
+                DtypeError,
+            )
         if noop_flag is not None and out is None:
             fail(name, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
         if scale is not None and not self.needs_scale:
-            fail(name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed")
+            fail(
+                name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed"
+            )
         if scale is None and self.needs_scale and out is None:
             fail(name, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
-        if scale is not None and (not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.numel() != 1):
-            fail(name, "scale must be a float32 tensor of shape (1,)", repr(scale), "Pass the stored factor as a tensor")
+        if scale is not None and (
+            not isinstance(scale, torch.Tensor)
+            or scale.dtype != torch.float32
+            or scale.numel() != 1
+        ):
+            fail(
+                name,
+                "scale must be a float32 tensor of shape (1,)",
+                repr(scale),
+                "Pass the stored factor as a tensor",
+            )
 
     def _prepare(
         self, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
@@ -258,7 +309,12 @@ class Quantizer:
             seed = self._seed(x, generator)
         elif generator is not None:
             rule = "generator= needs a quantizer that rounds at random"
-            fail(f"quantize[{self.format}]", rule, self.canonical, "Drop it, or ask for stochastic_rounding=True")
+            fail(
+                f"quantize[{self.format}]",
+                rule,
+                self.canonical,
+                "Drop it, or ask for stochastic_rounding=True",
+            )
         if group is not None:
             amax = [_reduce_max(a, group) for a in AMAX(x, self.canonical)]
         return seed, amax
@@ -269,11 +325,22 @@ class Quantizer:
         if isinstance(generator, torch.Tensor):
             if generator.dtype != torch.int64 or generator.numel() != 1:
                 got = f"{tuple(generator.shape)} {generator.dtype}"
-                fail(f"quantize[{self.format}]", "a seed tensor is one int64", got, "Pass torch.tensor([seed])")
+                fail(
+                    f"quantize[{self.format}]",
+                    "a seed tensor is one int64",
+                    got,
+                    "Pass torch.tensor([seed])",
+                )
             return generator.reshape(1)
         if not isinstance(generator, torch.Generator):
             rule = "generator must be a torch.Generator or an int64 tensor"
-            fail(f"quantize[{self.format}]", rule, type(generator).__name__, "Pass torch.tensor([seed])", DtypeError)
+            fail(
+                f"quantize[{self.format}]",
+                rule,
+                type(generator).__name__,
+                "Pass torch.tensor([seed])",
+                DtypeError,
+            )
         seed = torch.empty(1, dtype=torch.int64, device=generator.device)
         return seed.random_(generator=generator).to(x.device)
 
@@ -293,7 +360,9 @@ class Quantizer:
             src: float32, bfloat16 or float16 of the shape of ``dst``.
             dst: a tensor or storage with this quantizer.
             noop_flag: one element; non-zero leaves every byte of ``dst`` as it is. Read on the device.
-            scale, generator, amax_reduction_group: as in ``quantize``.
+            scale: as in ``quantize``; by default the factor that ``dst`` holds.
+            generator: as in ``quantize``.
+            amax_reduction_group: as in ``quantize``.
 
         Raises:
             QTensorError: another shape or quantizer; ``dst`` is unchanged.
@@ -301,13 +370,35 @@ class Quantizer:
         name = f"update_quantized[{self.format}]"
         got = getattr(dst, "_quantizer", None)
         if got != self:
-            fail(name, "dst must hold this quantizer's buffers", f"{got!r}", "Use dst.quantizer, or quantize anew")
+            fail(
+                name,
+                "dst must hold this quantizer's buffers",
+                f"{got!r}",
+                "Use dst.quantizer, or quantize anew",
+            )
         if getattr(dst, "_view_note", None) is not None:
-            fail(name, "dst must be a whole tensor", "a part of one", "Write into a part with part.copy_(values)")
+            fail(
+                name,
+                "dst must be a whole tensor",
+                "a part of one",
+                "Write into a part with part.copy_(values)",
+            )
         if tuple(src.shape) != tuple(dst.shape):
-            fail(name, "shapes must be equal", f"{tuple(src.shape)} into {tuple(dst.shape)}", "Quantize anew")
-        if noop_flag is not None and (not isinstance(noop_flag, torch.Tensor) or noop_flag.numel() != 1):
-            fail(name, "noop_flag must be a tensor of one element", repr(noop_flag), "Pass torch.tensor([0.0])")
+            fail(
+                name,
+                "shapes must be equal",
+                f"{tuple(src.shape)} into {tuple(dst.shape)}",
+                "Quantize anew",
+            )
+        if noop_flag is not None and (
+            not isinstance(noop_flag, torch.Tensor) or noop_flag.numel() != 1
+        ):
+            fail(
+                name,
+                "noop_flag must be a tensor of one element",
+                repr(noop_flag),
+                "Pass torch.tensor([0.0])",
+            )
         self._check_call(src, scale, noop_flag, dst)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
@@ -320,23 +411,32 @@ class Quantizer:
 
     def _describe_buffers(self, shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{attribute: (shape, dtype)} in slot order for a tensor of logical ``shape``."""
-        return {slot.name: (buffer_shape(slot.dims, shape), slot.dtype) for slot in self.slots}
+        sizes = buffer_shapes(self.slots, shape)
+        return {slot.name: (size, slot.dtype) for slot, size in zip(self.slots, sizes, strict=True)}
 
     def _storage_metadata(self, dtype: torch.dtype) -> dict[str, Any]:
         """The class and the constructor arguments that are no tensors."""
         return {"cls": self.tensor_cls, "nontensor_kwargs": {"dtype": dtype, "quantizer": self}}
 
-    def alloc_tensors(self, shape: Shape, *, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def alloc_tensors(
+        self, shape: Shape, *, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """Uninitialised buffers (padding zero) by attribute."""
         tensors = alloc_slots(self.slots, shape, torch.device(device or "cpu"))
         return {slot.name: tensor for slot, tensor in zip(self.slots, tensors, strict=True)}
 
-    def create_metadata(self, shape: Shape, *, dtype: torch.dtype, requires_grad: bool = False) -> Context:
+    def create_metadata(
+        self, shape: Shape, *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> Context:
         """The flatten context of a tensor that this quantizer makes. Sizes are not part of it."""
         return (self.tensor_cls.__qualname__, dtype, self, self.scale_layout)
 
     def make_empty(
-        self, shape: Shape, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+        self,
+        shape: Shape,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> Any:
         """A tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``."""
@@ -355,11 +455,17 @@ class Quantizer:
         seed: Tensor | None,
     ) -> None:
         """Write every buffer of ``out`` from ``x`` (real tensors; inside the op)."""
-        raise UnsupportedError(f"quantize[{self.format}]: {type(self).__qualname__} has no encode_. Define it.")
+        raise UnsupportedError(
+            f"quantize[{self.format}]: {type(self).__qualname__} has no encode_. Define it."
+        )
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """Float32 values from the buffers of ``side(columnwise)``."""
-        raise UnsupportedError(f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it.")
+        raise UnsupportedError(
+            f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it."
+        )
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """The maxima behind tensor-wide factors; none for formats whose factors are all local."""
@@ -369,7 +475,9 @@ class Quantizer:
         """Shapes of what ``amax`` returns."""
         return []
 
-    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
         """Buffers of ``usage`` from those of the other direction, exactly, or None where that cannot be."""
         return None
 

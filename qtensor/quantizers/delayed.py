@@ -15,13 +15,20 @@ from qtensor.reference.float8 import delayed_scale, roll_history
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 
 
-def delayed_scaling_state(length: int, count: int, *, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+def delayed_scaling_state(
+    length: int, count: int, *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
     """Fresh state: amax history (length, count) zeros and scale (count,) ones, float32."""
     return torch.zeros(length, count, device=device), torch.ones(count, device=device)
 
 
 def delayed_scaling_update(
-    history: Tensor, scale: Tensor, *, algorithm: AmaxAlgorithm = "max", margin: int = 0, dtype: str | torch.dtype = "e4m3"
+    history: Tensor,
+    scale: Tensor,
+    *,
+    algorithm: AmaxAlgorithm = "max",
+    margin: int = 0,
+    dtype: str | torch.dtype = "e4m3",
 ) -> tuple[Tensor, Tensor]:
     """The step between iterations (docs/numerics.md, delayed scaling).
 

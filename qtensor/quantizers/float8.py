@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import fail
 from qtensor.formats import Element
 from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
@@ -51,9 +51,11 @@ class _Float8(Quantizer, abstract=True):
         """[(1,)]."""
         return [(1,)]
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """float(code) * scale_inv."""
-        return float8.decode_scaled(buffers, shape, self.element)
+        return float8.decode_scaled(buffers, tuple(shape), self.element)
 
     def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """The encode factor is the reciprocal of the stored one."""
@@ -63,13 +65,19 @@ class _Float8(Quantizer, abstract=True):
         """Element values (float32) and the (1,) factor that a GEMM applies at its end."""
         return float8.decode_codes(buffers, self.element).reshape(shape), buffers["_scale_inv"]
 
-    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
         """Either direction holds the other's bytes."""
         if usage == "columnwise":
             data = buffers["_data"]
-            return {"_transpose": data.movedim(-1, 0).contiguous() if len(shape) else data.reshape(1)}
+            return {
+                "_transpose": data.movedim(-1, 0).contiguous() if len(shape) else data.reshape(1)
+            }
         transpose = buffers["_transpose"]
-        return {"_data": transpose.movedim(0, -1).contiguous() if len(shape) else transpose.reshape(())}
+        return {
+            "_data": transpose.movedim(0, -1).contiguous() if len(shape) else transpose.reshape(())
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +131,13 @@ class Float8Quantizer(_Float8):
         seed: Tensor | None,
     ) -> None:
         """Write cast(x * scale) and 1 / scale."""
-        check(
-            scale is not None and scale.numel() == 1 and scale.dtype == torch.float32,
-            "quantize[fp8_delayed]",
-            "scale must be one float32",
-            "none" if scale is None else f"{tuple(scale.shape)} {scale.dtype}",
-            "Pass the stored factor of shape (1,)",
-        )
+        if scale is None or scale.numel() != 1 or scale.dtype != torch.float32:
+            fail(
+                "quantize[fp8_delayed]",
+                "scale must be one float32",
+                "none" if scale is None else f"{tuple(scale.shape)} {scale.dtype}",
+                "Pass the stored factor of shape (1,)",
+            )
         float8.encode_scaled_(out, x, scale.reshape(1), self.element)
 
 

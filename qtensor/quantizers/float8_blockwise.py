@@ -87,7 +87,9 @@ class Float8BlockQuantizer(Quantizer):
                 torch.finfo(x.dtype).max,
             )
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """float(code) * scale_inv of its block."""
         side = self.side(columnwise)
         use_column = side == "_columnwise"
@@ -98,12 +100,16 @@ class Float8BlockQuantizer(Quantizer):
         values = float8.decode_blocks(codes, grid, self._rows, self.element)
         return (values.t() if use_column else values).reshape(shape)
 
-    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
         """With 2D blocks either direction is the other transposed."""
         if self.block_scaling_dim == 1:
             return None
         rows, cols = rows_cols(shape)
-        source, target = ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        source, target = (
+            ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        )
         only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
         named = only.alloc_tensors(shape, device=buffers[f"{source}_data"].device)
         from_shape = (rows, cols) if usage == "columnwise" else (cols, rows)

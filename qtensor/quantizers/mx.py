@@ -69,9 +69,15 @@ class MXQuantizer(Quantizer, abstract=True):
                 continue
             data = out[f"{side}_data"]
             packed = self._codes_per_group() != (1, 1)
-            codes = matrix.new_empty(matrix.shape, dtype=torch.uint8) if packed else data.view(matrix.shape)
+            codes = (
+                matrix.new_empty(matrix.shape, dtype=torch.uint8)
+                if packed
+                else data.view(matrix.shape)
+            )
             if self.with_2d_quantization:
-                square = mx.encode_(codes, matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode)
+                square = mx.encode_(
+                    codes, matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode
+                )
                 # One factor a block, repeated along the dim that a 1-D block does not span.
                 rows, cols = (matrix.shape[0], square.shape[1]), (square.shape[0], matrix.shape[1])
                 scales = spread(square, block[1], block[0], rows if side == "_rowwise" else cols)
@@ -119,21 +125,27 @@ class MXQuantizer(Quantizer, abstract=True):
         if group == (1, 1):
             data = data.reshape(shape)
             return decode(data, self.element)
-        data = data.t() if along_rows else data.reshape(shape[0], ceil_div(count, group[0]) * group[1])
+        data = (
+            data.t() if along_rows else data.reshape(shape[0], ceil_div(count, group[0]) * group[1])
+        )
         if group == (2, 1):
             values = decode_pairs(data, self.element, count)
         else:
             values = decode(unpack_quads(data, count), self.element)
         return values.t() if along_rows else values
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """Element values times factors, float32."""
         side = self.side(columnwise)
         block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
         values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
         return mx.decode(values, self._scales(buffers, side), block).reshape(shape)
 
-    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
         """With 2D blocks either direction holds the other."""
         if not self.with_2d_quantization:
             return None
@@ -151,8 +163,12 @@ class MXQuantizer(Quantizer, abstract=True):
         data.copy_((self._pack(codes, target) if packed else codes).reshape(data.shape))
         scales = self._scales(buffers, source)
         if usage == "columnwise":
-            scales = spread(scales[: rows : mx.BLOCK], 1, mx.BLOCK, (ceil_div(rows, mx.BLOCK), cols))
+            scales = spread(
+                scales[: rows : mx.BLOCK], 1, mx.BLOCK, (ceil_div(rows, mx.BLOCK), cols)
+            )
         else:
-            scales = spread(scales[:, : cols : mx.BLOCK], mx.BLOCK, 1, (rows, ceil_div(cols, mx.BLOCK)))
+            scales = spread(
+                scales[:, : cols : mx.BLOCK], mx.BLOCK, 1, (rows, ceil_div(cols, mx.BLOCK))
+            )
         self._write_scales(named[f"{target}_scale_inv"], target, scales)
         return named

@@ -14,7 +14,14 @@ from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
-from qtensor.reference.blocks import as_matrix, pad_matrix, spread, swizzle, unswizzle, write_padded_
+from qtensor.reference.blocks import (
+    as_matrix,
+    pad_matrix,
+    spread,
+    swizzle,
+    unswizzle,
+    write_padded_,
+)
 from qtensor.reference.elements import decode_pairs, pack_pairs, unpack_pairs
 from qtensor.reference.philox import random_bytes
 from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
@@ -46,7 +53,7 @@ class NVFP4Quantizer(Quantizer):
     with_rht: bool = False
     rht_side: str = "columnwise"
     with_random_sign_mask: bool = True
-    stochastic_rounding: bool = False
+    stochastic_rounding: bool = False  # type: ignore[misc]
     row_scaled: bool = False
     use_4over6: bool = False
     e4m3_max: float = 0.0
@@ -73,7 +80,12 @@ class NVFP4Quantizer(Quantizer):
         for option, others in clashes:
             for other in others:
                 if getattr(self, option) and getattr(self, other):
-                    fail("quantizer[nvfp4]", f"{option} and {other} exclude each other", "both", "Drop one of them")
+                    fail(
+                        "quantizer[nvfp4]",
+                        f"{option} and {other} exclude each other",
+                        "both",
+                        "Drop one of them",
+                    )
 
     def _default(self, name: str, value: Any) -> Any:
         """The largest factor depends on ``use_4over6``."""
@@ -155,7 +167,9 @@ class NVFP4Quantizer(Quantizer):
     def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:
         if seed is None or not self.stochastic_rounding:
             return None
-        return random_bytes(seed.to(source.device), source.numel(), SIDES.index(side)).view(source.shape)
+        return random_bytes(seed.to(source.device), source.numel(), SIDES.index(side)).view(
+            source.shape
+        )
 
     def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
         data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
@@ -167,7 +181,9 @@ class NVFP4Quantizer(Quantizer):
         else:
             write_padded_(scale_out, scales)
 
-    def decode(self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None) -> Tensor:
+    def decode(
+        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
+    ) -> Tensor:
         """``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
         side = self.side(columnwise)
         rows, cols = rows_cols(shape)
@@ -183,11 +199,15 @@ class NVFP4Quantizer(Quantizer):
             values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :length]
         return (values if side == "_rowwise" else values.t()).reshape(shape)
 
-    def derive(self, buffers: dict[str, Tensor], shape: Shape, usage: str) -> dict[str, Tensor] | None:
+    def derive(
+        self, buffers: dict[str, Tensor], shape: Shape, usage: str
+    ) -> dict[str, Tensor] | None:
         """With 2D blocks either direction is the other transposed."""
         if not self.with_2d_quantization:
             return None
-        source, target = ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        source, target = (
+            ("_rowwise", "_columnwise") if usage == "columnwise" else ("_columnwise", "_rowwise")
+        )
         rows, cols = rows_cols(shape)
         lines, count = (rows, cols) if usage == "columnwise" else (cols, rows)
         only = self.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")

@@ -67,13 +67,28 @@ def check_options(quantizer: Any) -> None:
             )
         expected = type(field.default)
         if type(value) is not expected and not (expected is float and type(value) is int):
-            fail(name, f"{field.name} must be a {expected.__name__}", repr(value), "Pass such a value")
+            fail(
+                name,
+                f"{field.name} must be a {expected.__name__}",
+                repr(value),
+                "Pass such a value",
+            )
         if type(value) is not expected:
             object.__setattr__(quantizer, field.name, expected(value))
-        if expected is float and not 0 <= value < math.inf:
-            fail(name, f"{field.name} must be finite and not negative", repr(value), "Pass such a value")
+        if isinstance(value, int | float) and expected is float and not 0 <= value < math.inf:
+            fail(
+                name,
+                f"{field.name} must be finite and not negative",
+                repr(value),
+                "Pass such a value",
+            )
     if not (quantizer.rowwise or quantizer.columnwise):
-        fail(name, "at least one usage is needed", "rowwise=False, columnwise=False", "Ask for rowwise or columnwise")
+        fail(
+            name,
+            "at least one usage is needed",
+            "rowwise=False, columnwise=False",
+            "Ask for rowwise or columnwise",
+        )
 
 
 def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
@@ -85,7 +100,12 @@ def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
     value = getattr(quantizer, option)
     if value not in legal:
         choices = ", ".join(repr(v) for v in legal)
-        fail(f"quantizer[{quantizer.format}]", f"{option} must be one of {choices}", repr(value), "Choose one of them")
+        fail(
+            f"quantizer[{quantizer.format}]",
+            f"{option} must be one of {choices}",
+            repr(value),
+            "Choose one of them",
+        )
 
 
 def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Element:

@@ -44,7 +44,12 @@ class TensorProto:
             QTensorError: a plain tensor, or no usage left.
         """
         if self.quantizer is None:
-            fail("TensorProto.update_usage", "only quantized tensors have usages", "a plain one", "Set .quantizer first")
+            fail(
+                "TensorProto.update_usage",
+                "only quantized tensors have usages",
+                "a plain one",
+                "Set .quantizer first",
+            )
         self.quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def inner_names(self) -> list[str]:
@@ -55,7 +60,9 @@ class TensorProto:
         """The flatten context of the tensor; None for a plain one."""
         if self.quantizer is None:
             return None
-        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+        return self.quantizer.create_metadata(
+            self.shape, dtype=self.dtype, requires_grad=self.requires_grad
+        )
 
     def create_inner_tensors(self) -> list[Tensor]:
         """Uninitialised buffers in slot order (padding zero); the tensor itself for a plain one."""
@@ -77,7 +84,11 @@ class TensorProto:
             len(flat),
             "Pass what create_inner_tensors returns",
         )
-        tensor = flat[0] if self.quantizer is None else self.quantizer.assemble(flat, self.shape, self.dtype)
+        tensor = (
+            flat[0]
+            if self.quantizer is None
+            else self.quantizer.assemble(flat, self.shape, self.dtype)
+        )
         return tensor.requires_grad_() if self.requires_grad else tensor
 
     def create_tensor(self) -> Any:
@@ -92,6 +103,14 @@ def to_tensor_proto(t: Tensor | QuantizedTensorStorage) -> TensorProto:
         DtypeError: something else.
     """
     if not isinstance(t, torch.Tensor | QuantizedTensorStorage):
-        fail("to_tensor_proto", "a tensor or storage is needed", type(t).__name__, "Pass a torch.Tensor", DtypeError)
+        fail(
+            "to_tensor_proto",
+            "a tensor or storage is needed",
+            type(t).__name__,
+            "Pass a torch.Tensor",
+            DtypeError,
+        )
     quantizer = getattr(t, "_quantizer", None)
-    return TensorProto(tuple(t.shape), t.dtype, quantizer, bool(getattr(t, "requires_grad", False)), t.device)
+    return TensorProto(
+        tuple(t.shape), t.dtype, quantizer, bool(getattr(t, "requires_grad", False)), t.device
+    )

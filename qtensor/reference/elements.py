@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtensor.formats import E4M3, E5M2, Element
+from qtensor.errors import fail
+from qtensor.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Element
 
 
 def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
@@ -19,7 +20,7 @@ def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
     cast differs between element types and torch versions.
     """
     values = values.clamp_(-element.max, element.max).nan_to_num_(nan=math.nan)
-    out.view(element.dtype).copy_(values)
+    out.view(element.dtype).copy_(values)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -45,14 +46,28 @@ def encode_narrow(values: Tensor, element: Element, keep_negative_zero: bool = T
         keep_negative_zero: -0.0 becomes the code of -0 (MX formats) rather than 0 (NVFP4).
     """
     magnitude = values.abs().clamp_(max=element.max)
-    codes = _encode_e2m1(magnitude) if element.mantissa_bits == 1 else _encode_through_fp8(magnitude, element)
+    if element == E2M1:
+        codes = _encode_e2m1(magnitude)
+    elif element in _WIDE:
+        codes = _encode_through_fp8(magnitude, element)
+    else:
+        known = ", ".join(e.name for e in (E2M1, *_WIDE))
+        fail(
+            "encode",
+            f"the narrow element must be one of {known}",
+            element.name,
+            "Encode it in your quantizer",
+        )
     negative = values.signbit() if keep_negative_zero else values < 0
     return codes.add_(negative, alpha=1 << (element.bits - 1))
 
 
+_WIDE = {E2M3: E4M3, E3M2: E5M2}
+
+
 def _encode_through_fp8(magnitude: Tensor, element: Element) -> Tensor:
     """E3M2 and E2M3 have the mantissas of E5M2 and E4M3: with the smallest exponents aligned, the codes are equal."""
-    wide = E5M2 if element.mantissa_bits == E5M2.mantissa_bits else E4M3
+    wide = _WIDE[element]
     aligned = magnitude * 2.0 ** (wide.min_exponent - element.min_exponent)
     return aligned.to(wide.dtype).view(torch.uint8)
 
@@ -84,7 +99,9 @@ def decode(codes: Tensor, element: Element) -> Tensor:
 def decode_pairs(packed: Tensor, element: Element, count: int) -> Tensor:
     """4-bit codes, two a byte along the last dim (even index in the low nibble), to ``count`` float32 values a row."""
     table = _value_table(element, 2, packed.device)
-    values = table.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    values = table.index_select(0, packed.reshape(-1).int()).view(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )
     return values if values.shape[-1] == count else values[..., :count]
 
 
@@ -92,7 +109,10 @@ def pack_pairs(codes: Tensor) -> Tensor:
     """(..., n) 4-bit codes to (..., ceil(n / 2)) bytes, even index in the low nibble, an odd tail padded with code 0."""
     if codes.shape[-1] % 2:
         codes = F.pad(codes, (0, 1))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    # A little-endian pair is low | high << 8; its low byte after the shift is low | high << 4.
+    # (contiguous() leaves the strides of dims of size 1 as they are, which view refuses.)
+    pairs = codes.reshape(-1).view(torch.int16).view(*codes.shape[:-1], codes.shape[-1] // 2)
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def unpack_pairs(packed: Tensor, count: int) -> Tensor:
@@ -104,7 +124,13 @@ def pack_quads(codes: Tensor) -> Tensor:
     """(..., n) 6-bit codes to (..., ceil(n / 4) * 3) bytes: code i of a group in bits 6i..6i+5, little-endian."""
     codes = F.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4)).int()
     word = codes[..., 0] | codes[..., 1] << 6 | codes[..., 2] << 12 | codes[..., 3] << 18
-    return torch.stack((word, word >> 8, word >> 16), dim=-1).bitwise_and_(0xFF).to(torch.uint8).flatten(-2)
+    return (
+        torch
+        .stack((word, word >> 8, word >> 16), dim=-1)
+        .bitwise_and_(0xFF)
+        .to(torch.uint8)
+        .flatten(-2)
+    )
 
 
 def unpack_quads(packed: Tensor, count: int) -> Tensor:

@@ -29,9 +29,7 @@ def amax_axis(x: Tensor, axis: int) -> Tensor:
     return matrix.abs().amax(axis, keepdim=True).float()
 
 
-def encode_scaled_(
-    out: dict[str, Tensor], x: Tensor, scale: Tensor, element: Element
-) -> None:
+def encode_scaled_(out: dict[str, Tensor], x: Tensor, scale: Tensor, element: Element) -> None:
     """Fill ``_data`` and/or ``_transpose`` with cast(x * scale) and ``_scale_inv`` with 1 / scale.
 
     Args:
@@ -62,10 +60,12 @@ def decode_scaled(buffers: dict[str, Tensor], shape: tuple[int, ...], element: E
     """float(code) * scale_inv, float32 of ``shape``."""
     values, scale_inv = decode_codes(buffers, element), buffers["_scale_inv"]
     scaled = values * scale_inv if scale_inv.ndim == 1 else as_matrix(values) * scale_inv
-    return scaled.reshape(shape)
+    return scaled if scaled.shape == shape else scaled.reshape(shape)
 
 
-def block_scale(blocks: Tensor, element: Element, force_pow_2: bool, epsilon: float, overflow: float) -> Tensor:
+def block_scale(
+    blocks: Tensor, element: Element, force_pow_2: bool, epsilon: float, overflow: float
+) -> Tensor:
     """Encode factors (m, k) of blocks (m, r, k, c)."""
     if not blocks.numel():
         return blocks.new_ones((blocks.shape[0], blocks.shape[2]), dtype=torch.float32)
@@ -81,11 +81,24 @@ def encode_blocks_(
 
 
 def quantize_blocks_(
-    codes: Tensor, scale_inv: Tensor, x: Tensor, rows: int, element: Element, force_pow_2: bool, epsilon: float, overflow: float
+    codes: Tensor,
+    scale_inv: Tensor,
+    x: Tensor,
+    rows: int,
+    element: Element,
+    force_pow_2: bool,
+    epsilon: float,
+    overflow: float,
 ) -> None:
     """Quantize an (M, K) matrix in ``rows`` x 128 blocks; ``scale_inv`` is (blocks along M, blocks along K), padded."""
     blocks = to_blocks(x, rows, BLOCK)
-    encode_blocks_(codes, scale_inv, blocks, block_scale(blocks, element, force_pow_2, epsilon, overflow), element)
+    encode_blocks_(
+        codes,
+        scale_inv,
+        blocks,
+        block_scale(blocks, element, force_pow_2, epsilon, overflow),
+        element,
+    )
 
 
 def decode_blocks(codes: Tensor, scale_inv: Tensor, rows: int, element: Element) -> Tensor:

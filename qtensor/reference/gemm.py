@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -14,7 +15,7 @@ def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> 
         factor: (1,) float32 product of the operands' scale_inv, or None when it is in ``a`` and ``b`` already.
         bias: broadcastable to (..., M, N), or None.
     """
-    y = a @ b
+    y = torch.mm(a, b) if a.ndim == b.ndim == 2 else torch.matmul(a, b)
     if factor is not None:
         y = y * factor
     return y if bias is None else y + bias.float()

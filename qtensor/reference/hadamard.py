@@ -17,7 +17,10 @@ def matrix(with_signs: bool, device: torch.device) -> Tensor:
     """``diag(signs) @ H16 / 4`` with H16 in Sylvester order, float32 (16, 16); its entries are +-0.25."""
     hadamard = torch.ones(1, 1)
     for _ in range(4):
-        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+        hadamard = torch.cat((
+            torch.cat((hadamard, hadamard), 1),
+            torch.cat((hadamard, -hadamard), 1),
+        ))
     if with_signs:
         signs = torch.tensor([-1.0 if SIGN_MASK >> i & 1 else 1.0 for i in range(SIZE)])
         hadamard = signs[:, None] * hadamard

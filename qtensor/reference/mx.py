@@ -12,7 +12,9 @@ from qtensor.reference.scaling import e8m0_code, e8m0_decode_factor, e8m0_encode
 BLOCK = 32
 
 
-def encode_(codes: Tensor, x: Tensor, block: tuple[int, int], element: Element, mode: str) -> Tensor:
+def encode_(
+    codes: Tensor, x: Tensor, block: tuple[int, int], element: Element, mode: str
+) -> Tensor:
     """Quantize an (M, K) matrix in ``block`` = (rows, cols) blocks.
 
     Args:

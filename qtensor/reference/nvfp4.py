@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from qtensor.formats import E2M1, E4M3
 from qtensor.reference.blocks import block_amax, from_blocks, scale_blocks, to_blocks
@@ -39,12 +40,14 @@ def amax(x: Tensor, per_row: bool = False) -> Tensor:
 
 def global_scale(amax_tensor: Tensor, e4m3_max: float) -> Tensor:
     """The encode factor of the second level, ``min(e4m3_max * 6 / A, FLT_MAX)``; 1 where it or A is 0."""
-    scale = quotient(e4m3_max * 6.0, amax_tensor).clamp_(max=FLOAT32_MAX)
-    return torch.where((amax_tensor == 0) | (scale == 0), 1.0, scale)
+    # The quotient is never 0, since amax is finite.
+    return quotient(e4m3_max * 6.0, threshold(amax_tensor, 0.0, e4m3_max * 6.0)).clamp_(
+        max=FLOAT32_MAX
+    )
 
 
 def _round_e4m3(values: Tensor) -> Tensor:
-    return values.clamp(max=E4M3.max).to(torch.float8_e4m3fn)
+    return values.clamp_(max=E4M3.max).to(torch.float8_e4m3fn)
 
 
 def _encode_factor(scale: Tensor, global_enc: Tensor) -> Tensor:
@@ -62,7 +65,9 @@ def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
     magnitude = values.abs().clamp_(max=E2M1.max)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     raised = magnitude + noise.float() / 256 * step
-    codes = torch.bucketize(raised.contiguous(), _STEP_BOUNDS.to(values.device), right=True, out_int32=True)
+    codes = torch.bucketize(
+        raised.contiguous(), _STEP_BOUNDS.to(values.device), right=True, out_int32=True
+    )
     return codes.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8) << 3)
 
 
@@ -93,7 +98,7 @@ def encode(
         codes, scale = _encode_4over6(blocks, maxima, amax_tensor[:, None], global_enc, recipe)
         return from_blocks(codes, rows, cols), scale.view(torch.uint8), amax_tensor
     multiplier = global_enc * _SIXTH.to(x.device)
-    scale = _round_e4m3((maxima * multiplier).clamp_(max=FLOAT32_MAX))
+    scale = _round_e4m3(maxima * multiplier)
     values = scale_blocks(blocks, _encode_factor(scale, global_enc), rows, cols)
     codes = encode_narrow(values, E2M1, False) if noise is None else stochastic_codes(values, noise)
     return codes, scale.view(torch.uint8), amax_tensor
@@ -110,11 +115,11 @@ def _encode_4over6(
         factor = _encode_factor(scale, global_enc)[:, None, :, None]
         code = encode_narrow(blocks * factor, E2M1, False)
         decoded = decode_codes(code, E2M1) * scale.float()[:, None, :, None]
-        difference = (
-            quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max) - blocks
-        )
+        difference = quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max) - blocks
         codes.append(code)
-        errors.append(_block_error(difference.abs() if recipe.err_mode == "mae" else difference * difference))
+        errors.append(
+            _block_error(difference.abs() if recipe.err_mode == "mae" else difference * difference)
+        )
     to_4 = errors[1] < errors[0]
     scale = torch.where(to_4, candidates[1].view(torch.uint8), candidates[0].view(torch.uint8))
     return torch.where(to_4[:, None, :, None], codes[1], codes[0]), scale
@@ -131,7 +136,9 @@ def _block_error(terms: Tensor) -> Tensor:
     return row_errors[:, 0]
 
 
-def decode(values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_max: float) -> Tensor:
+def decode(
+    values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_max: float
+) -> Tensor:
     """``fp4 * float(s) * (A / (6 * e4m3_max))``.
 
     Args:

@@ -24,15 +24,20 @@ def quotient(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
 
     torch divides a number by a tensor, and on CUDA a tensor by a number, by way of the reciprocal, which rounds twice.
     """
-    if not isinstance(numerator, Tensor):
-        numerator = _constant(numerator, denominator.device)
-    elif not isinstance(denominator, Tensor):
+    if isinstance(denominator, Tensor):
+        if not isinstance(numerator, Tensor):
+            numerator = _constant(numerator, denominator.device)
+    elif isinstance(numerator, Tensor):
         denominator = _constant(denominator, numerator.device)
     return torch.div(numerator, denominator)
 
 
 def fp8_scale(
-    amax: Tensor, element_max: float, force_pow_2: bool, epsilon: float, overflow: float = FLOAT32_MAX
+    amax: Tensor,
+    element_max: float,
+    force_pow_2: bool,
+    epsilon: float,
+    overflow: float = FLOAT32_MAX,
 ) -> Tensor:
     """Encode factors ``element_max / amax``.
 
@@ -48,9 +53,9 @@ def fp8_scale(
     """
     if epsilon > 0:
         amax = amax.clamp(min=epsilon)
-    known = amax.nan_to_num(nan=0.0, posinf=0.0)
+    # Where there is no finite maximum above 0, element_max stands for it and gives exactly 1.
+    known = torch.threshold_(amax.nan_to_num(nan=0.0, posinf=0.0), 0.0, element_max)
     scale = quotient(element_max, known).nan_to_num_(posinf=overflow)
-    scale = torch.where(known == 0, 1.0, scale)
     if force_pow_2:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale
@@ -61,10 +66,9 @@ def e8m0_code(amax: Tensor, element: Element, mode: str) -> Tensor:
     # One mark for what is not finite, with a known sign: a vectorised maximum may return a NaN with its sign bit set.
     amax = amax.nan_to_num_(nan=math.inf, posinf=math.inf)
     if mode == "rceil":
-        bits = quotient(amax, element.max).view(torch.int32)
-        # Up to the next power of two; below 2^-126 the codes are 2^-127 (up to 0x400000) and 2^-126.
-        rounded = torch.add(bits + 0x3FFFFF, bits >= 0x800000, alpha=0x400000)
-        return (rounded >> 23).to(torch.uint8)
+        # Up to the next power of two: any mantissa bit carries. What is at most 2^-127 counts as 0, whose code is 2^-127.
+        ratio = torch.threshold_(quotient(amax, element.max), 2.0**-127, 0.0)
+        return ratio.view(torch.int32).add_(0x7FFFFF).bitwise_right_shift_(23).to(torch.uint8)
     bits = amax.view(torch.int32)
     finite = bits < 0x7F800000
     # "even" rounds the significand to the element's precision, half up, before the exponent is read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 
-Context = tuple[str, torch.dtype, Codec, str]
+Context = tuple[str, torch.dtype, Any, str]
 """The flatten context: qualname, nominal dtype, quantizer, scale layout. Values only: no size, device or tensor."""
 
 
@@ -39,13 +39,20 @@ class QuantizedTensorStorage:
 
     __slots__ = ()
 
+    if TYPE_CHECKING:
+        _quantizer: Codec
+        shape: Any
+        dtype: Any
+        device: Any
+        ndim: Any
+        _scale_inv: Any
+        _view_note: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
     spec: ClassVar[FormatSpec]
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(attribute, constructor keyword) of each inner buffer, in slot order."""
-
-    _quantizer: Codec
-    shape: Any
-    dtype: Any
 
     def __init_subclass__(cls, spec: FormatSpec | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,7 +82,9 @@ class QuantizedTensorStorage:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype`` (the nominal dtype if None), rounded once from float32."""
-        return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype or self.dtype)
+        return DEQUANTIZE(
+            self.buffers(), self._quantizer.canonical, self.shape, dtype or self.dtype
+        )
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drop directions, or build one from the other where the bytes allow it. In place.
@@ -108,7 +117,7 @@ class QuantizedTensorStorage:
         self._set_quantizer(new)
 
     def _set_quantizer(self, quantizer: Codec) -> None:
-        self._quantizer = quantizer
+        self._quantizer = quantizer  # type: ignore[misc]
 
     def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Any:
         """Requantize ``src`` into the buffers that are there; see ``Quantizer.update_quantized``."""
@@ -135,7 +144,9 @@ class QuantizedTensorStorage:
         )
         named = {
             keyword: tensor
-            for (_, keyword), tensor in zip(layout.cls._FLATTEN_TENSOR_BUFFERS, tensors, strict=False)
+            for (_, keyword), tensor in zip(
+                layout.cls._FLATTEN_TENSOR_BUFFERS, tensors, strict=False
+            )
         }
         storage = layout.cls(layout.shape, layout.dtype, layout.quantizer, **named)
         return storage, list(tensors[count:])
@@ -146,7 +157,9 @@ class BareStorage(QuantizedTensorStorage):
 
     __slots__ = ("_dtype", "_quantizer", "_shape")
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, quantizer: Codec, **buffers: Tensor | None) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, quantizer: Codec, **buffers: Tensor | None
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._quantizer = quantizer
@@ -248,5 +261,3 @@ def describe(storage: Any) -> str:
     quantizer = storage._quantizer
     shape = ", ".join(str(n) for n in storage.shape)
     return f"{type(storage).__name__}(shape=({shape}), dtype={storage.dtype}, quantizer={quantizer.canonical!r})"
-
-

@@ -15,7 +15,9 @@ from qtensor.storage.rebuild import Handler, with_buffers
 from qtensor.storage.write import plain
 
 
-def gemm(a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def gemm(
+    a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Product of two operands, quantized (tensor or storage) or plain, in one of the three GEMM layouts.
 
     Args:
@@ -38,13 +40,27 @@ def gemm_operands(
 ) -> Tensor:
     """``gemm`` on the buffers; below dispatch, or for bare storages."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
-    for name, t, quantizer in (("a", a, left), ("b", b, right)):
-        if quantizer is None and t.dtype not in FLOATING:
-            fail("gemm", f"operand {name} must be quantized or floating", t.dtype, "Convert it first")
+    if a.dtype not in FLOATING or b.dtype not in FLOATING:
+        fail(
+            "gemm",
+            "operands must be quantized or floating",
+            f"{a.dtype} and {b.dtype}",
+            "Convert them first",
+        )
     if layout not in LAYOUTS:
-        fail("gemm", f"layout must be one of {', '.join(LAYOUTS)}", repr(layout), "Choose one of them")
+        fail(
+            "gemm",
+            f"layout must be one of {', '.join(LAYOUTS)}",
+            repr(layout),
+            "Choose one of them",
+        )
     if a.device != b.device:
-        fail("gemm", "operands must be on one device", f"{a.device} and {b.device}", "Move one with .to(device)")
+        fail(
+            "gemm",
+            "operands must be on one device",
+            f"{a.device} and {b.device}",
+            "Move one with .to(device)",
+        )
     check_operands(left, a.shape, right, b.shape, layout)
     return GEMM(
         [a] if left is None else a.buffers(),
@@ -60,8 +76,11 @@ def gemm_operands(
 
 
 def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The handler of the ``gemm_tensor`` op."""
     a, b, layout, dtype, bias = (*args, None, None)[:5]
-    return gemm_operands(a, b, layout, bias=kwargs.get("bias", bias), dtype=kwargs.get("dtype", dtype))
+    return gemm_operands(
+        a, b, layout, bias=kwargs.get("bias", bias), dtype=kwargs.get("dtype", dtype)
+    )
 
 
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -81,14 +100,21 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight, bias = (*args, None)[:3]
     bias = kwargs.get("bias", bias)
-    return gemm_operands(x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias)
+    return gemm_operands(
+        x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
+    )
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Rows of a quantized table; only those asked for are decoded."""
     weight, index = args[:2]
     if not isinstance(weight, QuantizedTensorStorage) or isinstance(index, QuantizedTensorStorage):
-        fail("embedding", "the table may be quantized, the index not", type(index).__name__, "Pass integer indices")
+        fail(
+            "embedding",
+            "the table may be quantized, the index not",
+            type(index).__name__,
+            "Pass integer indices",
+        )
     buffers = geometry.select_rows(weight, index.reshape(-1)) if weight._quantizer.rowwise else None
     if buffers is None or weight._quantizer.columnwise:
         return func(plain(weight), index, *args[2:], **kwargs)
@@ -107,4 +133,3 @@ COMPUTE: dict[str, Handler] = {
     "embedding": _embedding,
 }
 """Op name (aten) -> handler. The result is plain: operands are decoded inside one op, rounded once."""
-

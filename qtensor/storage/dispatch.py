@@ -32,7 +32,9 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if own.canonical == canonical and own.is_requantization_safe():
             return [buffer.detach() for buffer in t.buffers()]
         return func(plain(t), *args[1:], **kwargs)
-    raise QTensorError("quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it.")
+    raise QTensorError(
+        "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."
+    )
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,7 +57,9 @@ def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     flat = torch.utils._pytree.tree_leaves((args, kwargs))
-    return ", ".join(sorted({t._quantizer.canonical for t in flat if isinstance(t, QuantizedTensorStorage)}))
+    return ", ".join(
+        sorted({t._quantizer.canonical for t in flat if isinstance(t, QuantizedTensorStorage)})
+    )
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -88,7 +92,10 @@ def _resolve(func: Any) -> Handler:
     kind = classify(func)
     if kind in ("exact", "computes"):
         handler = PRESERVE[name] if kind == "exact" else COMPUTE[name]
-        if any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        if any(
+            a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+            for a in func._schema.arguments
+        ):
             return _with_out(handler)
         returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         return _outside_inference(handler) if returned and not returned[0].is_write else handler
@@ -112,8 +119,14 @@ def _with_out(handler: Handler) -> Handler:
         result = handler(func, args, {k: v for k, v in kwargs.items() if k != "out"})
         if tuple(out.shape) != tuple(result.shape):
             rule = f"{func}: out must have the shape of the result"
-            raise QTensorError(f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Allocate it so.")
-        return copy_into(out, result) if isinstance(result, QuantizedTensorStorage) else out.copy_(result)
+            raise QTensorError(
+                f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Allocate it so."
+            )
+        return (
+            copy_into(out, result)
+            if isinstance(result, QuantizedTensorStorage)
+            else out.copy_(result)
+        )
 
     return run
 

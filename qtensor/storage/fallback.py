@@ -16,9 +16,9 @@ isneginf nan_to_num signbit frac"""
 _BINARY = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge lerp
 addcmul addcdiv where clamp clamp_min clamp_max masked_fill isclose logical_and logical_or"""
 _REDUCE = """sum mean amax amin max min aminmax norm linalg_vector_norm std var std_mean var_mean prod any all argmax argmin
-median quantile count_nonzero logsumexp cumsum dot vdot mv equal allclose _local_scalar_dense item is_nonzero nonzero
+median count_nonzero logsumexp cumsum dot vdot mv equal allclose _local_scalar_dense item is_nonzero nonzero
 _softmax _log_softmax native_layer_norm native_dropout topk sort histc bincount ones_like full_like rand_like randn_like
-new_ones new_full"""
+new_ones new_full zeros_like"""
 _FOREACH = """_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg _foreach_sqrt _foreach_abs _foreach_norm
 _foreach_maximum _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_reciprocal _foreach_pow _foreach_max"""
 _IN_PLACE = """add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ zero_ fill_
@@ -36,7 +36,9 @@ IN_PLACE_OPS = frozenset(_IN_PLACE.split())
 def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on dequantized operands; destinations (by the schema) get the result written back."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    plain_leaves = [plain(leaf) if isinstance(leaf, QuantizedTensorStorage) else leaf for leaf in leaves]
+    plain_leaves = [
+        plain(leaf) if isinstance(leaf, QuantizedTensorStorage) else leaf for leaf in leaves
+    ]
     plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, structure)
     result = func(*plain_args, **plain_kwargs)
     written = [

@@ -49,10 +49,10 @@ def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
     shape, is_last = t.shape, dim == len(t.shape) - 1
     total = shape[dim]
     rows = (start, end, total)
+    outer = math.prod(shape[:dim])
     if not is_last:
         inner = math.prod(shape[dim + 1 : -1])
         rows = (start * inner, end * inner, total * inner)
-        outer = math.prod(shape[:dim])
     result = []
     for slot in t._quantizer.slots:
         buffer = getattr(t, slot.name)
@@ -64,12 +64,16 @@ def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
                 if not is_last and outer != 1:
                     rule = "slicing a middle dim needs factors that do not run along it"
                     _refuse("slice", t, rule, f"dim {dim} of {tuple(shape)}")
-                buffer = _slice_axis(t, slot, buffer, index, axis, (start, end, total) if is_last else rows)
+                buffer = _slice_axis(
+                    t, slot, buffer, index, axis, (start, end, total) if is_last else rows
+                )
         result.append(buffer)
     return result
 
 
-def _slice_axis(t: Any, slot: Slot, buffer: Tensor, index: int, axis: Dim, bounds: tuple[int, int, int]) -> Tensor:
+def _slice_axis(
+    t: Any, slot: Slot, buffer: Tensor, index: int, axis: Dim, bounds: tuple[int, int, int]
+) -> Tensor:
     start, end, total = bounds
     if start == 0 and end == total:
         return buffer
@@ -82,7 +86,9 @@ def _slice_axis(t: Any, slot: Slot, buffer: Tensor, index: int, axis: Dim, bound
         _refuse("slice", t, rule, f"{start}:{end} of {total}")
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
     if not slot.swizzled:
-        return buffer.narrow(buffer.ndim - len(slot.dims) + index if index else 0, first, last - first)
+        return buffer.narrow(
+            buffer.ndim - len(slot.dims) + index if index else 0, first, last - first
+        )
     return _slice_tiles(slot, buffer, axis, first, last)
 
 
@@ -104,7 +110,13 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
         return [_view_leading(t, slot, shape) for slot in t._quantizer.slots]
     if t._quantizer.columnwise:
         rule = "a view that changes the last dim needs a tensor without columnwise data"
-        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}", "Call update_usage(columnwise=False) first")
+        _refuse(
+            op,
+            t,
+            rule,
+            f"{tuple(t.shape)} to {tuple(shape)}",
+            "Call update_usage(columnwise=False) first",
+        )
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
 
@@ -115,13 +127,15 @@ def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
     if "lead" not in leads:
         return buffer
     if not len(shape):
-        return buffer.reshape(()) if leads[-1] == "k" and slot.dims[-1].per == 1 else buffer.reshape(1)
+        return (
+            buffer.reshape(()) if leads[-1] == "k" and slot.dims[-1].per == 1 else buffer.reshape(1)
+        )
     leading = tuple(shape[:-1])
     # A 0-d tensor stores () for unpacked data.
     if leads[0] == "lead":
         tail = buffer.shape[-1] if buffer.ndim else 1
-        return buffer.view(*leading, tail)
-    return buffer.view(buffer.shape[0], *leading)
+        return buffer.reshape(*leading, tail)
+    return buffer.reshape(buffer.shape[0], *leading)
 
 
 def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
@@ -132,14 +146,16 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
     per = slot.dims[-1].per
     old_rows, old_k = rows_cols(t.shape)
     new_rows, new_k = rows_cols(shape)
-    plain = slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
+    plain = (
+        slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
+    )
     if not plain or slot.swizzled or old_k % per or new_k % per:
         rule = f"the last dim may change only in whole blocks of rowwise data ({slot.name})"
         _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}")
     width = old_k // per * slot.dims[-1].units
     new_width = new_k // per * slot.dims[-1].units
     if slot.dims[0].axis == "lead":
-        return buffer.view(*shape[:-1], new_width)
+        return buffer.reshape(*shape[:-1], new_width)
     if buffer.shape[-1] != width and old_rows != 1:
         rule = f"the rows of {slot.name} are padded, so they are not contiguous"
         _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}")
@@ -154,15 +170,22 @@ Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
 def counterparts(spec: FormatSpec) -> dict[str, str]:
     """Each inner buffer's name -> the name it takes when the tensor is transposed."""
     row, column, both = (
-        [b.name for b in spec.inner if b.usage == usage] for usage in ("rowwise", "columnwise", "both")
+        [b.name for b in spec.inner if b.usage == usage]
+        for usage in ("rowwise", "columnwise", "both")
     )
-    return {**dict(zip(row + column, column + row, strict=True)), **dict(zip(both, both, strict=True))}
+    return {
+        **dict(zip(row + column, column + row, strict=True)),
+        **dict(zip(both, both, strict=True)),
+    }
 
 
 @functools.lru_cache(maxsize=1024)
 def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
-    """How a 2-D tensor with this quantizer is transposed: the new quantizer, and for each of its slots the constructor
-    keyword, the buffer to take and the view of it. All are views."""
+    """How a 2-D tensor with this quantizer is transposed, by views alone.
+
+    Returns:
+        The new quantizer, and for each of its slots the constructor keyword, the buffer to take and the view of it.
+    """
     target = quantizer.transposed()
     other = counterparts(quantizer.spec)
     sources = {slot.name: slot for slot in quantizer.slots}
@@ -171,6 +194,14 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
         source = sources[other[slot.name]]
         moved = [_SWAPPED[d.axis] for d in source.dims]
         wanted = ["m" if d.axis == "lead" else d.axis for d in slot.dims]
+        if moved not in (wanted, wanted[::-1]):
+            fail(
+                f"transpose[{quantizer.format}]",
+                f"{slot.name} has no place for the dims of {source.name}",
+                f"{moved} for {wanted}",
+                "Override _transposed_options of the quantizer, or dequantize first",
+                UnsupportedError,
+            )
         turn = None if moved == wanted else _reverse_shape if slot.swizzled else torch.t
         moves.append((slot.keyword, source.name, turn))
     return target, tuple(moves)
@@ -227,7 +258,12 @@ def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
     for dim in slot.dims:
         along, total = (cols, cols) if dim.axis == "k" else (shape[-2], rows)
         if along % dim.per:
-            _refuse("transpose", t, f"the last two dims must be multiples of {dim.per} for {slot.name}", tuple(shape))
+            _refuse(
+                "transpose",
+                t,
+                f"the last two dims must be multiples of {dim.per} for {slot.name}",
+                tuple(shape),
+            )
         sizes.append(total // dim.per * dim.units)
     if any(d.axis == "lead" for d in slot.dims):
         return buffer.reshape(sizes)
@@ -243,7 +279,11 @@ def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
     """Buffers of the concatenation along ``dim`` of tensors with one quantizer."""
     first = tensors[0]
     is_last = dim == first.ndim - 1
-    if not is_last and dim != 0 and any(d.axis == "m" for s in first._quantizer.slots for d in s.dims):
+    if (
+        not is_last
+        and dim != 0
+        and any(d.axis == "m" for s in first._quantizer.slots for d in s.dims)
+    ):
         rule = "concatenating along a middle dim needs factors that do not run along it"
         _refuse("cat", first, rule, f"dim {dim} of {tuple(first.shape)}")
     return [_cat_slot(tensors, slot, dim, is_last) for slot in first._quantizer.slots]
@@ -257,7 +297,13 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
     if index is None:
         return _shared(tensors, slot, buffers)
     if slot.swizzled:
-        _refuse("cat", first, f"{slot.name} is swizzled", "swizzled=True", "Quantize with swizzled=False")
+        _refuse(
+            "cat",
+            first,
+            f"{slot.name} is swizzled",
+            "swizzled=True",
+            "Quantize with swizzled=False",
+        )
     axis = slot.dims[index]
     if axis.axis == "lead":
         return torch.cat(buffers, index + dim)
@@ -268,7 +314,8 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
             _refuse("cat", first, rule, sizes)
     index = index if index == 0 else buffers[0].ndim - len(slot.dims) + index
     parts = [
-        b.narrow(index, 0, ceil_div(size, axis.per) * axis.units) for b, size in zip(buffers, sizes, strict=True)
+        b.narrow(index, 0, ceil_div(size, axis.per) * axis.units)
+        for b, size in zip(buffers, sizes, strict=True)
     ]
     joined = torch.cat(parts, index)
     padding = -joined.shape[index] % axis.pad

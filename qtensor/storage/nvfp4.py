@@ -41,7 +41,9 @@ NVFP4 = FormatSpec(
             lambda q: (Dim("k", pad=128), Dim("m", per=16, pad=4)),
             tiled=True,
         ),
-        Buffer("_amax_columnwise", torch.float32, "columnwise", lambda q: (K if q.row_scaled else ONE,)),
+        Buffer(
+            "_amax_columnwise", torch.float32, "columnwise", lambda q: (K if q.row_scaled else ONE,)
+        ),
     ),
 )
 

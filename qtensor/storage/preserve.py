@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.storage import geometry
@@ -56,18 +55,11 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.empty(shape, dtype=dtype, device=device).zero_()
     tensors = t._quantizer.alloc_tensors(shape, device=device)
     result = with_buffers(t, list(tensors.values()), shape, dtype=dtype)
-    if "zeros" in name:
+    if name == "aten::new_zeros":
         zeros = torch.zeros(shape, device=device)
         scale = torch.ones(1, device=device) if t._quantizer.needs_scale else None
         t._quantizer.update_quantized(zeros, result, scale=scale)
     return result
-
-
-def _zeros_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Plain zeros: optimizers make their state so, and moments kept in a narrow format would train something else."""
-    t = args[0]
-    dtype = kwargs.get("dtype") or t.dtype
-    return torch.zeros(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +85,12 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, dim, index = args
-    if t.ndim == 2 and geometry.normalize(dim, 2) == 0 and t._quantizer.rowwise and not t._quantizer.columnwise:
+    if (
+        t.ndim == 2
+        and geometry.normalize(dim, 2) == 0
+        and t._quantizer.rowwise
+        and not t._quantizer.columnwise
+    ):
         buffers = geometry.select_rows(t, index)
         if buffers is not None:
             return with_buffers(t, buffers, (index.shape[0], t.shape[1]))
@@ -127,7 +124,6 @@ PRESERVE: dict[str, Handler] = {
     "clone": _clone,
     "_to_copy": _to_copy,
     "copy_": _copy_,
-    "zeros_like": _zeros_like,
     "empty_like": _empty,
     "new_empty": _empty,
     "new_empty_strided": _empty,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qtensor.layout import Shape
 
-
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(op, args, kwargs) -> result: what the dispatch tables hold."""
 

@@ -26,7 +26,9 @@ def rebuild(
         QTensorError: the class or the quantizer is not known here.
     """
     cls, quantizer = lookup(name), parse(canonical)
-    kwargs: dict[str, Any] = {keyword: buffers.get(keyword) for _, keyword in cls._FLATTEN_TENSOR_BUFFERS}
+    kwargs: dict[str, Any] = {
+        keyword: buffers.get(keyword) for _, keyword in cls._FLATTEN_TENSOR_BUFFERS
+    }
     if issubclass(cls, torch.Tensor):
         kwargs["requires_grad"] = requires_grad
     tensor = cls(torch.Size(shape), dtype, quantizer, **kwargs)
@@ -41,7 +43,15 @@ def state(t: Any) -> tuple[Any, ...]:
     requires_grad = bool(getattr(t, "requires_grad", False))
     is_parameter = bool(getattr(t, "_is_param", False))
     name = type(t).__qualname__
-    return name, tuple(t.shape), t.dtype, t._quantizer.canonical, buffers, requires_grad, is_parameter
+    return (
+        name,
+        tuple(t.shape),
+        t.dtype,
+        t._quantizer.canonical,
+        buffers,
+        requires_grad,
+        is_parameter,
+    )
 
 
 def reduce(t: Any) -> tuple[Any, ...]:

@@ -41,14 +41,18 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         quantizer: Codec | str,
         *,
         requires_grad: bool = False,
-        **buffers: Tensor | None,
+        **buffers: Any,
     ) -> QuantizedTensor:
         """Wrap buffers given by constructor keyword, as the quantizer (a value or its canonical string) describes them."""
         if isinstance(quantizer, str):
             quantizer = parse(quantizer)
         slots = quantizer.slots
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=buffers[slots[0].keyword].device, requires_grad=requires_grad
+            cls,
+            shape,
+            dtype=dtype,
+            device=buffers[slots[0].keyword].device,
+            requires_grad=requires_grad,
         )
         for slot in slots:
             setattr(self, slot.name, buffers[slot.keyword])
@@ -63,7 +67,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._quantizer = quantizer
         self._context = (type(self).__qualname__, self.dtype, quantizer, quantizer.scale_layout)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return describe(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
@@ -82,7 +86,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         can. tests/test_compile_autograd.py watches this on every torch version.
         """
         gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        gradient.__tensor_flatten__ = lambda: ([], None)
+        gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
         return gradient
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -111,7 +115,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> Tensor:  # type: ignore[override]
         """A detached tensor that shares the buffers."""
         return self.detach()
 
@@ -122,7 +126,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         Raises:
             QTensorError: another quantized class, or another shape (torch would leave the buffers stale).
         """
-        if not isinstance(value, QuantizedTensor) and value.shape == self.shape and value.is_floating_point():
+        if (
+            not isinstance(value, QuantizedTensor)
+            and value.shape == self.shape
+            and value.is_floating_point()
+        ):
             self._become(value)
             return
         if type(value) is not type(self) or value.shape != self.shape:
@@ -132,7 +140,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
                 f"{type(value).__name__} of shape {tuple(value.shape)}",
                 "Quantize it first, or use copy_()",
             )
-        torch.Tensor.data.__set__(self, value)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(value, attribute))
         self._set_quantizer(value._quantizer)
@@ -151,7 +159,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             UnsupportedError: always.
         """
         rule = "a quantized tensor is no single buffer"
-        fail(f"dlpack[{self._quantizer.format}]", rule, type(self).__name__, "Export t.buffers() instead", UnsupportedError)
+        fail(
+            f"dlpack[{self._quantizer.format}]",
+            rule,
+            type(self).__name__,
+            "Export t.buffers() instead",
+            UnsupportedError,
+        )
 
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory."""
@@ -174,11 +188,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         name, dtype, quantizer, _ = self._context
         return f"{name}:{dtype}:{quantizer.canonical}"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, types, args, kwargs or {})
-

@@ -11,14 +11,20 @@ import torch
 from qtensor.errors import UnsupportedError, fail
 from qtensor.storage import geometry
 from qtensor.storage.rebuild import Handler, with_buffers
-from qtensor.storage.write import ViewNote, inherit_note, note_part
+from qtensor.storage.write import ViewNote, inherit_note, note_part, plain
 
 
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, dim, start, end, step = (*args, *(None,) * (5 - len(args)))[:5]
     step = kwargs.get("step", step)
     if step not in (None, 1):
-        fail(f"slice[{t._quantizer.format}]", "the step must be 1", step, "Dequantize first", UnsupportedError)
+        fail(
+            f"slice[{t._quantizer.format}]",
+            "the step must be 1",
+            step,
+            "Dequantize first",
+            UnsupportedError,
+        )
     dim = geometry.normalize(dim or 0, t.ndim)
     total = t.shape[dim]
     start, end = _bounds(start, 0, total), _bounds(end, total, total)
@@ -52,7 +58,13 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {total}")
     if dim == t.ndim - 1:
         rule = "the last dim, along which factors run, cannot be dropped"
-        fail(f"select[{t._quantizer.format}]", rule, f"dim {dim}", "Dequantize first", UnsupportedError)
+        fail(
+            f"select[{t._quantizer.format}]",
+            rule,
+            f"dim {dim}",
+            "Dequantize first",
+            UnsupportedError,
+        )
     index = index % total
     part = slice_tensor(t, dim, index, index + 1)
     return view_tensor(part, (*t.shape[:dim], *t.shape[dim + 1 :]), "select")
@@ -87,7 +99,9 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
             f"{tuple(t.shape)} to {shape}",
             "Choose another shape",
         )
-    return inherit_note(with_buffers(t, geometry.view_buffers(t, shape, op), shape), t)
+    viewed = with_buffers(t, geometry.view_buffers(t, shape, op), shape)
+    # Reordered buffers may have to be copied.
+    return note_part(viewed, t, ())
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,9 +119,17 @@ def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
-    dims = range(t.ndim) if len(args) == 1 else args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    dims = (
+        range(t.ndim)
+        if len(args) == 1
+        else args[1]
+        if isinstance(args[1], (list, tuple))
+        else [args[1]]
+    )
     dropped = {geometry.normalize(d, t.ndim) for d in dims}
-    return view_tensor(t, [n for i, n in enumerate(t.shape) if i not in dropped or n != 1], "squeeze")
+    return view_tensor(
+        t, [n for i, n in enumerate(t.shape) if i not in dropped or n != 1], "squeeze"
+    )
 
 
 def transpose_tensor(t: Any) -> Any:
@@ -120,7 +142,11 @@ def transpose_tensor(t: Any) -> Any:
     rows, cols = t.shape
     turned = type(t)((cols, rows), t._context[1], quantizer, **named)
     if t._view_note is not None:
-        inherit_note(turned, t, ViewNote(shared=tuple(geometry.counterparts(t.spec)[n] for n in t._view_note.shared)))
+        inherit_note(
+            turned,
+            t,
+            ViewNote(shared=tuple(geometry.counterparts(t.spec)[n] for n in t._view_note.shared)),
+        )
     return turned
 
 
@@ -166,13 +192,15 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only to the shape the tensor has, as matmul asks before it folds."""
+    """To the shape it has: the tensor. To more rows: plain values, since factors cannot be repeated without a copy.
+
+    matmul asks for both: the first before it folds, the second where a batch is not contiguous.
+    """
     t = args[0]
     sizes = args[1]
     if len(sizes) == t.ndim and all(s in (-1, n) for s, n in zip(sizes, t.shape, strict=True)):
         return inherit_note(with_buffers(t, t.buffers()), t)
-    rule = "a quantized tensor cannot be repeated without copying its factors"
-    fail(f"expand[{t._quantizer.format}]", rule, f"{tuple(t.shape)} to {tuple(sizes)}", "Dequantize it", UnsupportedError)
+    return plain(t).expand(sizes)
 
 
 VIEWS: dict[str, Handler] = {

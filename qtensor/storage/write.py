@@ -33,9 +33,12 @@ def plain(t: Any) -> Tensor:
 def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
     """Mark ``part`` as taken from ``whole``, whose buffers ``shared`` also serve other values."""
     is_copy = any(
-        getattr(part, slot.name).untyped_storage()._cdata != getattr(whole, slot.name).untyped_storage()._cdata
+        getattr(part, slot.name).untyped_storage()._cdata
+        != getattr(whole, slot.name).untyped_storage()._cdata
         for slot in part._quantizer.slots
     )
+    if not is_copy and part.numel() == whole.numel():
+        return inherit_note(part, whole)
     return inherit_note(part, whole, ViewNote(tuple(shared), is_copy))
 
 
@@ -49,7 +52,7 @@ def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
     return part
 
 
-def copy_into(dst: Any, src: Tensor) -> Any:
+def copy_into(dst: Any, src: Any) -> Any:
     """``dst.copy_(src)``: bytes between equal quantizers, values otherwise."""
     if not isinstance(dst, QuantizedTensorStorage):
         return dst.copy_(plain(src))

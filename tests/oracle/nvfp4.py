@@ -171,7 +171,9 @@ def quantize_nvfp4(x: np.ndarray, options: Options) -> Buffers:
     axis = 1 if options.row_scaled else None
     row_bytes, col_bytes = (
         _random_bytes(options, "_rowwise_data", (rows, cols)),
-        _random_bytes(options, "_columnwise_data", (cols, -(-rows // 16) * 16 if options.with_rht else rows)),
+        _random_bytes(
+            options, "_columnwise_data", (cols, -(-rows // 16) * 16 if options.with_rht else rows)
+        ),
     )
     buffers: Buffers = {}
     row_codes = row_scales = None
