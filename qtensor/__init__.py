@@ -25,8 +25,7 @@ from qtensor.storage.mxfp6 import MXFP6Tensor, MXFP6TensorStorage
 from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.tensor import QuantizedTensor
-
-__version__ = "0.1.0"
+from qtensor.version import __version__
 
 __all__ = [
     "BlockError",
@@ -58,6 +57,7 @@ __all__ = [
     "Quantizer",
     "TensorProto",
     "UnsupportedError",
+    "__version__",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",

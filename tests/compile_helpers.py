@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from formats import FormatCase, assert_same_bytes, assert_same_tensor
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,6 +15,9 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 import qtensor
+
+# The cache on disk would serve graphs that another state of the library has lowered.
+torch._functorch.config.enable_autograd_cache = False
 
 BACKENDS = ["aot_eager", "inductor"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -44,7 +48,9 @@ class Compiled:
 
     def check_graphs(self, expected: int) -> None:
         """Exactly ``expected`` graphs, each of a whole frame, by the backend's count and by Dynamo's."""
-        assert self.graphs == expected, f"{self.graphs} graphs, wanted {expected}; {recompile_reasons()}"
+        assert self.graphs == expected, (
+            f"{self.graphs} graphs, wanted {expected}; {recompile_reasons()}"
+        )
         assert counters["stats"]["unique_graphs"] == expected
         assert not counters["graph_break"], dict(counters["graph_break"])
 
@@ -63,7 +69,9 @@ def assert_same(got: Any, want: Any) -> None:
         if isinstance(b, qtensor.QuantizedTensor):
             assert_same_tensor(a, b)
         elif isinstance(b, Tensor):
-            assert not isinstance(a, qtensor.QuantizedTensor), f"leaf {i}: {a!r}, wanted a plain tensor"
+            assert not isinstance(a, qtensor.QuantizedTensor), (
+                f"leaf {i}: {a!r}, wanted a plain tensor"
+            )
             assert_same_bytes(a, b, f"leaf {i}")
         else:
             assert a == b, f"leaf {i}"
@@ -94,7 +102,9 @@ def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: i
     """Normal values with rows of different size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    x *= torch.exp2(torch.randint(-6, 6, (*shape[:-1], 1)[: len(shape)], generator=generator).float())
+    x *= torch.exp2(
+        torch.randint(-6, 6, (*shape[:-1], 1)[: len(shape)], generator=generator).float()
+    )
     return x.to(dtype)
 
 
@@ -104,11 +114,6 @@ def usages_of(case: FormatCase, **options: Any) -> list[qtensor.Quantizer]:
         case.quantizer(rowwise=row, columnwise=column, **options)
         for row, column in ((True, False), (False, True), (True, True))
     ]
-
-
-def call_state(case: FormatCase) -> dict[str, Tensor]:
-    """What a call of the format must bring, and a fixed seed where rounding is random."""
-    return case.call()
 
 
 def seeded(quantizer: qtensor.Quantizer, seed: Tensor) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "call", "message"), CALLS, ids=lambda v: str(v)[:50])
+@pytest.mark.parametrize(("name", "options", "call", "message"), CALLS, ids=range(len(CALLS)))
 def test_wrong_argument(
     name: str, options: dict[str, Any], call: dict[str, Any], message: str
 ) -> None:

@@ -18,7 +18,9 @@ import qtensor
 pytestmark = [
     # Dynamo makes an instance of every autograd.Function that it traces, and looks at .grad of every input.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 
 each_backend = pytest.mark.parametrize(
@@ -182,7 +184,9 @@ def test_compiled_autograd_by_config(case: FormatCase):
     counters.clear()
     # The setting is read when torch.compile is called.
     with torch._dynamo.config.patch(compiled_autograd=True):
-        whole = torch.compile(lambda x: block(x, case.call()).square().sum().backward(), backend="aot_eager")
+        whole = torch.compile(
+            lambda x: block(x, case.call()).square().sum().backward(), backend="aot_eager"
+        )
         for _ in range(2):
             mine = leaf(x)
             block.zero_grad()

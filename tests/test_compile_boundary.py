@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.utils
 from compile_helpers import GENERAL_SHAPE, INDUCTOR_FORMATS, Compiled, assert_same, ordinary
 from formats import BY_NAME, FORMATS, FormatCase, formats, usages
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import qtensor
 
@@ -180,7 +183,38 @@ def test_eager_state_is_untouched(case: FormatCase):
     _, other = compiled(t, case.call())
     assert all(a is b for a, b in zip(t.buffers(), buffers, strict=True))
     assert_same(t.buffers(), copies)
-    assert t.quantizer is q
+    assert t.quantizer == q
     assert q.columnwise
     assert other.quantizer == rowwise
     compiled.check_graphs(1)
+
+
+def test_the_cache_on_disk_tells_tensors_apart():
+    """AOTAutograd's cache: an equal tensor hits, another quantizer or dtype misses; the results are always its own."""
+
+    def region(t):
+        return t.dequantize() + 1
+
+    x = ordinary(GENERAL_SHAPE)
+    mxfp8, nvfp4 = BY_NAME["mxfp8"], BY_NAME["nvfp4"]
+    kinds = [mxfp8.quantize(x), mxfp8.quantize(x, columnwise=True), mxfp8.quantize(x.half())]
+    kinds += [mxfp8.quantize(x, dtype="e5m2"), nvfp4.quantize(x), nvfp4.quantize(x, e4m3_max=256.0)]
+    config = torch._functorch.config.patch(enable_autograd_cache=True)
+    with config, torch._inductor.utils.fresh_cache():
+        seen = []
+        for t in (*kinds, *kinds):
+            compiled = Compiled(region, "inductor")
+            # The counting backend is no cacheable one, so inductor itself is asked.
+            compiled.function = torch.compile(region, fullgraph=True)
+            assert_same(compiled(t), region(t))
+            seen.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert seen == [0] * len(kinds) + [1] * len(kinds)
+
+
+@formats
+def test_the_cache_key_names_the_version(case: FormatCase):
+    """A graph lowered by another version of the library is not this one's."""
+    t = case.quantize(ordinary(GENERAL_SHAPE))
+    key = t._stable_hash_for_caching()
+    assert qtensor.__version__ in key
+    assert t.quantizer.canonical in key

@@ -56,11 +56,34 @@ def test_views_of_a_tensor_made_inside(case: FormatCase, backend: str):
     def region(x, state):
         t = q.quantize(x, **state)
         top, bottom = torch.chunk(t, 2)
-        return t[128:], top.dequantize() + bottom.dequantize(), t.t(), torch.cat([top, bottom]), t.clone()
+        return (
+            t[128:],
+            top.dequantize() + bottom.dequantize(),
+            t.t(),
+            torch.cat([top, bottom]),
+            t.clone(),
+        )
 
     x = ordinary((256, 256))
     compiled = Compiled(region, backend)
     assert_same(compiled(x, case.call()), region(x, case.call()))
+    compiled.check_graphs(1)
+
+
+@each_backend
+def test_transposes_with_both_usages(case: FormatCase, backend: str):
+    """Each option: what a transpose carries crosses the boundary both ways and enters products."""
+    tensors = [case.quantize(ordinary((48, 72)), columnwise=True, **o) for o in case.each_option()]
+    turned = [t.t() for t in tensors]
+
+    def region(tensors, turned, x):
+        made = [(t.t(), t.t().dequantize(), t.t().t()) for t in tensors]
+        taken = [(t, t.dequantize(), functional.linear(x, t), t.t()) for t in turned]
+        return made, taken
+
+    x = ordinary((5, 48), seed=4)
+    compiled = Compiled(region, backend)
+    assert_same(compiled(tensors, turned, x), region(tensors, turned, x))
     compiled.check_graphs(1)
 
 
@@ -114,7 +137,9 @@ def test_gemm_of_tensors_made_inside(case: FormatCase):
 
     def region(x, state):
         t = q.quantize(x, **state)
-        return tuple(qtensor.gemm(t, t, layout, dtype=torch.float32) for layout in ("TN", "NN", "NT"))
+        return tuple(
+            qtensor.gemm(t, t, layout, dtype=torch.float32) for layout in ("TN", "NN", "NT")
+        )
 
     x = ordinary((64, 64))
     compiled = Compiled(region)
@@ -129,7 +154,11 @@ def test_batched_product_and_embedding(case: FormatCase, backend: str):
     table = case.quantize(ordinary((50, 64), seed=3))
 
     def region(x, experts, table, index):
-        return torch.bmm(x, experts), functional.embedding(index, table), functional.embedding(index, table) * 2
+        return (
+            torch.bmm(x, experts),
+            functional.embedding(index, table),
+            functional.embedding(index, table) * 2,
+        )
 
     args = (ordinary((4, 5, 32)), experts, table, torch.tensor([[3, 49], [0, 3]]))
     compiled = Compiled(region, backend)
@@ -159,7 +188,11 @@ def test_in_place_on_an_input(case: FormatCase, backend: str):
     got, want = compiled(*ours, x), region(*theirs, x)
     assert_same(got, want)
     assert_same(ours, theirs)
-    assert all(m is n for t, kept in zip(ours, buffers, strict=True) for m, n in zip(t.buffers(), kept, strict=True))
+    assert all(
+        m is n
+        for t, kept in zip(ours, buffers, strict=True)
+        for m, n in zip(t.buffers(), kept, strict=True)
+    )
     compiled.check_graphs(1)
 
 
@@ -169,7 +202,9 @@ def test_writes_through_a_view(case: FormatCase, backend: str):
     x = ordinary((256, 256), seed=1)
     sources = {
         "quantized": case.quantize(ordinary((128, 256), seed=2)),
-        "equal factors": case.quantize(x[128:].flip(0)) if case.name != "nvfp4" else case.quantize(x)[:128].clone(),
+        "equal factors": case.quantize(x[128:].flip(0))
+        if case.name != "nvfp4"
+        else case.quantize(x)[:128].clone(),
         "plain": ordinary((128, 256), seed=3),
     }
     for source in sources.values():
@@ -217,7 +252,9 @@ def test_delayed_scaling(backend: str, dtype: str):
         t, amax = q.quantize_with_amax(x, scale=scale)
         qtensor.record_amax_(history, amax)
         new_history, new_scale = qtensor.delayed_scaling_update(history, scale, dtype=dtype)
-        recent = qtensor.delayed_scaling_update(history, scale, algorithm="most_recent", margin=2, dtype=dtype)
+        recent = qtensor.delayed_scaling_update(
+            history, scale, algorithm="most_recent", margin=2, dtype=dtype
+        )
         return t, t.dequantize(), amax, new_history, new_scale, recent
 
     compiled = Compiled(step, backend)

@@ -34,7 +34,9 @@ def test_quantize_and_decode_fakes(case: FormatCase, rowwise: bool, columnwise: 
             real = q.quantize(x, **case.call(), **seeded(q, SEED))
             with FakeTensorMode(allow_non_fake_inputs=False) as mode:
                 fake_x = mode.from_tensor(x)
-                state = {k: mode.from_tensor(v) for k, v in {**case.call(), **seeded(q, SEED)}.items()}
+                state = {
+                    k: mode.from_tensor(v) for k, v in {**case.call(), **seeded(q, SEED)}.items()
+                }
                 fake = q.quantize(fake_x, **state)
                 values = fake.dequantize(torch.float32)
             assert type(fake) is q.tensor_cls
@@ -54,7 +56,10 @@ def test_alloc_tensors_gives_fakes(case: FormatCase):
             made = q.alloc_tensors((33, 72))
             empty = q.make_empty((33, 72), dtype=torch.float16)
         assert all(isinstance(b, FakeTensor) for b in (*made.values(), *empty.buffers()))
-        assert {n: (tuple(b.shape), b.dtype) for n, b in made.items()} == q._describe_buffers((33, 72))
+        assert {n: (tuple(b.shape), b.dtype) for n, b in made.items()} == q._describe_buffers((
+            33,
+            72,
+        ))
 
 
 @formats
@@ -71,7 +76,9 @@ def test_symbolic_sizes_flow_through(case: FormatCase):
                 torch.fx.experimental.symbolic_shapes.DimDynamic.STATIC,
             ]
         )
-        fake_x = mode.from_tensor(x, symbolic_context=dynamic, source=torch._dynamo.source.ConstantSource("x"))
+        fake_x = mode.from_tensor(
+            x, symbolic_context=dynamic, source=torch._dynamo.source.ConstantSource("x")
+        )
         assert isinstance(fake_x.shape[0], torch.SymInt)
         with mode:
             state = {k: mode.from_tensor(v) for k, v in {**case.call(), **seeded(q, SEED)}.items()}
@@ -80,7 +87,10 @@ def test_symbolic_sizes_flow_through(case: FormatCase):
             values = t.dequantize()
         real = q.quantize(x, **case.call(), **seeded(q, SEED))
         for made in (t, again):
-            sizes = [tuple(int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in b.shape) for b in made.buffers()]
+            sizes = [
+                tuple(int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in b.shape)
+                for b in made.buffers()
+            ]
             assert sizes == [tuple(b.shape) for b in real.buffers()]
         assert isinstance(values.shape[0], torch.SymInt)
         repr(t)
@@ -110,7 +120,13 @@ def test_fake_of_a_real_tensor(case: FormatCase):
     real = [t[128:], t.t(), t.clone(), t.view(2, 128, 256), torch.cat([t, t])]
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(t)
-        results = [fake[128:], fake.t(), fake.clone(), fake.view(2, 128, 256), torch.cat([fake, fake])]
+        results = [
+            fake[128:],
+            fake.t(),
+            fake.clone(),
+            fake.view(2, 128, 256),
+            torch.cat([fake, fake]),
+        ]
         product = functional.linear(mode.from_tensor(torch.randn(5, 256)), fake)
     for a, b in zip([fake, *results], [t, *real], strict=True):
         assert type(a) is type(b)
@@ -172,7 +188,10 @@ def test_update_quantized_on_fakes(case: FormatCase):
         fake = mode.from_tensor(real)
         flag = mode.from_tensor(torch.ones(1))
         state = {k: mode.from_tensor(v) for k, v in case.call().items()}
-        assert q.quantize(mode.from_tensor(ordinary((33, 72))), out=fake, noop_flag=flag, **state) is fake
+        assert (
+            q.quantize(mode.from_tensor(ordinary((33, 72))), out=fake, noop_flag=flag, **state)
+            is fake
+        )
         with pytest.raises(qtensor.QTensorError, match="shapes must be equal"):
             q.quantize(mode.from_tensor(ordinary((3, 72))), out=fake, **state)
     meta = real.to("meta")

@@ -240,6 +240,11 @@ def worker(rank: int, folder: str) -> None:
         except Exception as error:  # noqa: BLE001 - reported by the test of that name
             results[name] = f"rank {rank}: {type(error).__name__}: {error}"
         dist.barrier()
+    left = torch._C._distributed_c10d._get_work_registry_size()
+    if left:
+        results["every_result_is_waited_for"] = (
+            f"rank {rank}: {left} collectives were started and never used"
+        )
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -252,7 +257,7 @@ def group_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return torch.load(folder / "0.pt") | torch.load(folder / "1.pt")
 
 
-@pytest.mark.parametrize("name", [*GROUPS, *EXTRAS])
+@pytest.mark.parametrize("name", [*GROUPS, *EXTRAS, "every_result_is_waited_for"])
 def test_group_maxima_equal_quantizing_the_whole(group_failures: dict[str, str], name: str) -> None:
     """Two gloo processes, each with half of the tensor. A NaN on either rank decides as it does in the whole."""
     assert group_failures.get(name) is None

@@ -15,7 +15,12 @@ import qtensor
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 def registered() -> list[str]:
@@ -28,7 +33,9 @@ def overload(name: str) -> Any:
     return getattr(getattr(torch.ops.qtensor, packet), variant or "default")
 
 
-def buffers_of(case: FormatCase, q: qtensor.Quantizer, shape: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+def buffers_of(
+    case: FormatCase, q: qtensor.Quantizer, shape: tuple[int, ...], seed: int = 1
+) -> list[Tensor]:
     x = ordinary(shape, seed=seed)
     extra = seeded(q, torch.tensor([3]))
     return [b.clone() for b in q.quantize(x, **case.call(), **extra).buffers()]
@@ -53,7 +60,13 @@ def quantize(case: FormatCase) -> Iterator[Sample]:
         yield (ordinary((33, 40), torch.bfloat16), q.canonical, scale, None, seed), {}
     q = case.quantizer(columnwise=True)
     scale, seed = live(case, q)
-    for x in (torch.randn(()), torch.randn(5), torch.randn(2, 1, 40).half(), torch.empty(0, 8), torch.randn(8, 6).t()):
+    for x in (
+        torch.randn(()),
+        torch.randn(5),
+        torch.randn(2, 1, 40).half(),
+        torch.empty(0, 8),
+        torch.randn(8, 6).t(),
+    ):
         yield (x, q.canonical, scale, None, seed), {}
     if q.amax_shapes((4, 8)):
         x = ordinary((4, 8))
@@ -94,6 +107,16 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     yield (a, name, [32, 48], [torch.randn(48, 3)], "", [48, 3], "NN", torch.float32), {}
 
 
+def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
+    a, b = (case.quantize(ordinary(s), columnwise=True) for s in ((32, 48), (48, 48)))
+    x = torch.randn(5, 48)
+    yield (x, b, "TN"), {"dtype": torch.bfloat16}
+    yield (x, b, "TN", None, torch.randn(48)), {}
+    yield (a, b, "NN"), {}
+    yield (a, a, "NT", torch.float32), {}
+    yield (torch.randn(3, 48), torch.randn(4, 48), "TN"), {}
+
+
 def random_seed(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(3),), {}
 
@@ -112,6 +135,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::amax": amax,
     "qtensor::dequantize": dequantize,
     "qtensor::gemm": gemm,
+    "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::random_seed": random_seed,
     "qtensor::dequantize_tensor": dequantize_tensor,
 }
@@ -125,9 +149,9 @@ def test_every_op_has_samples():
     names = registered()
     assert len(names) >= 7
     assert set(names) == set(SAMPLES), "give each op of the namespace a row in SAMPLES"
-    assert {n.removeprefix("qtensor::") for n in names} >= {n for n in dir(torch.ops.qtensor) if not n.startswith("_")} - {
-        "name"
-    }
+    assert {n.removeprefix("qtensor::") for n in names} >= {
+        n for n in dir(torch.ops.qtensor) if not n.startswith("_")
+    } - {"name"}
 
 
 @pytest.mark.parametrize("case", FORMATS, ids=lambda c: c.name)
@@ -153,7 +177,9 @@ def test_ops_are_sound(name: str):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd")
     assert torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
     for args, kwargs in list(SAMPLES[name](BY_NAME["mxfp8"]))[:3]:
-        tensors = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        tensors = [
+            a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)
+        ]
         written = name.endswith("quantize_")
         before = [b.clone() for a in tensors for b in flat(a)]
         versions = [a._version for a in tensors]

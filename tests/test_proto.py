@@ -12,13 +12,27 @@ from hypothesis import strategies as st
 import qtensor
 from qtensor import TensorProto, to_tensor_proto
 
-SHAPES = [(), (1,), (7,), (33, 72), (128, 128), (1, 1), (0, 16), (16, 0), (5, 1, 40), (2, 3, 33), (2, 1, 3, 40)]
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (33, 72),
+    (128, 128),
+    (1, 1),
+    (0, 16),
+    (16, 0),
+    (5, 1, 40),
+    (2, 3, 33),
+    (2, 1, 3, 40),
+]
 
 
 def layout_of(t) -> list[tuple]:
     """Name, shape, dtype, device of each buffer in slot order."""
     names, _ = t.__tensor_flatten__()
-    return [(n, tuple(b.shape), b.dtype, b.device.type) for n, b in ((n, getattr(t, n)) for n in names)]
+    return [
+        (n, tuple(b.shape), b.dtype, b.device.type) for n, b in ((n, getattr(t, n)) for n in names)
+    ]
 
 
 def check_layout(q: qtensor.Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -71,6 +85,8 @@ def every_quantizer() -> list[qtensor.Quantizer]:
 
 
 EVERY = every_quantizer()
+TRANSPOSED = sorted({q.transposed() for q in EVERY} - set(EVERY), key=lambda q: q.canonical)
+"""What transposes carry: options that only a transpose sets (the side of a rotation, which data to decode)."""
 
 
 @st.composite
@@ -79,14 +95,26 @@ def shapes(draw) -> tuple[int, ...]:
     edge = st.sampled_from([0, 1, 2, 4, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 160])
     rank = draw(st.integers(0, 4))
     sizes = [draw(st.one_of(edge, st.integers(1, 70))) for _ in range(min(rank, 2))]
-    return tuple(draw(st.permutations([*(draw(st.integers(1, 4)) for _ in range(rank - 2)), *sizes])))
+    return tuple(
+        draw(st.permutations([*(draw(st.integers(1, 4)) for _ in range(rank - 2)), *sizes]))
+    )
 
 
 @settings(max_examples=400, deadline=None)
 @given(q=st.sampled_from(EVERY), shape=shapes(), dtype=st.sampled_from(DTYPES))
-@example(q=qtensor.MXFP8Quantizer(columnwise=True, swizzled=True), shape=(40, 1, 72), dtype=torch.bfloat16)
-@example(q=qtensor.NVFP4Quantizer(columnwise=True, row_scaled=True), shape=(40, 1, 72), dtype=torch.bfloat16)
-@example(q=qtensor.NVFP4Quantizer(columnwise=True, with_rht=True), shape=(17, 1, 33), dtype=torch.float32)
+@example(
+    q=qtensor.MXFP8Quantizer(columnwise=True, swizzled=True),
+    shape=(40, 1, 72),
+    dtype=torch.bfloat16,
+)
+@example(
+    q=qtensor.NVFP4Quantizer(columnwise=True, row_scaled=True),
+    shape=(40, 1, 72),
+    dtype=torch.bfloat16,
+)
+@example(
+    q=qtensor.NVFP4Quantizer(columnwise=True, with_rht=True), shape=(17, 1, 33), dtype=torch.float32
+)
 def test_layout_equals_the_output(q: qtensor.Quantizer, shape: tuple[int, ...], dtype: torch.dtype):
     check_layout(q, shape, dtype)
 
@@ -98,6 +126,13 @@ def test_layout_equals_the_output_for_all_options(case: FormatCase):
     assert len(of_format) == 3 * len(list(case.every_option()))
     for q in of_format:
         check_layout(q, (20, 1, 40), torch.bfloat16)
+
+
+def test_layout_of_transposed_quantizers():
+    assert {q.format for q in TRANSPOSED} >= {"mxfp8", "nvfp4"}
+    for q in TRANSPOSED:
+        check_layout(q, (20, 1, 40), torch.bfloat16)
+        check_layout(q, (33, 72), torch.float32)
 
 
 @formats
@@ -132,10 +167,18 @@ def test_flatten_round_trip(case: FormatCase, rowwise: bool, columnwise: bool):
 def test_context_holds_values_only(case: FormatCase):
     """No size, device, class or tensor: a graph would be made for each (SYSTEM.md section 3)."""
     q = case.quantizer(columnwise=True)
-    contexts = {q.quantize(torch.randn(s), **case.call()).__tensor_flatten__()[1] for s in ((3, 4), (40, 72), (2, 2, 2))}
+    contexts = {
+        q.quantize(torch.randn(s), **case.call()).__tensor_flatten__()[1]
+        for s in ((3, 4), (40, 72), (2, 2, 2))
+    }
     assert len(contexts) == 1
     name, dtype, quantizer, layout = contexts.pop()
-    assert (name, dtype, quantizer, layout) == (q.tensor_cls.__qualname__, torch.float32, q, q.scale_layout)
+    assert (name, dtype, quantizer, layout) == (
+        q.tensor_cls.__qualname__,
+        torch.float32,
+        q,
+        q.scale_layout,
+    )
 
 
 @formats
@@ -149,7 +192,9 @@ def test_update_usage_leaves_the_callers_quantizer_alone(case: FormatCase):
     assert other.quantizer == q
     assert layout_of(other.create_tensor()) == before
     assert proto.quantizer == case.quantizer()
-    assert layout_of(proto.create_tensor()) == layout_of(case.quantizer().quantize(torch.ones(33, 72), **case.call()))
+    assert layout_of(proto.create_tensor()) == layout_of(
+        case.quantizer().quantize(torch.ones(33, 72), **case.call())
+    )
     with pytest.raises(qtensor.QTensorError, match="at least one usage"):
         proto.update_usage(rowwise=False)
     assert proto.quantizer == case.quantizer()
@@ -161,7 +206,12 @@ def test_to_tensor_proto(case: FormatCase):
     q = case.quantizer(columnwise=True)
     x = ordinary((33, 72), torch.float16)
     plain = to_tensor_proto(x.requires_grad_())
-    assert (plain.shape, plain.dtype, plain.quantizer, plain.requires_grad) == ((33, 72), torch.float16, None, True)
+    assert (plain.shape, plain.dtype, plain.quantizer, plain.requires_grad) == (
+        (33, 72),
+        torch.float16,
+        None,
+        True,
+    )
     assert not plain.is_quantized
     assert plain.inner_names() == []
     assert plain.create_metadata() is None
@@ -192,7 +242,9 @@ def test_create_tensor_traces_with_a_symbolic_batch(case: FormatCase):
         protos = [TensorProto(x.shape, torch.bfloat16, q, device=x.device) for q in chosen]
         for proto in protos[:1]:
             proto.update_usage(columnwise=False)
-        return [proto.create_tensor() for proto in protos], [proto.inner_names() for proto in protos]
+        return [proto.create_tensor() for proto in protos], [
+            proto.inner_names() for proto in protos
+        ]
 
     compiled = Compiled(region)
     for batch in (140, 300, 200, 900):

@@ -367,6 +367,7 @@ class Quantizer:
         Raises:
             QTensorError: another shape or quantizer; ``dst`` is unchanged.
         """
+        self._check_call(src, scale, noop_flag, dst)
         name = f"update_quantized[{self.format}]"
         got = getattr(dst, "_quantizer", None)
         if got != self:
@@ -399,7 +400,6 @@ class Quantizer:
                 repr(noop_flag),
                 "Pass torch.tensor([0.0])",
             )
-        self._check_call(src, scale, noop_flag, dst)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
         src = src.detach()

@@ -66,7 +66,8 @@ class NVFP4Quantizer(Quantizer):
     storage_cls = NVFP4TensorStorage
 
     def __post_init__(self) -> None:
-        if type(self.e4m3_max) in (int, float) and self.e4m3_max == 0:
+        plain = type(self.e4m3_max) in (int, float) and type(self.use_4over6) is bool
+        if plain and self.e4m3_max == 0:
             object.__setattr__(self, "e4m3_max", self._default("e4m3_max", 0.0))
         super().__post_init__()
         check_choice(self, "e4m3_max", (448.0, 256.0))
@@ -161,7 +162,7 @@ class NVFP4Quantizer(Quantizer):
                 if side == "_columnwise":
                     codes, scales = codes.t(), scales.t()
                 scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
-            out[f"_amax{side}"].copy_(found)
+            out[f"_amax{side}"].copy_(given.get(side, found))
             self._write(out, side, codes, scales)
 
     def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:

@@ -15,6 +15,7 @@ from qtensor.storage.base import Context, QuantizedTensorStorage, describe, unfl
 from qtensor.storage.dispatch import dispatch
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.write import ViewNote
+from qtensor.version import fingerprint
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
@@ -110,12 +111,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return DEQUANTIZE_TENSOR(self, torch.float64)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all buffers, not of the nominal dtype."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """A detached tensor that shares the buffers."""
         return self.detach()
 
@@ -186,7 +187,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on beside the shapes, for AOTAutograd's cache."""
         name, dtype, quantizer, _ = self._context
-        return f"{name}:{dtype}:{quantizer.canonical}"
+        return f"{name}:{dtype}:{quantizer.canonical}:{fingerprint()}"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
