@@ -189,8 +189,6 @@ def decode_factors(q: Any) -> Tensor:
 
 def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tensor:
     """Codes of 1.0 in the packing of ``buffer``."""
-    if element.dtype is not None:
-        return torch.full_like(buffer, int(torch.ones(()).to(element.dtype).view(torch.uint8)))
     one = code_values(element).index(1.0)
     packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
     if packed is not None:

@@ -152,8 +152,8 @@ def test_write_through_a_narrow_as_vllm_does(
                 mine.copy_(other)  # a factor that all shards share is loaded beside them
         before = snapshot(parameter.detach())
         for start in range(0, (ROWS, COLS)[dim], size):
-            to, fro = (t.narrow(dim, start, size) for t in (parameter.data, loaded))
-            refused = refusal(lambda to=to, fro=fro: to.copy_(fro))
+            to, source = (t.narrow(dim, start, size) for t in (parameter.data, loaded))
+            refused = refusal(lambda to=to, source=source: to.copy_(source))
             if refused:
                 assert options.get("swizzled"), refused
                 assert_same_tensor(parameter.detach(), before)

@@ -24,6 +24,8 @@ class Codec(Protocol):
     scale_layout: str
     rowwise: bool
     columnwise: bool
+    transpose_plan: Any
+    """How a 2-D tensor is transposed (storage/geometry.py)."""
     per_tensor: bool
     """One factor for the whole tensor, which a GEMM can apply at its end."""
     returns_amax: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.quantizers.autograd import QuantizeFunction
 from qtensor.quantizers.options import canonical_value, check_options, refuse_unknown
+from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -142,6 +144,11 @@ class Quantizer:
     def transposed(self) -> Self:
         """The quantizer that describes the buffers of a transposed tensor: the usages change places."""
         return dataclasses.replace(self, **self._transposed_options())
+
+    @functools.cached_property
+    def transpose_plan(self) -> Any:
+        """See ``geometry.transpose_plan``; kept, since hashing a value costs as much as a view."""
+        return geometry.transpose_plan(self)
 
     def _transposed_options(self) -> dict[str, Any]:
         """The options that change when a tensor is transposed."""

@@ -19,7 +19,8 @@ def delayed_scaling_state(
     length: int, count: int, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Fresh state: amax history (length, count) zeros and scale (count,) ones, float32."""
-    return torch.zeros(length, count, device=device), torch.ones(count, device=device)
+    history = torch.zeros(length, count, dtype=torch.float32, device=device)
+    return history, torch.ones(count, dtype=torch.float32, device=device)
 
 
 def delayed_scaling_update(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from qtensor.errors import fail
 from qtensor.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Element
+from qtensor.reference.constants import table
 
 
 def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
@@ -27,7 +28,8 @@ def encode_fp8_(out: Tensor, values: Tensor, element: Element) -> None:
 def code_values(element: Element) -> tuple[float, ...]:
     """The value of every code of an element, by code."""
     if element.dtype is not None:
-        return tuple(torch.arange(256, dtype=torch.uint8).view(element.dtype).float().tolist())
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+        return tuple(codes.view(element.dtype).to(torch.float32).tolist())
     magnitudes = []
     for code in range(1 << (element.bits - 1)):
         exponent, mantissa = divmod(code, 1 << element.mantissa_bits)
@@ -82,24 +84,27 @@ def _encode_e2m1(magnitude: Tensor) -> Tensor:
 
 
 @functools.cache
-def _value_table(element: Element, codes_per_entry: int, device: torch.device) -> Tensor:
-    values = torch.tensor(code_values(element), device=device)
-    if codes_per_entry == 1:
-        return values
-    low = values.repeat(len(values))
-    return torch.stack((low, values.repeat_interleave(len(values))), dim=-1)
+def _values(element: Element, device: torch.device) -> Tensor:
+    """The value of every code, float32 (codes,)."""
+    return table(code_values(element), device)
+
+
+@functools.cache
+def _pairs(element: Element, device: torch.device) -> Tensor:
+    """The values of the low and the high nibble of every byte, float32 (256, 2)."""
+    values = code_values(element)
+    return table(tuple((low, high) for high in values for low in values), device)
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
     """Codes, one a byte, to float32, exactly; by table, which is several times faster than torch's FP8 casts on CPU."""
-    table = _value_table(element, 1, codes.device)
-    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return _values(element, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def decode_pairs(packed: Tensor, element: Element, count: int) -> Tensor:
     """4-bit codes, two a byte along the last dim (even index in the low nibble), to ``count`` float32 values a row."""
-    table = _value_table(element, 2, packed.device)
-    values = table.index_select(0, packed.reshape(-1).int()).view(
+    pairs = _pairs(element, packed.device)
+    values = pairs.index_select(0, packed.reshape(-1).int()).view(
         *packed.shape[:-1], 2 * packed.shape[-1]
     )
     return values if values.shape[-1] == count else values[..., :count]

@@ -7,24 +7,28 @@ import functools
 import torch
 from torch import Tensor
 
+from qtensor.reference.constants import table
+
 SIZE = 16
 SIGN_MASK = 0xD7E8
 """Bit i is set where sign i is -1."""
 
 
+def _entries(with_signs: bool) -> tuple[tuple[float, ...], ...]:
+    """``diag(signs) @ H16 / 4``: the Sylvester entry (k, j) is -1 to the number of bits that k and j share."""
+    return tuple(
+        tuple(
+            -0.25 if ((k & j).bit_count() + (with_signs and SIGN_MASK >> k)) & 1 else 0.25
+            for j in range(SIZE)
+        )
+        for k in range(SIZE)
+    )
+
+
 @functools.cache
 def matrix(with_signs: bool, device: torch.device) -> Tensor:
-    """``diag(signs) @ H16 / 4`` with H16 in Sylvester order, float32 (16, 16); its entries are +-0.25."""
-    hadamard = torch.ones(1, 1)
-    for _ in range(4):
-        hadamard = torch.cat((
-            torch.cat((hadamard, hadamard), 1),
-            torch.cat((hadamard, -hadamard), 1),
-        ))
-    if with_signs:
-        signs = torch.tensor([-1.0 if SIGN_MASK >> i & 1 else 1.0 for i in range(SIZE)])
-        hadamard = signs[:, None] * hadamard
-    return (hadamard * 0.25).to(device)
+    """The rotation, float32 (16, 16), H16 in Sylvester order; its entries are +-0.25."""
+    return table(_entries(with_signs), device)
 
 
 def _product(groups: Tensor, factors: Tensor) -> Tensor:

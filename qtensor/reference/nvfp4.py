@@ -10,13 +10,13 @@ from torch.nn.functional import threshold
 
 from qtensor.formats import E2M1, E4M3
 from qtensor.reference.blocks import block_amax, from_blocks, scale_blocks, to_blocks
+from qtensor.reference.constants import constant
 from qtensor.reference.elements import decode as decode_codes
 from qtensor.reference.elements import encode_narrow
 from qtensor.reference.scaling import FLOAT32_MAX, quotient
 
 BLOCK = 16
-_SIXTH = torch.tensor(1.0) / 6
-_STEP_BOUNDS = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_STEP_BOUNDS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     raised = magnitude + noise.float() / 256 * step
     codes = torch.bucketize(
-        raised.contiguous(), _STEP_BOUNDS.to(values.device), right=True, out_int32=True
+        raised.contiguous(), constant(_STEP_BOUNDS, values.device), right=True, out_int32=True
     )
     return codes.to(torch.uint8).bitwise_or_((values < 0).to(torch.uint8) << 3)
 
@@ -97,7 +97,7 @@ def encode(
     if recipe.use_4over6:
         codes, scale = _encode_4over6(blocks, maxima, amax_tensor[:, None], global_enc, recipe)
         return from_blocks(codes, rows, cols), scale.view(torch.uint8), amax_tensor
-    multiplier = global_enc * _SIXTH.to(x.device)
+    multiplier = global_enc * constant(1 / 6, x.device)
     scale = _round_e4m3(maxima * multiplier)
     values = scale_blocks(blocks, _encode_factor(scale, global_enc), rows, cols)
     codes = encode_narrow(values, E2M1, False) if noise is None else stochastic_codes(values, noise)

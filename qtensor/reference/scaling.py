@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
 from qtensor.formats import Element
+from qtensor.reference.constants import constant
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E8M0_NAN = 255
-
-
-@functools.cache
-def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def quotient(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
@@ -26,9 +21,9 @@ def quotient(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
     """
     if isinstance(denominator, Tensor):
         if not isinstance(numerator, Tensor):
-            numerator = _constant(numerator, denominator.device)
+            numerator = constant(numerator, denominator.device)
     elif isinstance(numerator, Tensor):
-        denominator = _constant(denominator, numerator.device)
+        denominator = constant(denominator, numerator.device)
     return torch.div(numerator, denominator)
 
 

@@ -6,7 +6,6 @@ rule. Slices of padded scales may be shorter than a fresh quantization would mak
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,7 +178,6 @@ def counterparts(spec: FormatSpec) -> dict[str, str]:
     }
 
 
-@functools.lru_cache(maxsize=1024)
 def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
     """How a 2-D tensor with this quantizer is transposed, by views alone.
 

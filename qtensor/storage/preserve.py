@@ -56,8 +56,10 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = t._quantizer.alloc_tensors(shape, device=device)
     result = with_buffers(t, list(tensors.values()), shape, dtype=dtype)
     if name == "aten::new_zeros":
-        zeros = torch.zeros(shape, device=device)
-        scale = torch.ones(1, device=device) if t._quantizer.needs_scale else None
+        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+        scale = (
+            torch.ones(1, dtype=torch.float32, device=device) if t._quantizer.needs_scale else None
+        )
         t._quantizer.update_quantized(zeros, result, scale=scale)
     return result
 

@@ -134,7 +134,7 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def transpose_tensor(t: Any) -> Any:
     """The transpose of a 2-D tensor: directions change places, no byte moves."""
-    quantizer, moves = geometry.transpose_plan(t._quantizer)
+    quantizer, moves = t._quantizer.transpose_plan
     named = {}
     for keyword, source, turn in moves:
         buffer = getattr(t, source)

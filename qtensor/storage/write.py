@@ -66,8 +66,8 @@ def copy_into(dst: Any, src: Any) -> Any:
     note = dst._view_note
     if note is not None and note.shared:
         return _copy_part(dst, src, note.shared)
-    for to, fro in zip(dst.buffers(), src.buffers(), strict=True):
-        _copy_buffer(to, fro)
+    for to, source in zip(dst.buffers(), src.buffers(), strict=True):
+        _copy_buffer(to, source)
     return dst
 
 
@@ -79,8 +79,8 @@ def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
     for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
         if slot.name not in shared:
-            to, fro = _common(getattr(dst, slot.name), getattr(src, slot.name))
-            to.copy_(torch.where(equal, fro, _common(to, new)[1]))
+            to, source = _common(getattr(dst, slot.name), getattr(src, slot.name))
+            to.copy_(torch.where(equal, source, _common(to, new)[1]))
     return dst
 
 
@@ -105,17 +105,17 @@ def _check_reaches(dst: Any) -> None:
         )
 
 
-def _common(to: Tensor, fro: Tensor) -> tuple[Tensor, Tensor]:
+def _common(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """What both have: scales of a slice are shorter than padded ones."""
-    if to.shape == fro.shape:
-        return to, fro
-    sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, fro.shape, strict=True))
-    return to[sizes], fro[sizes]
+    if to.shape == source.shape:
+        return to, source
+    sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, source.shape, strict=True))
+    return to[sizes], source[sizes]
 
 
-def _copy_buffer(to: Tensor, fro: Tensor) -> None:
-    to, fro = _common(to, fro)
-    to.copy_(fro)
+def _copy_buffer(to: Tensor, source: Tensor) -> None:
+    to, source = _common(to, source)
+    to.copy_(source)
 
 
 def requantize_(dst: Any, values: Tensor) -> Any:
