@@ -129,8 +129,13 @@ COMPUTED: dict[str, Sample] = {
     "mm": lambda o: A.mm(o.matrix, plain(o.square)),
     "bmm": lambda o: A.bmm(o.batch, plain(o.batch).mT.contiguous()),
     "addmm": lambda o: A.addmm(plain(o.vector), o.matrix, plain(o.square)),
+    "mv": lambda o: A.mv(o.matrix, plain(o.vector)),
+    **_each("dot vdot", lambda n: lambda o: getattr(A, n)(o.vector, plain(o.vector))),
     "baddbmm": lambda o: A.baddbmm(torch.ones(1), o.batch, plain(o.batch).mT.contiguous()),
     "linear": lambda o: A.linear(o.matrix, o.square, plain(o.vector)),
+    "dequantize": lambda o: (
+        A.dequantize(o.matrix) if isinstance(o.matrix, QuantizedTensor) else o.matrix
+    ),
     "embedding": lambda o: A.embedding(o.matrix, o.rows),
 }
 
@@ -141,6 +146,7 @@ all argmax argmin median count_nonzero nonzero sort histc ones_like zeros_like r
 _WITH_ANOTHER = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge isclose
 logical_and logical_or equal allclose"""
 _WITH_A_BOUND = "clamp_min clamp_max full_like"
+_LOSSES = "mse_loss smooth_l1_loss huber_loss"
 _LISTS = "_foreach_neg _foreach_sqrt _foreach_abs _foreach_norm _foreach_reciprocal _foreach_max"
 _TWO_LISTS = "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_maximum"
 _THREE_LISTS = "_foreach_addcmul _foreach_addcdiv"
@@ -150,7 +156,7 @@ DEQUANTIZED: dict[str, Sample] = {
     **_each(_WITH_ANOTHER, lambda n: lambda o: getattr(A, n)(o.matrix, o.other)),
     **_each(_WITH_A_BOUND, lambda n: lambda o: getattr(A, n)(o.matrix, 0.25)),
     **_each("_softmax _log_softmax", lambda n: lambda o: getattr(A, n)(o.matrix, 1, False)),
-    **_each("dot vdot", lambda n: lambda o: getattr(A, n)(o.vector, o.vector)),
+    **_each(_LOSSES, lambda n: lambda o: getattr(A, n)(o.matrix, plain(o.other))),
     **_each("_local_scalar_dense item is_nonzero", lambda n: lambda o: getattr(A, n)(o.scalar)),
     **_each(
         "addcmul addcdiv", lambda n: lambda o: getattr(A, n)(o.matrix, o.other, o.matrix, value=0.5)
@@ -166,7 +172,6 @@ DEQUANTIZED: dict[str, Sample] = {
     "masked_fill": lambda o: A.masked_fill(o.matrix, o.mask, 0.5),
     "logsumexp": lambda o: A.logsumexp(o.matrix, [1]),
     "cumsum": lambda o: A.cumsum(o.matrix, 1),
-    "mv": lambda o: A.mv(o.matrix, o.vector),
     "native_layer_norm": lambda o: A.native_layer_norm(o.matrix, [COLS], o.vector, o.vector, 1e-5),
     "native_dropout": lambda o: A.native_dropout(o.matrix, 0.5, True),
     "topk": lambda o: A.topk(o.matrix, 3),

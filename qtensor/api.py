@@ -38,11 +38,13 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
     if isinstance(fmt, Quantizer):
         return type(fmt)(**{**fmt.given_options(), **options}) if options else fmt
     if not isinstance(fmt, str):
+        is_class = isinstance(fmt, type) and issubclass(fmt, Quantizer)
+        fix = f"Call it: {fmt.__name__}()" if is_class else f"Choose one of: {', '.join(formats())}"
         fail(
             "quantizer",
-            "the format is a text or a quantizer",
-            type(fmt).__name__,
-            'Pass "fp8", say',
+            "the format is an id or a quantizer",
+            "a tensor" if isinstance(fmt, torch.Tensor) else repr(fmt),
+            fix,
             DtypeError,
         )
     return codec_class(fmt)(**options)
@@ -52,7 +54,8 @@ def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
     """Quantize a tensor: ``qtensor.quantize(x, "nvfp4")``.
 
     Args:
-        x: 0-d to n-d; float32, bfloat16 or float16; any strides; any device.
+        x: 0-d to n-d; float32, bfloat16 or float16; any strides; any device. One that is quantized in another way is
+            dequantized first.
         fmt: a format id (see ``formats``) or a quantizer.
         **options: the format's options, and the arguments of the call: ``out``, ``scale``, ``generator``,
             ``amax_reduction_group``, ``noop_flag`` (see ``Quantizer.quantize``).
@@ -83,6 +86,15 @@ def dequantize(
     Raises:
         QTensorError: ``out`` has another shape, or ``q`` is no tensor.
     """
+    for value in (dtype, out):
+        if value is not None and not isinstance(value, torch.dtype | torch.Tensor):
+            fail(
+                "dequantize",
+                "dtype= is a torch.dtype and out= a tensor",
+                repr(value),
+                "Pass torch.float32, say",
+                DtypeError,
+            )
     if isinstance(q, QuantizedTensorStorage) and not isinstance(q, torch.Tensor):
         values = DEQUANTIZE(q.buffers(), q._quantizer.canonical, q.shape, dtype or q.dtype)
     elif isinstance(q, torch.Tensor):

@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+PLAIN, SWIZZLED = "plain", "swizzled_32_4_4"
+"""Scale layouts: rows of factors, or 128x4 tiles as block-scaled GEMMs read them (docs/numerics.md)."""
+
 Usage = Literal["rowwise", "columnwise", "both"]
 
 

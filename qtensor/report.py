@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import DtypeError, check
 from qtensor.layout import rows_cols
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
@@ -48,7 +48,8 @@ class ErrorReport:
     max_rel_error: float
     """Over values that are not zero."""
     saturated: float
-    """Share of values beyond the largest code of their block."""
+    """Share of values beyond the largest code of their block; NaN for rotated data, whose factors are not those of
+    elements."""
     flushed_to_zero: float
     """Share of non-zero values that became zero."""
     not_finite: int
@@ -137,6 +138,14 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         "Pass qtensor.quantize(x, fmt)",
     )
     check(
+        isinstance(x, torch.Tensor) and x.is_floating_point(),
+        "error_report",
+        "the first argument must be the floating tensor that was quantized",
+        getattr(x, "dtype", type(x).__name__),
+        "Pass the original",
+        DtypeError,
+    )
+    check(
         tuple(x.shape) == tuple(q.shape),
         "error_report",
         "shapes must be equal",
@@ -148,7 +157,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     source = source.reshape(rows, cols)
     decoded = q.dequantize(torch.float32).detach().reshape(rows, cols)
     factor = decode_factors(q).reshape(rows, cols)
-    block = q.spec.block or (1, max(cols, 1))
+    block = q._quantizer.value_block or (1, max(cols, 1))
     sums, worst = _Sums(), _Worst(block)
     # Chunks that stay in cache: full-size float64 temporaries cost more than the arithmetic.
     step = max(block[0], CHUNK // max(cols, 1) // block[0] * block[0])
@@ -164,7 +173,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         sqnr_db=_decibel(sums.signal, sums.noise),
         max_abs_error=sums.max_abs,
         max_rel_error=sums.max_rel,
-        saturated=sums.saturated / numel,
+        saturated=sums.saturated / numel if q._quantizer.factors_are_local else math.nan,
         flushed_to_zero=sums.flushed / numel,
         not_finite=sums.not_finite,
         scale_min=sums.scale_min if sums.scale_min < math.inf else math.nan,
@@ -180,8 +189,7 @@ def decode_factors(q: Any) -> Tensor:
     for slot, buffer in zip(q._quantizer.slots, q.buffers(), strict=True):
         is_codes = slot.name.endswith(("_data", "_transpose"))
         buffers.append(_fill_with_ones(buffer, slot.dims, element) if is_codes else buffer)
-    plain = q._quantizer
-    if getattr(plain, "with_rht", False) and not plain.rowwise:
+    if not q._quantizer.factors_are_local:
         # The factors are those before the rotation back, which mixes elements.
         return torch.full(q.shape, math.nan, device=q.device)
     return with_buffers(q, buffers).dequantize(torch.float32)

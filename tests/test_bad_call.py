@@ -104,17 +104,17 @@ OUTS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         lambda: torch.empty(3, 40),
         {},
-        "update_quantized[mxfp8]: dst must hold this quantizer's buffers; got None",
+        "update_quantized[mxfp8]: the destination must hold this quantizer's buffers; got Tensor. Pass",
     ),
     (
         lambda: qtensor.quantize(X, "fp8"),
         {},
-        "dst must hold this quantizer's buffers; got Float8CurrentScalingQuantizer(",
+        "the destination must hold this quantizer's buffers; got fp8. Pass",
     ),
     (
         lambda: qtensor.quantize(X, "mxfp8", columnwise=True),
         {},
-        "dst must hold this quantizer's buffers; got MXFP8Quantizer(rowwise=True, columnwise=True",
+        "the destination must hold this quantizer's buffers; got mxfp8(columnwise=True). Pass",
     ),
     (
         lambda: qtensor.quantize(X.t(), "mxfp8"),

@@ -50,7 +50,7 @@ def test_round_trip(case: FormatCase, options: dict, rowwise: bool, columnwise: 
         assert (again.dtype, again.shape, again.device) == (t.dtype, t.shape, t.device)
         assert again.quantizer == t.quantizer
         assert again.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
-        assert again.scale_layout == ("swizzled" if options.get("swizzled") else "plain")
+        assert again.scale_layout == ("swizzled_32_4_4" if options.get("swizzled") else "plain")
         assert all(shares_memory(a, b) for a, b in zip(again.buffers(), t.buffers(), strict=True))
         assert torch.equal(again.dequantize(), q.dequantize())
 
@@ -125,7 +125,7 @@ CORRUPTED: dict[str, Any] = {
     "dtype-text": lambda c: (c[0], "float32", *c[2:]),
     "no-quantizer": lambda c: (c[0], c[1], None, c[3]),
     "canonical-text": lambda c: (c[0], c[1], c[2].canonical, c[3]),
-    "other-layout": lambda c: (*c[:3], "swizzled"),
+    "other-layout": lambda c: (*c[:3], "swizzled_32_4_4"),
     "unknown-layout": lambda c: (*c[:3], 7),
 }
 

@@ -340,7 +340,7 @@ def test_mismatched_operands(case: FormatCase) -> None:
     """A57 and the rules of the GEMM, by message; the operands stay as they are."""
     w, x = case.quantize(rand(N, K)), rand(M, K)
     before = snapshot(w)
-    sizes = r"gemm: the contracted sizes must be equal in layout \w\w; got a .*, b .*\. Transpose"
+    sizes = r"gemm\[.*\]: the last dim.* must be equal \(\w\w\); got a .*, b .*\. Transpose"
     for call in (
         lambda: F.linear(rand(M, K + 1), w),
         lambda: F.linear(case.quantize(rand(M, K + 32)), w),
@@ -360,6 +360,14 @@ def test_mismatched_operands(case: FormatCase) -> None:
         qtensor.gemm(x, w.to("meta"), "TN")
     with pytest.raises(qtensor.QTensorError, match="layout"):
         qtensor.gemm(x, w, "TT")
+    with pytest.raises(qtensor.QTensorError, match="operands must be matrices"):
+        qtensor.gemm(w, torch.ones(K), "TN")
+    with pytest.raises(qtensor.QTensorError, match=r"bias must broadcast.*\(7,\) for"):
+        qtensor.gemm(x, w, "TN", bias=torch.ones(7))
+    with pytest.raises(
+        qtensor.QTensorError, match=r"result's dtype must be floating; got torch.int32"
+    ):
+        qtensor.gemm(x, w, "TN", dtype=torch.int32)
     assert_same_tensor(w, before)
 
 

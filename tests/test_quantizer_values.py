@@ -193,7 +193,7 @@ def test_live_state_is_refused_by_name(case: FormatCase, argument: str) -> None:
 @formats
 @pytest.mark.parametrize(
     "value",
-    [torch.ones(3), torch.Generator(), object(), [1], None, lambda: 0],
+    [torch.ones(3), torch.Generator(), object(), lambda: 0],
     ids=lambda v: type(v).__name__,
 )
 def test_live_state_is_refused_by_type(case: FormatCase, value: Any) -> None:
@@ -204,6 +204,14 @@ def test_live_state_is_refused_by_type(case: FormatCase, value: Any) -> None:
         ) as caught:
             case.quantizer(**{name: value})
         assert isinstance(caught.value, qtensor.QTensorError)
+
+
+@formats
+@pytest.mark.parametrize("value", [[1], None, {}], ids=repr)
+def test_a_value_of_another_type_is_refused(case: FormatCase, value: Any) -> None:
+    for name in case.quantizer().option_names():
+        with pytest.raises(qtensor.QTensorError, match=f"{name} must be a"):
+            case.quantizer(**{name: value})
 
 
 @formats

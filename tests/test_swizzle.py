@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_plain_scales(
     """MX column-wise scales are transposed first; everything else stands as it is."""
     x = (torch.randn(shape) * 8).to(dtype)
     plain, tiled = plain_and_swizzled(case, x, columnwise=True)
-    assert (plain.scale_layout, tiled.scale_layout) == ("plain", "swizzled")
+    assert (plain.scale_layout, tiled.scale_layout) == ("plain", "swizzled_32_4_4")
     for slot in plain.quantizer.slots:
         before, after = getattr(plain, slot.name), getattr(tiled, slot.name)
         if slot.name == "_columnwise_scale_inv" and case.name != "nvfp4":

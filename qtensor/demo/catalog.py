@@ -60,5 +60,6 @@ def _scale(quantizer: Quantizer) -> str:
 
 
 def _options(quantizer: Quantizer) -> str:
-    fields = (field for field in dataclasses.fields(quantizer) if field.name not in _EVERYWHERE)
-    return ", ".join(f"{field.name}={field.default!r}" for field in fields)
+    default = type(quantizer)()
+    names = (f.name for f in dataclasses.fields(quantizer) if f.name not in _EVERYWHERE)
+    return ", ".join(f"{name}={getattr(default, name)!r}" for name in names)

@@ -26,6 +26,8 @@ class Codec(Protocol):
     columnwise: bool
     transpose_plan: Any
     """How a 2-D tensor is transposed (storage/geometry.py)."""
+    two_dimensional: bool
+    """Blocks are square, shared by both directions."""
     per_tensor: bool
     """One factor for the whole tensor, which a GEMM can apply at its end."""
     returns_amax: bool
@@ -55,6 +57,9 @@ class Codec(Protocol):
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
         """Buffers of ``usage`` from those of the other direction, exactly, or None."""
+
+    def without_square_blocks(self) -> Codec:
+        """The quantizer of rows that were cut across square blocks."""
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same data again gives the same bytes."""
@@ -93,6 +98,7 @@ def register_codec(name: str, cls: type) -> None:
             "choose another format name",
         )
     _CODECS[name] = cls
+    parse.cache_clear()
 
 
 def codec_class(name: str) -> type:

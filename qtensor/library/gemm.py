@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,31 @@ def _values(
     return codec.decode(by_name(codec, buffers), tuple(shape), columnwise)
 
 
+_CONTRACTED = {
+    "TN": "the last dims of a and b",
+    "NN": "the last dim of a and the first of b",
+    "NT": "the first dims of a and b",
+}
+
+
+def check_bias(bias_shape: Shape, out_shape: Shape) -> None:
+    """Refuse a bias that does not broadcast to the product.
+
+    Raises:
+        QTensorError: with both shapes.
+    """
+    tail = out_shape[len(out_shape) - len(bias_shape) :]
+    if len(bias_shape) > len(out_shape) or any(
+        n not in (1, size) for n, size in zip(bias_shape, tail, strict=True)
+    ):
+        fail(
+            "gemm",
+            "the bias must broadcast to the product",
+            f"{tuple(bias_shape)} for {tuple(out_shape)}",
+            "Mend it",
+        )
+
+
 def check_operands(
     a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, layout: str
 ) -> None:
@@ -98,15 +125,16 @@ def check_operands(
     Raises:
         QTensorError: with the rule that is broken and the way out.
     """
+    formats = ", ".join(c.format for c in (a, b) if c is not None)
+    op = f"gemm[{formats}]" if formats else "gemm"
+    got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
+    if len(a_shape) < (2 if layout == "NT" else 1) or len(b_shape) < 2:
+        fail(op, "operands must be matrices or batches of them", got, "Add a dim with unsqueeze(0)")
     left = a_shape[-2] if layout == "NT" else a_shape[-1]
     right = b_shape[-1] if layout == "TN" else b_shape[-2]
     if left != right:
-        fail(
-            "gemm",
-            f"the contracted sizes must be equal in layout {layout}",
-            f"a {tuple(a_shape)}, b {tuple(b_shape)}",
-            "Transpose one operand or mend the shapes",
-        )
+        rule = f"{_CONTRACTED[layout]} must be equal ({layout})"
+        fail(op, rule, got, "Transpose one operand or mend the shapes")
     if a is None or b is None:
         return
     for name, codec, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):
@@ -150,3 +178,46 @@ torch.library.register_fake(
 )
 GEMM_TENSOR = torch.ops.qtensor.gemm_tensor.default
 """``gemm`` over tensors themselves, so that one made inside a compiled region can be an operand."""
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, layout, _, bias = (*inputs, None, None)[:5]
+    ctx.save_for_backward(a, b)
+    ctx.layout = layout
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+
+
+def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The products of the other two layouts, with the gradient in high precision and the other operand's value."""
+    a, b = ctx.saved_tensors
+    d_a = d_b = d_bias = None
+    if ctx.needs_input_grad[0]:
+        left, right, layout = {"TN": (grad, b, "NN"), "NN": (grad, b, "TN"), "NT": (b, grad, "TN")}[
+            ctx.layout
+        ]
+        d_a = GEMM_TENSOR(left, right, layout, a.dtype)
+    if ctx.needs_input_grad[1]:
+        if b.ndim == 2:
+            # One matrix serves a whole batch: its gradient sums over it.
+            a, grad_b = _fold(a, ctx.layout), _fold(grad, ctx.layout)
+        else:
+            grad_b = grad
+        left, right, layout = {
+            "TN": (grad_b, a, "NT"),
+            "NN": (a, grad_b, "NT"),
+            "NT": (a, grad_b, "NN"),
+        }[ctx.layout]
+        d_b = GEMM_TENSOR(left, right, layout, b.dtype)
+    if ctx.bias is not None and ctx.needs_input_grad[4]:
+        shape, dtype = ctx.bias
+        d_bias = grad.float().sum_to_size(shape).to(dtype)
+    return d_a, d_b, None, None, d_bias
+
+
+def _fold(t: Tensor, layout: str) -> Tensor:
+    return t if layout == "NT" or t.ndim == 2 else t.reshape(-1, t.shape[-1])
+
+
+torch.library.register_autograd(
+    "qtensor::gemm_tensor", _gemm_backward, setup_context=_save_operands, lib=LIBRARY
+)

@@ -15,7 +15,6 @@ class QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         quantizer: Any,
         scale: Tensor | None,
@@ -24,9 +23,13 @@ class QuantizeFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """The tensor, and the amax for delayed scaling."""
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
-        maxima = buffers[len(quantizer.slots) :]
-        ctx.mark_non_differentiable(*maxima)
-        return quantizer.assemble(buffers, x.shape, x.dtype), *maxima
+        tensor = quantizer.assemble(buffers, x.shape, x.dtype)
+        return tensor, *buffers[len(quantizer.slots) :]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Only the tensor has a gradient."""
+        ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:

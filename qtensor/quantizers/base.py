@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -13,12 +12,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, QTensorError, UnsupportedError, check, fail
-from qtensor.formats import Element, FormatSpec, Slot, resolve_slots
+from qtensor.errors import DtypeError, UnsupportedError, fail
+from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
 from qtensor.library.codec import alloc_slots, parse, register_codec
-from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
+from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.quantizers.autograd import QuantizeFunction
+from qtensor.quantizers.calls import check_call, prepare
 from qtensor.quantizers.options import canonical_value, check_options, refuse_unknown
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
@@ -64,7 +64,7 @@ class Quantizer:
     keywords: ClassVar[tuple[str, ...]]
     """Constructor keywords of the slots."""
     scale_layout: ClassVar[str]
-    """``"plain"`` or ``"swizzled"``."""
+    """``"plain"`` or ``"swizzled_32_4_4"``."""
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -95,7 +95,7 @@ class Quantizer:
         object.__setattr__(self, "keywords", tuple(slot.keyword for slot in self.slots))
         object.__setattr__(self, "canonical", self._canonical())
         object.__setattr__(
-            self, "scale_layout", "swizzled" if getattr(self, "swizzled", False) else "plain"
+            self, "scale_layout", SWIZZLED if getattr(self, "swizzled", False) else PLAIN
         )
 
     def _canonical(self) -> str:
@@ -144,6 +144,28 @@ class Quantizer:
     def transposed(self) -> Self:
         """The quantizer that describes the buffers of a transposed tensor: the usages change places."""
         return dataclasses.replace(self, **self._transposed_options())
+
+    @property
+    def two_dimensional(self) -> bool:
+        """Whether blocks are square, shared by both directions."""
+        return False
+
+    def without_square_blocks(self) -> Self:
+        """The quantizer of rows that were cut across square blocks, whose factors are stored once a row."""
+        return self
+
+    @property
+    def value_block(self) -> tuple[int, int] | None:
+        """(rows, columns) that share a factor of the data that ``dequantize`` reads; None: the tensor, or a row."""
+        block = self.spec.block
+        if block is None or self.two_dimensional:
+            return block and (block[1], block[1])
+        return block if self.side() == "_rowwise" else block[::-1]
+
+    @property
+    def factors_are_local(self) -> bool:
+        """Whether a value depends on its own code and factors alone (False: a rotation mixes elements)."""
+        return True
 
     @functools.cached_property
     def transpose_plan(self) -> Any:
@@ -194,6 +216,7 @@ class Quantizer:
             x: any shape; float32, bfloat16 or float16; any strides. One that has this quantizer already is answered with
                 a tensor around its own buffers, as ``.to()`` does when there is nothing to convert.
             out: write into this tensor or storage instead of making a new one; it must have this quantizer and shape.
+                Outside autograd, like every ``out=``.
             scale: float32 (1,), the stored encode factor; delayed scaling only, where it is required.
             generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used as the seed itself
                 (the form that crosses a compile boundary). Default: the device's default generator.
@@ -213,7 +236,7 @@ class Quantizer:
                 "amax_reduction_group": amax_reduction_group,
             }
             return self.update_quantized(x, out, noop_flag=noop_flag, **call)
-        self._check_call(x, scale, noop_flag, None)
+        check_call(self, x, scale, noop_flag, None)
         return self._quantize(x, scale, generator, amax_reduction_group)[0]
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[Any, Tensor]:
@@ -230,7 +253,7 @@ class Quantizer:
                 "Use fp8_delayed",
                 UnsupportedError,
             )
-        self._check_call(x, scale, None, None)
+        check_call(self, x, scale, None, None)
         tensor, amax = self._quantize(x, scale, None, None)
         return tensor, amax
 
@@ -243,7 +266,7 @@ class Quantizer:
     ) -> tuple[Any, ...]:
         seed = amax = None
         if self.stochastic_rounding or generator is not None or group is not None:
-            seed, amax = self._prepare(x.detach(), generator, group)
+            seed, amax = prepare(self, x.detach(), generator, group)
         if x.requires_grad and torch.is_grad_enabled():
             return QuantizeFunction.apply(x, self, scale, amax, seed)
         buffers = QUANTIZE(x, self.canonical, scale, amax, seed)
@@ -252,104 +275,16 @@ class Quantizer:
     def assemble(
         self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False
     ) -> Any:
-        """A tensor (or bare storage) around buffers in slot order."""
+        """A tensor (or bare storage) around buffers in slot order; shapes are the caller's word.
+
+        Raises:
+            QTensorError: fewer buffers than slots.
+        """
         named = dict(zip(self.keywords, buffers, strict=False))
         if bare:
             return self.storage_cls(shape, dtype, self, **named)
         # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
         return self.tensor_cls(shape, dtype, self.canonical, **named)
-
-    def _check_call(
-        self, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any
-    ) -> None:
-        if (
-            scale is None
-            and noop_flag is None
-            and not self.needs_scale
-            and isinstance(x, torch.Tensor)
-            and not x.is_nested
-        ):
-            return
-        name = f"quantize[{self.format}]"
-        if not isinstance(x, torch.Tensor):
-            fail(
-                name,
-                "the input must be a torch.Tensor",
-                type(x).__name__,
-                "Convert it with torch.as_tensor",
-                DtypeError,
-            )
-        if x.is_nested:
-            fail(
-                name,
-                "the input must be a dense tensor",
-                "a nested one",
-                "Pad it, or quantize its parts",
-                DtypeError,
-            )
-        if noop_flag is not None and out is None:
-            fail(name, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
-        if scale is not None and not self.needs_scale:
-            fail(
-                name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed"
-            )
-        if scale is None and self.needs_scale and out is None:
-            fail(name, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
-        if scale is not None and (
-            not isinstance(scale, torch.Tensor)
-            or scale.dtype != torch.float32
-            or scale.numel() != 1
-        ):
-            fail(
-                name,
-                "scale must be a float32 tensor of shape (1,)",
-                repr(scale),
-                "Pass the stored factor as a tensor",
-            )
-
-    def _prepare(
-        self, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
-    ) -> tuple[Tensor | None, list[Tensor] | None]:
-        """The seed and the reduced maxima of a call, None where the op does without."""
-        seed = amax = None
-        if self.stochastic_rounding:
-            seed = self._seed(x, generator)
-        elif generator is not None:
-            rule = "generator= needs a quantizer that rounds at random"
-            fail(
-                f"quantize[{self.format}]",
-                rule,
-                self.canonical,
-                "Drop it, or ask for stochastic_rounding=True",
-            )
-        if group is not None:
-            amax = [_reduce_max(a, group) for a in AMAX(x, self.canonical)]
-        return seed, amax
-
-    def _seed(self, x: Tensor, generator: torch.Generator | Tensor | None) -> Tensor:
-        if generator is None:
-            return RANDOM_SEED(x)
-        if isinstance(generator, torch.Tensor):
-            if generator.dtype != torch.int64 or generator.numel() != 1:
-                got = f"{tuple(generator.shape)} {generator.dtype}"
-                fail(
-                    f"quantize[{self.format}]",
-                    "a seed tensor is one int64",
-                    got,
-                    "Pass torch.tensor([seed])",
-                )
-            return generator.reshape(1)
-        if not isinstance(generator, torch.Generator):
-            rule = "generator must be a torch.Generator or an int64 tensor"
-            fail(
-                f"quantize[{self.format}]",
-                rule,
-                type(generator).__name__,
-                "Pass torch.tensor([seed])",
-                DtypeError,
-            )
-        seed = torch.empty(1, dtype=torch.int64, device=generator.device)
-        return seed.random_(generator=generator).to(x.device)
 
     def update_quantized(
         self,
@@ -374,20 +309,20 @@ class Quantizer:
         Raises:
             QTensorError: another shape or quantizer; ``dst`` is unchanged.
         """
-        self._check_call(src, scale, noop_flag, dst)
+        check_call(self, src, scale, noop_flag, dst)
         name = f"update_quantized[{self.format}]"
         got = getattr(dst, "_quantizer", None)
         if got != self:
             fail(
                 name,
-                "dst must hold this quantizer's buffers",
-                f"{got!r}",
-                "Use dst.quantizer, or quantize anew",
+                "the destination must hold this quantizer's buffers",
+                getattr(got, "canonical", type(dst).__name__),
+                "Pass a tensor that this quantizer made, or leave out= away",
             )
         if getattr(dst, "_view_note", None) is not None:
             fail(
                 name,
-                "dst must be a whole tensor",
+                "the destination must be a whole tensor",
                 "a part of one",
                 "Write into a part with part.copy_(values)",
             )
@@ -410,8 +345,11 @@ class Quantizer:
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
         src = src.detach()
-        seed, amax = self._prepare(src, generator, amax_reduction_group)
+        seed, amax = prepare(self, src, generator, amax_reduction_group)
         QUANTIZE_(src, self.canonical, dst.buffers(), scale, amax, seed, noop_flag)
+        if isinstance(dst, torch.Tensor):
+            # The op sees the buffers alone; autograd must see that the tensor changed.
+            torch.autograd.graph.increment_version(dst)
         return dst
 
     # ---- data-free primitives ------------------------------------------------------------------------------
@@ -446,7 +384,19 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        """A tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``."""
+        """A tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``.
+
+        Raises:
+            DtypeError: a nominal dtype that is not floating.
+        """
+        if not dtype.is_floating_point:
+            fail(
+                f"make_empty[{self.format}]",
+                "the nominal dtype must be floating",
+                dtype,
+                "Pass float32",
+                DtypeError,
+            )
         tensors = self.alloc_tensors(shape, device=device).values()
         tensor = self.assemble(list(tensors), shape, dtype)
         return tensor.requires_grad_() if requires_grad else tensor
@@ -487,20 +437,3 @@ class Quantizer:
     ) -> dict[str, Tensor] | None:
         """Buffers of ``usage`` from those of the other direction, exactly, or None where that cannot be."""
         return None
-
-
-def _reduce_max(amax: Tensor, group: Any) -> Tensor:
-    """MAX over a process group, by the functional collective, which traces."""
-    check(
-        torch.distributed.is_available() and torch.distributed.is_initialized(),
-        "quantize",
-        "amax_reduction_group needs torch.distributed",
-        "not initialised",
-        "Call torch.distributed.init_process_group first",
-        QTensorError,
-    )
-    # Imported here: torch.distributed's functional collectives take 0.1 s.
-    from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
-
-    # A maximum over ranks may lose a NaN; inf means the same scale.
-    return all_reduce(amax.nan_to_num(nan=math.inf, posinf=math.inf), "max", group)

@@ -18,7 +18,18 @@ AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 def delayed_scaling_state(
     length: int, count: int, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Fresh state: amax history (length, count) zeros and scale (count,) ones, float32."""
+    """Fresh state: amax history (length, count) zeros and scale (count,) ones, float32.
+
+    Raises:
+        QTensorError: a length or count below 1.
+    """
+    check(
+        length > 0 and count > 0,
+        "delayed_scaling_state",
+        "the history needs a positive length and number of tensors",
+        (length, count),
+        "Pass both >= 1",
+    )
     history = torch.zeros(length, count, dtype=torch.float32, device=device)
     return history, torch.ones(count, dtype=torch.float32, device=device)
 

@@ -56,6 +56,11 @@ class Float8BlockQuantizer(Quantizer):
         return find_element(self.spec.elements, self.dtype)
 
     @property
+    def two_dimensional(self) -> bool:
+        """128x128 blocks."""
+        return self.block_scaling_dim == 2
+
+    @property
     def _rows(self) -> int:
         return 1 if self.block_scaling_dim == 1 else float8.BLOCK
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,6 +55,19 @@ class MXQuantizer(Quantizer, abstract=True):
     def element(self) -> Element:
         """The element that ``dtype`` names."""
         return find_element(self.spec.elements, self.dtype)
+
+    @property
+    def two_dimensional(self) -> bool:
+        """32x32 blocks."""
+        return self.with_2d_quantization
+
+    def without_square_blocks(self) -> Self:
+        """1-D blocks, with the same buffers."""
+        return (
+            dataclasses.replace(self, with_2d_quantization=False)
+            if self.with_2d_quantization
+            else self
+        )
 
     def encode_(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -39,7 +40,8 @@ class NVFP4Quantizer(Quantizer):
     Attributes:
         with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
         with_rht: rotate one side's data by a random Hadamard transform of 16 along its blocks. Decoding rotates back.
-        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed tensor.
+        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed tensor. Where that usage is
+            not asked for, nothing is rotated.
         with_random_sign_mask: with the rotation's random signs; False leaves all of them +1.
         stochastic_rounding: round at random, by ``generator=`` of the call; the mean over draws is the value.
         row_scaled: one float32 factor a row (columnwise: a column) instead of one for the tensor.
@@ -100,6 +102,24 @@ class NVFP4Quantizer(Quantizer):
         if self.with_rht:
             options["rht_side"] = "columnwise" if self.rht_side == "rowwise" else "rowwise"
         return options
+
+    @property
+    def two_dimensional(self) -> bool:
+        """16x16 blocks."""
+        return self.with_2d_quantization
+
+    def without_square_blocks(self) -> Self:
+        """1-D blocks, with the same buffers."""
+        return (
+            dataclasses.replace(self, with_2d_quantization=False)
+            if self.with_2d_quantization
+            else self
+        )
+
+    @property
+    def factors_are_local(self) -> bool:
+        """Not on the rotated side."""
+        return not self._rotated(self.side())
 
     def _rotated(self, side: str) -> bool:
         return self.with_rht and side == f"_{self.rht_side}"

@@ -57,7 +57,7 @@ def check_options(quantizer: Any) -> None:
         if field.name == "dtype" and isinstance(value, torch.dtype):
             value = _TORCH_ELEMENTS.get(value, str(value))
             object.__setattr__(quantizer, field.name, value)
-        if type(value) not in PLAIN_TYPES:
+        if type(value) not in (*PLAIN_TYPES, type(None), list, tuple, dict):
             fail(
                 name,
                 "options are plain values; tensors, generators and process groups are arguments of the call",
@@ -124,4 +124,4 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
 
 def canonical_value(value: Any) -> str:
     """An option as it stands in a canonical string."""
-    return repr(value) if isinstance(value, float) else str(value)
+    return f"{value!r}" if isinstance(value, float) else f"{value}"

@@ -115,8 +115,9 @@ def pack_pairs(codes: Tensor) -> Tensor:
     if codes.shape[-1] % 2:
         codes = F.pad(codes, (0, 1))
     # A little-endian pair is low | high << 8; its low byte after the shift is low | high << 4.
-    # (contiguous() leaves the strides of dims of size 1 as they are, which view refuses.)
-    pairs = codes.reshape(-1).view(torch.int16).view(*codes.shape[:-1], codes.shape[-1] // 2)
+    # Flat first: contiguous() leaves the strides of dims of size 1 as they are, which view refuses.
+    flat = codes.reshape(-1).contiguous()
+    pairs = flat.view(torch.int16).view(*codes.shape[:-1], codes.shape[-1] // 2)
     return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 

@@ -18,7 +18,32 @@ from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 
 Context = tuple[str, torch.dtype, Any, str]
-"""The flatten context: qualname, nominal dtype, quantizer, scale layout. Values only: no size, device or tensor."""
+"""The flatten context: qualname, nominal dtype, quantizer, scale layout. Values only: no size, device or tensor.
+
+The layout of a part of a tensor goes on with its note: ``plain;part;_scale_inv`` (see ``ViewNote``).
+"""
+
+
+@dataclass(frozen=True)
+class ViewNote:
+    """What a part of a tensor remembers of the whole, for the sake of writes."""
+
+    shared: tuple[str, ...] = ()
+    """Buffers that serve values outside this part too: a write must leave them as they are."""
+    is_copy: bool = False
+    """The part has bytes of its own: a write would not reach the whole."""
+
+    def text(self) -> str:
+        """The note as the tail of a scale layout."""
+        return ";".join(("", "copy" if self.is_copy else "part", *self.shared))
+
+    @staticmethod
+    def parse(tail: str) -> ViewNote | None:
+        """The note of a layout's tail, None where there is none."""
+        if not tail:
+            return None
+        kind, *shared = tail.split(";")
+        return ViewNote(tuple(shared), kind == "copy")
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ class QuantizedTensorStorage:
 
     @property
     def scale_layout(self) -> str:
-        """``"plain"`` or ``"swizzled"``: how the scale bytes are ordered."""
+        """``"plain"`` or ``"swizzled_32_4_4"``: how the scale bytes are ordered."""
         return self._quantizer.scale_layout
 
     def buffers(self) -> list[Tensor]:
@@ -160,6 +185,8 @@ class BareStorage(QuantizedTensorStorage):
     def __init__(
         self, shape: Shape, dtype: torch.dtype, quantizer: Codec, **buffers: Tensor | None
     ) -> None:
+        if quantizer.spec is not self.spec or len(buffers) < len(quantizer.slots):
+            refuse_buffers(type(self), quantizer, buffers)
         self._shape = shape
         self._dtype = dtype
         self._quantizer = quantizer
@@ -243,7 +270,11 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
     cls = lookup(name)
     slots = getattr(quantizer, "slots", None)
     expected = [slot.name for slot in slots] if slots is not None else None
-    if expected is None or not isinstance(dtype, torch.dtype) or layout != quantizer.scale_layout:
+    if (
+        expected is None
+        or not isinstance(dtype, torch.dtype)
+        or not str(layout).startswith(quantizer.scale_layout)
+    ):
         raise QTensorError(
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
             f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ returned."
@@ -253,11 +284,30 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
             f"unflatten[{name}]: the buffers must be {expected} of {quantizer.spec.name}; got {list(inner)} "
             f"of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ named."
         )
-    return cls(outer_size, dtype, quantizer, **kwargs, **{k[1:]: v for k, v in inner.items()})
+    tensor = cls(outer_size, dtype, quantizer, **kwargs, **{k[1:]: v for k, v in inner.items()})
+    note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
+    if note is not None:
+        tensor._view_note = note
+        tensor._context = context
+    return tensor
+
+
+def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> None:
+    """Say why buffers do not make a tensor or storage.
+
+    Raises:
+        QTensorError: always.
+    """
+    needed = [slot.keyword for slot in quantizer.slots]
+    fail(
+        f"{cls.__qualname__}",
+        f"it holds {cls.spec.name} buffers, and {quantizer.canonical} needs {', '.join(needed)}",
+        ", ".join(buffers) or "none",
+        "Use the quantizer's own class and pass all its buffers, or quantizer.assemble(...)",
+    )
 
 
 def describe(storage: Any) -> str:
     """A repr from metadata alone: it reads no data, so it never waits for a device."""
     quantizer = storage._quantizer
-    shape = ", ".join(str(n) for n in storage.shape)
-    return f"{type(storage).__name__}(shape=({shape}), dtype={storage.dtype}, quantizer={quantizer.canonical!r})"
+    return f"{type(storage).__name__}(shape={tuple(storage.shape)}, dtype={storage.dtype}, quantizer={quantizer.canonical!r})"

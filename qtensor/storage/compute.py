@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.library.gemm import GEMM, GEMM_TENSOR, LAYOUTS, check_operands
+from qtensor.errors import DtypeError, fail
+from qtensor.library.gemm import (
+    GEMM,
+    GEMM_TENSOR,
+    LAYOUTS,
+    check_bias,
+    check_operands,
+    output_shape,
+)
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import Handler, with_buffers
@@ -47,6 +54,14 @@ def gemm_operands(
             f"{a.dtype} and {b.dtype}",
             "Convert them first",
         )
+    if dtype is not None and dtype not in FLOATING:
+        fail(
+            "gemm",
+            "the result's dtype must be floating",
+            dtype,
+            "Convert the result instead",
+            DtypeError,
+        )
     if layout not in LAYOUTS:
         fail(
             "gemm",
@@ -54,7 +69,7 @@ def gemm_operands(
             repr(layout),
             "Choose one of them",
         )
-    if a.device != b.device:
+    if a.device != b.device or (bias is not None and bias.device != a.device):
         fail(
             "gemm",
             "operands must be on one device",
@@ -62,6 +77,8 @@ def gemm_operands(
             "Move one with .to(device)",
         )
     check_operands(left, a.shape, right, b.shape, layout)
+    if bias is not None:
+        check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
     return GEMM(
         [a] if left is None else a.buffers(),
         "" if left is None else left.canonical,
@@ -83,12 +100,38 @@ def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     )
 
 
+def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
+    if any(t.ndim != rank for t in operands):
+        fail(
+            op,
+            f"operands must have {rank} dims",
+            [tuple(t.shape) for t in operands],
+            "Use torch.matmul",
+        )
+
+
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _ranks("mm", args[:2], 2)
     return gemm_operands(args[0], args[1], "NN")
+
+
+def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _ranks("bmm", args[:2], 3)
+    return gemm_operands(args[0], args[1], "NN")
+
+
+def _mv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Mv and dot: the vector is the one row of a second operand."""
+    a, vector = args
+    _ranks("mv", (vector,), 1)
+    rows = a if a.ndim == 2 else a.unsqueeze(0)
+    product = gemm_operands(rows, vector.unsqueeze(0), "TN").squeeze(1)
+    return product if a.ndim == 2 else product.squeeze(0)
 
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     bias, a, b = args
+    _ranks("addmm", (a, b), 3 if func._schema.name == "aten::baddbmm" else 2)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
     if alpha == 1 and beta == 1:
@@ -103,6 +146,11 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return gemm_operands(
         x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
     )
+
+
+def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """torch.dequantize(q), where the method of the class is not what is called."""
+    return plain(args[0])
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -126,10 +174,14 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 COMPUTE: dict[str, Handler] = {
     "mm": _mm,
-    "bmm": _mm,
+    "bmm": _bmm,
+    "mv": _mv,
+    "dot": _mv,
+    "vdot": _mv,
     "addmm": _addmm,
     "baddbmm": _addmm,
     "linear": _linear,
     "embedding": _embedding,
+    "dequantize": _dequantize,
 }
 """Op name (aten) -> handler. The result is plain: operands are decoded inside one op, rounded once."""

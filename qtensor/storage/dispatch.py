@@ -30,7 +30,9 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(t, QuantizedTensorStorage):
         own = t._quantizer
         if own.canonical == canonical and own.is_requantization_safe():
-            return [buffer.detach() for buffer in t.buffers()]
+            # Of a part, a copy: writes through the answer must not reach factors that the part shares with its whole.
+            take = torch.Tensor.detach if t._view_note is None else torch.clone
+            return [take(buffer) for buffer in t.buffers()]
         return func(plain(t), *args[1:], **kwargs)
     raise QTensorError(
         "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."

@@ -16,9 +16,10 @@ isneginf nan_to_num signbit frac"""
 _BINARY = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge lerp
 addcmul addcdiv where clamp clamp_min clamp_max masked_fill isclose logical_and logical_or"""
 _REDUCE = """sum mean amax amin max min aminmax norm linalg_vector_norm std var std_mean var_mean prod any all argmax argmin
-median count_nonzero logsumexp cumsum dot vdot mv equal allclose _local_scalar_dense item is_nonzero nonzero
+median count_nonzero logsumexp cumsum equal allclose _local_scalar_dense item is_nonzero nonzero
 _softmax _log_softmax native_layer_norm native_dropout topk sort histc bincount ones_like full_like rand_like randn_like
-new_ones new_full zeros_like"""
+new_ones new_full zeros_like mse_loss smooth_l1_loss
+huber_loss"""
 _FOREACH = """_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg _foreach_sqrt _foreach_abs _foreach_norm
 _foreach_maximum _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_reciprocal _foreach_pow _foreach_max"""
 _IN_PLACE = """add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ zero_ fill_
@@ -27,7 +28,7 @@ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_neg_ _foreach_s
 _foreach_lerp_ _foreach_zero_ _foreach_copy_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_maximum_ _foreach_reciprocal_"""
 
 DEQUANTIZE_OPS = frozenset(f"{_UNARY} {_BINARY} {_REDUCE} {_FOREACH}".split())
-"""Ops that work on dequantized operands and return plain tensors: what optimizers, losses and printing use."""
+"""Ops that work on dequantized operands and return plain tensors: what optimizers and elementwise arithmetic use."""
 
 IN_PLACE_OPS = frozenset(_IN_PLACE.split())
 """In-place ops: the operands are dequantized, the result is written back through the tensor's own quantizer."""

@@ -218,6 +218,20 @@ def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
     return result
 
 
+def select_column(t: Any, index: int) -> list[Tensor]:
+    """Buffers of ``t[..., index]`` of a tensor with one factor; all are views."""
+    result = []
+    for slot in t._quantizer.slots:
+        buffer = getattr(t, slot.name)
+        if slot.dims[0].axis == "lead":
+            buffer = buffer.select(-1, index)
+        elif slot.dims[0].axis == "k":
+            column = buffer.select(0, index)
+            buffer = column.movedim(-1, 0) if column.ndim else column.reshape(1)
+        result.append(buffer)
+    return result
+
+
 def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
     """Buffers, all new, of a tensor whose last two dims change places; ``quantizer`` describes them.
 
@@ -228,7 +242,9 @@ def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
     turned = (*shape[:-2], shape[-1], shape[-2])
     other = counterparts(t.spec)
     sources = {slot.name: slot for slot in t._quantizer.slots}
-    result = []
+    result: list[Tensor] = []
+    if not t.numel():
+        return list(quantizer.alloc_tensors(turned, device=t.device).values())
     for slot in quantizer.slots:
         source = sources[other[slot.name]]
         buffer = getattr(t, source.name)

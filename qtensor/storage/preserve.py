@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -82,11 +83,17 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (*t.shape[:dim], *t.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
             rule = f"all sizes but that of dim {dim} must be equal"
             fail("cat", rule, [tuple(t.shape) for t in tensors], "Mend the shapes")
-    return with_buffers(first, geometry.cat_buffers(tensors, dim), shape)
+    quantizer = first._quantizer
+    block = quantizer.spec.block
+    square = block[1] if block is not None and quantizer.two_dimensional else 1
+    if any(math.prod(t.shape[dim:-1] or t.shape[-1:]) % square for t in tensors[:-1]):
+        quantizer = quantizer.without_square_blocks()
+    return with_buffers(first, geometry.cat_buffers(tensors, dim), shape, quantizer=quantizer)
 
 
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, dim, index = args
+    index = index.reshape(-1)
     if (
         t.ndim == 2
         and geometry.normalize(dim, 2) == 0
@@ -95,7 +102,8 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ):
         buffers = geometry.select_rows(t, index)
         if buffers is not None:
-            return with_buffers(t, buffers, (index.shape[0], t.shape[1]))
+            quantizer = t._quantizer.without_square_blocks()
+            return with_buffers(t, buffers, (index.shape[0], t.shape[1]), quantizer=quantizer)
     rule = "rows can be picked from 2-D rowwise data whose factors do not span rows"
     fail(
         f"index_select[{t._quantizer.format}]",

@@ -56,7 +56,11 @@ def state(t: Any) -> tuple[Any, ...]:
 
 def reduce(t: Any) -> tuple[Any, ...]:
     """For ``__reduce_ex__``."""
-    return rebuild, state(t)
+    saved = list(state(t))
+    if getattr(t, "_view_note", None) is not None:
+        # A part is saved on its own: sharing bytes with its whole after a load would need the note as well.
+        saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
+    return rebuild, tuple(saved)
 
 
 def deepcopy(t: Any, memo: dict[int, Any]) -> Any:

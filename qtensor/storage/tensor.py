@@ -11,10 +11,16 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, parse
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
-from qtensor.storage.base import Context, QuantizedTensorStorage, describe, unflatten
+from qtensor.storage.base import (
+    Context,
+    QuantizedTensorStorage,
+    ViewNote,
+    describe,
+    refuse_buffers,
+    unflatten,
+)
 from qtensor.storage.dispatch import dispatch
 from qtensor.storage.serialize import deepcopy, reduce
-from qtensor.storage.write import ViewNote
 from qtensor.version import fingerprint
 
 
@@ -48,6 +54,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if isinstance(quantizer, str):
             quantizer = parse(quantizer)
         slots = quantizer.slots
+        if quantizer.spec is not cls.spec or len(buffers) < len(slots):
+            refuse_buffers(cls, quantizer, buffers)
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -66,7 +74,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def _set_quantizer(self, quantizer: Codec) -> None:
         self._quantizer = quantizer
-        self._context = (type(self).__qualname__, self.dtype, quantizer, quantizer.scale_layout)
+        layout = quantizer.scale_layout + (self._view_note.text() if self._view_note else "")
+        self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return describe(self)
@@ -167,6 +176,18 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             "Export t.buffers() instead",
             UnsupportedError,
         )
+
+    def _no_array(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: arrays are made of values, not codes.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        rule = "a quantized tensor is no array"
+        fix = "Call .dequantize().numpy() or .dequantize().tolist()"
+        fail(f"numpy[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
+
+    numpy = tolist = __array__ = apply_ = map_ = map2_ = _no_array
 
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory."""

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.layout import rows_cols
 from qtensor.storage import geometry
+from qtensor.storage.base import ViewNote
 from qtensor.storage.rebuild import Handler, with_buffers
-from qtensor.storage.write import ViewNote, inherit_note, note_part, plain
+from qtensor.storage.write import inherit_note, note_part, plain
 
 
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,7 +44,14 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     """``t.narrow(dim, start, end - start)`` with a dim counted from the front."""
     total = t.shape[dim]
     shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
-    part = with_buffers(t, geometry.slice_buffers(t, dim, start, end), shape)
+    buffers = geometry.slice_buffers(t, dim, start, end)
+    quantizer = t._quantizer
+    if quantizer.two_dimensional:
+        inner = 1 if dim == t.ndim - 1 else math.prod(t.shape[dim + 1 : -1])
+        square = quantizer.spec.block[1]
+        if start * inner % square or (end * inner % square and end != total):
+            quantizer = quantizer.without_square_blocks()
+    part = with_buffers(t, buffers, shape, quantizer=quantizer)
     if start == 0 and end == total:
         return inherit_note(part, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
@@ -56,6 +65,10 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     total = t.shape[dim]
     if not -total <= index < total:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {total}")
+    if dim == t.ndim - 1 and t._quantizer.per_tensor:
+        shape = tuple(t.shape[:-1])
+        picked = with_buffers(t, geometry.select_column(t, index % total), shape)
+        return note_part(picked, t, ["_scale_inv"])
     if dim == t.ndim - 1:
         rule = "the last dim, along which factors run, cannot be dropped"
         fail(
@@ -74,7 +87,11 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     t, sizes = args[:2]
     dim = geometry.normalize(args[2] if len(args) > 2 else kwargs.get("dim", 0), t.ndim)
     total = t.shape[dim]
-    if not isinstance(sizes, (list, tuple)):
+    whole = not isinstance(sizes, (list, tuple))
+    if sizes < 1 and total if whole else sum(sizes) != total or min(sizes, default=0) < 0:
+        rule = f"sizes must be positive and cover dim {dim} of {total}"
+        fail(f"split[{t._quantizer.format}]", rule, sizes, "Mend the sizes")
+    if whole:
         sizes = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [slice_tensor(t, dim, s, s + n) for s, n in zip(starts, sizes, strict=True)]
@@ -89,7 +106,11 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
     """A view to ``shape``, one of whose sizes may be -1."""
     shape = tuple(shape)
-    if any(isinstance(n, int) and n == -1 for n in shape):
+    unknown = sum(isinstance(n, int) and n == -1 for n in shape)
+    if unknown > 1 or (unknown and 0 in shape):
+        rule = "at most one size may be -1, and no other 0 beside it"
+        fail(f"{op}[{t._quantizer.format}]", rule, shape, "Name the sizes")
+    if unknown:
         known = math.prod(n for n in shape if not (isinstance(n, int) and n == -1))
         shape = tuple(t.numel() // known if isinstance(n, int) and n == -1 else n for n in shape)
     if math.prod(shape) != t.numel():
@@ -99,7 +120,10 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
             f"{tuple(t.shape)} to {shape}",
             "Choose another shape",
         )
-    viewed = with_buffers(t, geometry.view_buffers(t, shape, op), shape)
+    quantizer = t._quantizer
+    if quantizer.two_dimensional and rows_cols(shape)[1] != rows_cols(t.shape)[1]:
+        quantizer = quantizer.without_square_blocks()
+    viewed = with_buffers(t, geometry.view_buffers(t, shape, op), shape, quantizer=quantizer)
     # Reordered buffers may have to be copied.
     return note_part(viewed, t, ())
 
@@ -169,6 +193,13 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reorder(t: Any, order: list[int], op: str) -> Any:
     """Dims in another order: any for one factor a tensor; otherwise the last two may change places."""
+    if sorted(order) != list(range(t.ndim)):
+        fail(
+            f"{op}[{t._quantizer.format}]",
+            f"each of {t.ndim} dims must be named once",
+            order,
+            "Mend the order",
+        )
     if order == sorted(order):
         return inherit_note(with_buffers(t, t.buffers()), t)
     shape = tuple(t.shape[i] for i in order)
@@ -178,9 +209,12 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
         return inherit_note(with_buffers(t, geometry.permute_buffers(t, order), shape), t)
     if order[:-2] == list(range(t.ndim - 2)):
         quantizer = t._quantizer.transposed()
+        if quantizer.two_dimensional and (
+            t.shape[-2] % quantizer.spec.block[1] or t.shape[-1] % quantizer.spec.block[1]
+        ):
+            quantizer = quantizer.without_square_blocks()
         turned = with_buffers(t, geometry.transpose_each(t, quantizer), shape, quantizer=quantizer)
-        turned._view_note = ViewNote(is_copy=True)
-        return turned
+        return inherit_note(turned, t, ViewNote(is_copy=True))
     rule = "only the last two dims may change places where factors run along the last"
     fail(
         f"{op}[{t._quantizer.format}]",

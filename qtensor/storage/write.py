@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +10,8 @@ from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.library.dequantize import DEQUANTIZE
-from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE
-from qtensor.storage.base import QuantizedTensorStorage
-
-
-@dataclass(frozen=True)
-class ViewNote:
-    """What a part of a tensor remembers of the whole, for the sake of writes."""
-
-    shared: tuple[str, ...] = ()
-    """Buffers that serve values outside this part too: a write must leave them as they are."""
-    is_copy: bool = False
-    """The part has bytes of its own: a write would not reach the whole."""
+from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
+from qtensor.storage.base import QuantizedTensorStorage, ViewNote
 
 
 def plain(t: Any) -> Tensor:
@@ -48,7 +37,12 @@ def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
     if old is not None and note is not None:
         shared = tuple(dict.fromkeys(old.shared + note.shared))
         note = ViewNote(shared, old.is_copy or note.is_copy)
-    part._view_note = note if note is not None else old
+    note = note if note is not None else old
+    if note is not None:
+        part._view_note = note
+        name, dtype, quantizer, _ = part._context
+        # In the context, so that it crosses compile boundaries.
+        part._context = (name, dtype, quantizer, quantizer.scale_layout + note.text())
     return part
 
 
@@ -89,7 +83,7 @@ def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tens
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
     kept = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
-    seed, _ = quantizer._prepare(values, None, None)
+    seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
     return QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
 
 

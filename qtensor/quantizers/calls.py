@@ -1,0 +1,134 @@
+"""What a call of a quantizer brings beside the tensor: checks, the seed, the reduced maxima."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import DtypeError, QTensorError, check, fail
+from qtensor.library.quantize import AMAX, RANDOM_SEED
+
+
+def check_call(
+    quantizer: Any, x: Tensor, scale: Tensor | None, noop_flag: Tensor | None, out: Any
+) -> None:
+    """Refuse arguments that a call of ``quantizer`` cannot use.
+
+    Raises:
+        QTensorError: with the rule and the fix.
+    """
+    if (
+        scale is None
+        and noop_flag is None
+        and not quantizer.needs_scale
+        and isinstance(x, torch.Tensor)
+        and not x.is_nested
+    ):
+        return
+    name = f"quantize[{quantizer.format}]"
+    if not isinstance(x, torch.Tensor):
+        fail(
+            name,
+            "the input must be a torch.Tensor",
+            type(x).__name__,
+            "Convert it with torch.as_tensor",
+            DtypeError,
+        )
+    if x.is_nested:
+        fail(
+            name,
+            "the input must be a dense tensor",
+            "a nested one",
+            "Pad it, or quantize its parts",
+            DtypeError,
+        )
+    if noop_flag is not None and out is None:
+        fail(name, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
+    if scale is not None and not quantizer.needs_scale:
+        fail(name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed")
+    if scale is None and quantizer.needs_scale and out is None:
+        fail(name, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
+    if scale is not None and (
+        not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.numel() != 1
+    ):
+        fail(
+            name,
+            "scale must be a float32 tensor of shape (1,)",
+            repr(scale),
+            "Pass the stored factor as a tensor",
+        )
+    if scale is not None and scale.device != x.device:
+        fail(name, f"scale must be on the device of x, {x.device}", scale.device, "Move it there")
+
+
+def prepare(
+    quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
+) -> tuple[Tensor | None, list[Tensor] | None]:
+    """The seed and the reduced maxima of a call, None where the op does without."""
+    seed = amax = None
+    if quantizer.stochastic_rounding:
+        seed = _seed(quantizer, x, generator)
+    elif generator is not None:
+        rule = "generator= needs a quantizer that rounds at random"
+        fail(
+            f"quantize[{quantizer.format}]",
+            rule,
+            quantizer.canonical,
+            "Drop it, or ask for stochastic_rounding=True",
+        )
+    if group is not None and quantizer.needs_scale:
+        rule = "delayed scaling takes its factor from scale="
+        fix = "Reduce the amax that quantize_with_amax returns"
+        fail(f"quantize[{quantizer.format}]", rule, "amax_reduction_group", fix)
+    if seed is not None and seed.device != x.device:
+        rule = f"the seed must be on the device of x, {x.device}"
+        fail(f"quantize[{quantizer.format}]", rule, seed.device, "Move it there")
+    if group is not None:
+        amax = [_reduce_max(a, group) for a in AMAX(x, quantizer.canonical)]
+    return seed, amax
+
+
+def _seed(quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None) -> Tensor:
+    if generator is None:
+        return RANDOM_SEED(x)
+    if isinstance(generator, torch.Tensor):
+        if generator.dtype != torch.int64 or generator.numel() != 1:
+            got = f"{tuple(generator.shape)} {generator.dtype}"
+            fail(
+                f"quantize[{quantizer.format}]",
+                "a seed tensor is one int64",
+                got,
+                "Pass torch.tensor([seed])",
+            )
+        return generator.reshape(1)
+    if not isinstance(generator, torch.Generator):
+        rule = "generator must be a torch.Generator or an int64 tensor"
+        fail(
+            f"quantize[{quantizer.format}]",
+            rule,
+            type(generator).__name__,
+            "Pass torch.tensor([seed])",
+            DtypeError,
+        )
+    seed = torch.empty(1, dtype=torch.int64, device=generator.device)
+    return seed.random_(generator=generator).to(x.device)
+
+
+def _reduce_max(amax: Tensor, group: Any) -> Tensor:
+    """MAX over a process group, by the functional collective, which traces."""
+    check(
+        torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "quantize",
+        "amax_reduction_group needs torch.distributed",
+        "not initialised",
+        "Call torch.distributed.init_process_group first",
+        QTensorError,
+    )
+    # Imported here: torch.distributed's functional collectives take 0.1 s.
+    from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
+
+    # A maximum over ranks may lose a NaN; inf means the same scale.
+    return all_reduce(amax.nan_to_num(nan=math.inf, posinf=math.inf), "max", group)
