@@ -9,7 +9,6 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
 from qtensor.library.codec import codec_class, codec_names
-from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.options import CALL_ARGUMENTS
 from qtensor.storage.base import QuantizedTensorStorage
@@ -96,7 +95,7 @@ def dequantize(
                 DtypeError,
             )
     if isinstance(q, QuantizedTensorStorage) and not isinstance(q, torch.Tensor):
-        values = DEQUANTIZE(q.buffers(), q._quantizer.canonical, q.shape, dtype or q.dtype)
+        values = q.dequantize(dtype)
     elif isinstance(q, torch.Tensor):
         values = torch.ops.qtensor.dequantize_tensor(q, dtype if out is None else out.dtype)
     else:

@@ -19,7 +19,13 @@ from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.quantizers.autograd import QuantizeFunction
 from qtensor.quantizers.calls import check_call, prepare
-from qtensor.quantizers.options import canonical_value, check_options, refuse_unknown
+from qtensor.quantizers.options import (
+    canonical_value,
+    check_choice,
+    check_options,
+    find_element,
+    refuse_unknown,
+)
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
@@ -89,6 +95,8 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if "dtype" in self._option_names:
+            check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         if self.columnwise_value and not (self.rowwise and self.columnwise):
             object.__setattr__(self, "columnwise_value", False)
         object.__setattr__(self, "slots", resolve_slots(self.spec, self))
@@ -126,10 +134,11 @@ class Quantizer:
         """The options of the format."""
         return cls._option_names
 
-    @property
+    @functools.cached_property
     def element(self) -> Element:
-        """The element that the ``dtype`` option names, or the format's only one."""
-        return self.spec.elements[0]
+        """The element that the ``dtype`` option names, or the format's first."""
+        name = getattr(self, "dtype", None)
+        return self.spec.elements[0] if name is None else find_element(self.spec.elements, name)
 
     # ---- values ------------------------------------------------------------------------------------------
 

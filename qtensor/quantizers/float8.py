@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.formats import Element
 from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, find_element
+from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
 from qtensor.reference.scaling import fp8_scale
 from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
@@ -33,15 +31,6 @@ class _Float8(Quantizer, abstract=True):
     tensor_cls = Float8Tensor
     storage_cls = Float8TensorStorage
     per_tensor = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
-
-    @functools.cached_property
-    def element(self) -> Element:
-        """The element that ``dtype`` names."""
-        return find_element(self.spec.elements, self.dtype)
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """[(1,) float32]."""
@@ -81,18 +70,16 @@ class _Float8(Quantizer, abstract=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScalingQuantizer(_Float8):
-    """FP8, one factor for the tensor, from the tensor's own amax.
+class _CurrentScaling(_Float8, abstract=True):
+    """Factors from the tensor's own maxima.
 
     Attributes:
-        force_pow_2_scales: floor the factor to a power of two.
+        force_pow_2_scales: floor the encode scales to powers of two.
         amax_epsilon: lower bound of the amax.
     """
 
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
-
-    format = "fp8"
 
     def encode_(
         self,
@@ -102,20 +89,33 @@ class Float8CurrentScalingQuantizer(_Float8):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write the codes and the factor."""
-        factor = scale
-        if factor is None:
-            found = amax[0] if amax else float8.amax_tensor(x)
-            factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
-        float8.encode_scaled_(out, x, factor, self.element)
+        """Write the codes and the decode scales; ``scale`` are encode scales to use instead of those of the amax."""
+        if scale is None:
+            amax_found = amax[0] if amax else self.amax(x)[0]
+            scale = fp8_scale(
+                amax_found, self.element.max, self.force_pow_2_scales, self.amax_epsilon
+            )
+        float8.encode_scaled_(out, x, scale, self.element)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScalingQuantizer(_CurrentScaling):
+    """FP8, one factor for the tensor, from the tensor's own amax.
+
+    Attributes:
+        force_pow_2_scales: floor the factor to a power of two.
+        amax_epsilon: lower bound of the amax.
+    """
+
+    format = "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Quantizer(_Float8):
     """FP8 with delayed scaling: the factor comes with the call, the amax is returned.
 
-    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` its amax as well; the state (scale, amax history) is the caller's, as tensors:
-    see ``qtensor.delayed_scaling_update``.
+    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` its amax as well; the state
+    (scale, amax history) is the caller's, as tensors: see ``qtensor.delayed_scaling_update``.
     """
 
     format = "fp8_delayed"
@@ -142,7 +142,7 @@ class Float8Quantizer(_Float8):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8RowwiseQuantizer(_Float8):
+class Float8RowwiseQuantizer(_CurrentScaling):
     """FP8, one factor a row of the (M, K) view.
 
     Attributes:
@@ -153,9 +153,6 @@ class Float8RowwiseQuantizer(_Float8):
     """
 
     axis: int = -1
-    force_pow_2_scales: bool = False
-    amax_epsilon: float = 0.0
-
     format = "fp8_rowwise"
     per_tensor = False
 
@@ -175,18 +172,3 @@ class Float8RowwiseQuantizer(_Float8):
         """[(M, 1)] or [(1, K)]."""
         rows, cols = rows_cols(shape)
         return [(rows, 1) if self.axis == -1 else (1, cols)]
-
-    def encode_(
-        self,
-        out: dict[str, Tensor],
-        x: Tensor,
-        scale: Tensor | None,
-        amax: list[Tensor] | None,
-        seed: Tensor | None,
-    ) -> None:
-        """Write the codes and the factors."""
-        factor = scale
-        if factor is None:
-            found = amax[0] if amax else float8.amax_axis(x, self.axis)
-            factor = fp8_scale(found, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
-        float8.encode_scaled_(out, x, factor, self.element)

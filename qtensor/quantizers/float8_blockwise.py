@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qtensor.formats import Element
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, find_element
+from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
 from qtensor.reference.blocks import as_matrix
 from qtensor.storage.float8_blockwise import (
@@ -47,13 +45,7 @@ class Float8BlockQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "block_scaling_dim", (1, 2))
-
-    @functools.cached_property
-    def element(self) -> Element:
-        """The element that ``dtype`` names."""
-        return find_element(self.spec.elements, self.dtype)
 
     @property
     def two_dimensional(self) -> bool:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from qtensor.formats import Element
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.options import check_choice, find_element
+from qtensor.quantizers.options import check_choice
 from qtensor.reference import mx
-from qtensor.reference.blocks import as_matrix, spread, swizzle, unswizzle, write_padded_
+from qtensor.reference.blocks import as_matrix, read_scales, spread, write_scales_
 from qtensor.reference.elements import (
     decode,
     decode_pairs,
@@ -48,13 +46,7 @@ class MXQuantizer(Quantizer, abstract=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "dtype", tuple(e.name for e in self.spec.elements))
         check_choice(self, "scale_mode", SCALE_MODES)
-
-    @functools.cached_property
-    def element(self) -> Element:
-        """The element that ``dtype`` names."""
-        return find_element(self.spec.elements, self.dtype)
 
     @property
     def two_dimensional(self) -> bool:
@@ -100,25 +92,7 @@ class MXQuantizer(Quantizer, abstract=True):
                 scales = mx.encode_(codes, matrix, block, self.element, self.scale_mode)
             if packed:
                 data.copy_(self._pack(codes, side).view(data.shape))
-            self._write_scales(out[f"{side}_scale_inv"], side, scales)
-
-    def _write_scales(self, scale_out: Tensor, side: str, scales: Tensor) -> None:
-        if not self.swizzled:
-            write_padded_(scale_out, scales)
-            return
-        padded = scale_out.new_zeros(scale_out.shape)
-        write_padded_(padded, scales)
-        padded = padded.t() if side == "_columnwise" else padded
-        scale_out.copy_(swizzle(padded).reshape(scale_out.shape))
-
-    def _scales(self, buffers: dict[str, Tensor], side: str) -> Tensor:
-        """The factors of a side as a plain, possibly padded matrix."""
-        scales = buffers[f"{side}_scale_inv"]
-        if not self.swizzled:
-            return scales
-        if side == "_columnwise":
-            return unswizzle(scales.reshape(scales.shape[::-1])).t()
-        return unswizzle(scales)
+            write_scales_(out[f"{side}_scale_inv"], scales, self.swizzled, side == "_columnwise")
 
     def _codes_per_group(self) -> tuple[int, int]:
         """(codes, bytes) of a packed group."""
@@ -156,7 +130,11 @@ class MXQuantizer(Quantizer, abstract=True):
         side = self.side(columnwise)
         block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
         values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
-        return mx.decode(values, self._scales(buffers, side), block).reshape(shape)
+        return mx.decode(
+            values,
+            read_scales(buffers[f"{side}_scale_inv"], self.swizzled, side == "_columnwise"),
+            block,
+        ).reshape(shape)
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
@@ -176,7 +154,7 @@ class MXQuantizer(Quantizer, abstract=True):
         packed = self._codes_per_group() != (1, 1)
         data = named[f"{target}_data"]
         data.copy_((self._pack(codes, target) if packed else codes).reshape(data.shape))
-        scales = self._scales(buffers, source)
+        scales = read_scales(buffers[f"{source}_scale_inv"], self.swizzled, source == "_columnwise")
         if usage == "columnwise":
             scales = spread(
                 scales[: rows : mx.BLOCK], 1, mx.BLOCK, (ceil_div(rows, mx.BLOCK), cols)
@@ -185,5 +163,5 @@ class MXQuantizer(Quantizer, abstract=True):
             scales = spread(
                 scales[:, : cols : mx.BLOCK], mx.BLOCK, 1, (rows, ceil_div(cols, mx.BLOCK))
             )
-        self._write_scales(named[f"{target}_scale_inv"], target, scales)
+        write_scales_(named[f"{target}_scale_inv"], scales, self.swizzled, target == "_columnwise")
         return named

@@ -15,14 +15,7 @@ from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
-from qtensor.reference.blocks import (
-    as_matrix,
-    pad_matrix,
-    spread,
-    swizzle,
-    unswizzle,
-    write_padded_,
-)
+from qtensor.reference.blocks import as_matrix, pad_matrix, read_scales, spread, write_scales_
 from qtensor.reference.elements import decode_pairs, pack_pairs, unpack_pairs
 from qtensor.reference.philox import random_bytes
 from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
@@ -195,12 +188,7 @@ class NVFP4Quantizer(Quantizer):
     def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
         data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
         data.copy_(pack_pairs(codes).reshape(data.shape))
-        if self.swizzled:
-            padded = scale_out.new_zeros(scale_out.shape)
-            write_padded_(padded, scales)
-            scale_out.copy_(swizzle(padded))
-        else:
-            write_padded_(scale_out, scales)
+        write_scales_(scale_out, scales, self.swizzled)
 
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
@@ -211,8 +199,7 @@ class NVFP4Quantizer(Quantizer):
         lines, length = (rows, cols) if side == "_rowwise" else (cols, rows)
         count = round_up(length, hadamard.SIZE) if self._rotated(side) else length
         data = buffers[f"{side}_data"].reshape(lines, ceil_div(count, 2))
-        scales = buffers[f"{side}_scale_inv"]
-        scales = unswizzle(scales) if self.swizzled else scales
+        scales = read_scales(buffers[f"{side}_scale_inv"], self.swizzled)
         values = decode_pairs(data, E2M1, count)
         # 2D factors are stored once a row, so they decode as 1x16 blocks.
         values = nvfp4.decode(values, scales, buffers[f"_amax{side}"], 1, self.e4m3_max)
@@ -235,8 +222,7 @@ class NVFP4Quantizer(Quantizer):
         named = only.alloc_tensors(shape, device=buffers[f"{source}_data"].device)
         packed = buffers[f"{source}_data"].reshape(lines, ceil_div(count, 2))
         codes = unpack_pairs(packed, count).t()
-        scales = buffers[f"{source}_scale_inv"]
-        scales = unswizzle(scales) if self.swizzled else scales
+        scales = read_scales(buffers[f"{source}_scale_inv"], self.swizzled)
         grid = scales[: lines : nvfp4.BLOCK, : ceil_div(count, nvfp4.BLOCK)].t()
         self._write(named, target, codes, spread(grid, nvfp4.BLOCK, 1, (count, grid.shape[1])))
         named[f"_amax{target}"].copy_(buffers[f"_amax{source}"])

@@ -80,3 +80,27 @@ def unswizzle(scales: Tensor) -> Tensor:
     rows, cols = scales.shape
     tiles = scales.reshape(rows // 128, cols // 4, 32, 4, 4)
     return rearrange(tiles, "tr tc b a c -> (tr a b) (tc c)")
+
+
+def write_scales_(out: Tensor, scales: Tensor, swizzled: bool, transposed: bool = False) -> None:
+    """Write the factors of a side into their padded buffer, whose padding is zero.
+
+    Args:
+        out: (R, C), padded.
+        scales: (r, c), r <= R, c <= C.
+        swizzled: in tiles; the shape of ``out`` stays.
+        transposed: the tiles are those of the transpose (MX columnwise).
+    """
+    if not swizzled:
+        write_padded_(out, scales)
+        return
+    padded = out.new_zeros(out.shape)
+    write_padded_(padded, scales)
+    out.copy_(swizzle(padded.t() if transposed else padded).reshape(out.shape))
+
+
+def read_scales(buffer: Tensor, swizzled: bool, transposed: bool = False) -> Tensor:
+    """The factors of a side as a plain, possibly padded matrix: the inverse of ``write_scales_``."""
+    if not swizzled:
+        return buffer
+    return unswizzle(buffer.reshape(buffer.shape[::-1])).t() if transposed else unswizzle(buffer)

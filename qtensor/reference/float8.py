@@ -75,7 +75,7 @@ def block_scale(
 def encode_blocks_(
     codes: Tensor, scale_inv: Tensor, blocks: Tensor, scale: Tensor, element: Element
 ) -> None:
-    """Write codes (M, K) and transposed, padded factors (K / 128, up4(M / r)) for blocks and their encode factors."""
+    """Write codes (M, K) and decode scales (blocks along M, blocks along K; padded) for blocks and their encode scales."""
     encode_fp8_(codes, scale_blocks(blocks, scale, *codes.shape), element)
     write_padded_(scale_inv, scale.reciprocal())
 

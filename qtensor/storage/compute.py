@@ -18,7 +18,7 @@ from qtensor.library.gemm import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
 from qtensor.storage.write import plain
 
 
@@ -169,8 +169,6 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     rows = with_buffers(weight, buffers, (index.numel(), weight.shape[1]))
     return plain(rows).reshape(*index.shape, weight.shape[1])
 
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 COMPUTE: dict[str, Handler] = {
     "mm": _mm,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qtensor.errors import QTensorError, UnsupportedError
-from qtensor.library.dequantize import DEQUANTIZE, DEQUANTIZE_TENSOR
+from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.library.gemm import GEMM_TENSOR
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
@@ -21,7 +21,7 @@ from qtensor.storage.write import copy_into, plain
 def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
-    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
+    return plain(t, dtype)
 
 
 def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,10 +37,6 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise QTensorError(
         "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."
     )
-
-
-def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return dequantized(func, args, kwargs)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,9 +64,9 @@ _HANDLERS: dict[Any, Handler] = {
     DEQUANTIZE_TENSOR: _dequantize_tensor,
     GEMM_TENSOR: gemm_tensor,
     QUANTIZE: _quantize,
-    QUANTIZE_: _on_values,
-    AMAX: _on_values,
-    RANDOM_SEED: _on_values,
+    QUANTIZE_: dequantized,
+    AMAX: dequantized,
+    RANDOM_SEED: dequantized,
 }
 """Op -> handler; filled as ops are met."""
 
@@ -102,7 +98,7 @@ def _resolve(func: Any) -> Handler:
         returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         return _outside_inference(handler) if returned and not returned[0].is_write else handler
     if kind in ("in place", "dequantizes"):
-        return _on_values
+        return dequantized
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         # Under inference mode composite ops arrive whole.
         return _decomposed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from einops import rearrange
@@ -22,7 +22,7 @@ TILE = (128, 4)
 """Rows and columns of a swizzled scale tile."""
 
 
-def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> None:
+def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
     fail(
         f"{op}[{t._quantizer.format}]",
         rule,

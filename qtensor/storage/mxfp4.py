@@ -28,9 +28,9 @@ class MXFP4TensorStorage(BareStorage, spec=MXFP4):
 
     Attributes:
         _rowwise_data: (*leading, ceil(K/2)) uint8.
-        _rowwise_scale_inv: (up128(M), up4(K/32)) uint8, E8M0 codes, zero padding.
+        _rowwise_scale_inv: (up128(M), up4(ceil(K/32))) uint8, E8M0 codes, zero padding.
         _columnwise_data: (ceil(M/2), K) uint8.
-        _columnwise_scale_inv: (up4(M/32), up128(K)) uint8.
+        _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8.
     """
 
     __slots__ = MXFP4.attributes

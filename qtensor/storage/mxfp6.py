@@ -41,9 +41,9 @@ class MXFP6TensorStorage(BareStorage, spec=MXFP6):
 
     Attributes:
         _rowwise_data: (*leading, K) uint8, one code a byte; packed: (*leading, ceil(K/4) * 3).
-        _rowwise_scale_inv: (up128(M), up4(K/32)) uint8, E8M0 codes, zero padding.
+        _rowwise_scale_inv: (up128(M), up4(ceil(K/32))) uint8, E8M0 codes, zero padding.
         _columnwise_data: (*leading, K) uint8; packed: (ceil(M/4) * 3, K).
-        _columnwise_scale_inv: (up4(M/32), up128(K)) uint8.
+        _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8.
     """
 
     __slots__ = MXFP6.attributes

@@ -28,9 +28,9 @@ class MXFP8TensorStorage(BareStorage, spec=MXFP8):
 
     Attributes:
         _rowwise_data: (*leading, K) uint8, element codes.
-        _rowwise_scale_inv: (up128(M), up4(K/32)) uint8, E8M0 codes, zero padding.
+        _rowwise_scale_inv: (up128(M), up4(ceil(K/32))) uint8, E8M0 codes, zero padding.
         _columnwise_data: (*leading, K) uint8, element codes.
-        _columnwise_scale_inv: (up4(M/32), up128(K)) uint8; swizzled: (up128(K), up4(M/32)).
+        _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8; swizzled bytes are those of the swizzled transpose.
     """
 
     __slots__ = MXFP8.attributes

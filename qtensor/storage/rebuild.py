@@ -10,6 +10,9 @@ from torch import Tensor
 
 from qtensor.layout import Shape
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Nominal dtypes, and those of plain GEMM operands."""
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(op, args, kwargs) -> result: what the dispatch tables hold."""
 

@@ -14,9 +14,9 @@ from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
 
 
-def plain(t: Any) -> Tensor:
-    """The dequantized values, inside dispatch (no autograd)."""
-    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, t.dtype)
+def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The dequantized values in ``dtype`` (the nominal one if None), inside dispatch (no autograd)."""
+    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
 def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
