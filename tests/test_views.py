@@ -41,7 +41,8 @@ def assert_view(q: Any, op: Op, *, same_quantizer: bool = True) -> Any:
     assert type(result) is type(q)
     assert result.dtype == q.dtype
     if same_quantizer:
-        assert result.quantizer == q.quantizer
+        # Cut across square blocks, the rest are 1-D ones (test_parts.py says where).
+        assert result.quantizer in (q.quantizer, q.quantizer.without_square_blocks())
         assert all(
             getattr(result, a) is None
             for a, _ in q._FLATTEN_TENSOR_BUFFERS

@@ -60,6 +60,8 @@ def test_chunk_of_experts(case: FormatCase, options: dict, rowwise: bool, column
     assert_same_tensor(torch.cat(q.chunk(2)), q)
     assert_same_tensor(torch.cat(q.split([1, 3])), q)
     multiple = case.slice_multiples(rowwise=rowwise, columnwise=columnwise, **options)[1]
+    if q.quantizer.two_dimensional:
+        multiple = q.spec.block[1]
     sizes = [multiple, 256 - multiple]
     parts = q.split(sizes, -1)
     assert_same_tensor(torch.cat(parts, -1), q)

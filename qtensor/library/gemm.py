@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,28 +68,27 @@ def _decode_operands(
     b_shape: Shape,
     layout: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both operands in float32; where each has one factor for the whole tensor, codes and the product of the factors."""
+    """Both operands in float32, and the product of the factors that go to the end."""
     left, right = (parse(q) if q else None for q in (a_quantizer, b_quantizer))
-    if left is not None and right is not None and left.per_tensor and right.per_tensor:
-        a_values, a_factor = left.decode_codes(by_name(left, a), tuple(a_shape))
-        b_values, b_factor = right.decode_codes(by_name(right, b), tuple(b_shape))
-        return a_values, b_values, a_factor * b_factor
     # One operand quantized: its value counts, whichever side holds it. Both: the sides whose blocks run along the
     # contraction.
     both = left is not None and right is not None
-    return (
-        _values(left, a, a_shape, layout == "NT" if both else None),
-        _values(right, b, b_shape, layout != "TN" if both else None),
-        None,
-    )
+    a_values, a_factor = _values(left, a, a_shape, layout == "NT" if both else None)
+    b_values, b_factor = _values(right, b, b_shape, layout != "TN" if both else None)
+    if a_factor is None or b_factor is None:
+        return a_values, b_values, b_factor if a_factor is None else a_factor
+    return a_values, b_values, a_factor * b_factor
 
 
 def _values(
     codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """Float32 values of an operand; one factor for the whole tensor is kept out of them."""
     if codec is None:
-        return buffers[0].float()
-    return codec.decode(by_name(codec, buffers), tuple(shape), columnwise)
+        return buffers[0].float(), None
+    if codec.per_tensor:
+        return codec.decode_codes(by_name(codec, buffers), tuple(shape))
+    return codec.decode(by_name(codec, buffers), tuple(shape), columnwise), None
 
 
 _CONTRACTED = {
@@ -117,6 +116,14 @@ def check_bias(bias_shape: Shape, out_shape: Shape) -> None:
         )
 
 
+def _refuse(
+    a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, rule: str, fix: str
+) -> NoReturn:
+    formats = ", ".join(codec.format for codec in (a, b) if codec is not None)
+    got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
+    fail(f"gemm[{formats}]" if formats else "gemm", rule, got, fix)
+
+
 def check_operands(
     a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, layout: str
 ) -> None:
@@ -125,16 +132,14 @@ def check_operands(
     Raises:
         QTensorError: with the rule that is broken and the way out.
     """
-    formats = ", ".join(c.format for c in (a, b) if c is not None)
-    op = f"gemm[{formats}]" if formats else "gemm"
-    got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
     if len(a_shape) < (2 if layout == "NT" else 1) or len(b_shape) < 2:
-        fail(op, "operands must be matrices or batches of them", got, "Add a dim with unsqueeze(0)")
+        rule = "operands must be matrices or batches of them"
+        _refuse(a, a_shape, b, b_shape, rule, "Add a dim with unsqueeze(0)")
     left = a_shape[-2] if layout == "NT" else a_shape[-1]
     right = b_shape[-1] if layout == "TN" else b_shape[-2]
     if left != right:
         rule = f"{_CONTRACTED[layout]} must be equal ({layout})"
-        fail(op, rule, got, "Transpose one operand or mend the shapes")
+        _refuse(a, a_shape, b, b_shape, rule, "Transpose one operand or mend the shapes")
     if a is None or b is None:
         return
     for name, codec, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):

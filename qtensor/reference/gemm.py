@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``a @ b`` in float32, times ``factor`` where both operands have one factor a tensor, plus ``bias`` in float32.
+    """``a @ b`` in float32, times ``factor`` where operands have one factor a tensor, plus ``bias`` in float32.
 
     Args:
         a: (..., M, K) float32.
         b: (..., K, N) float32.
-        factor: (1,) float32 product of the operands' scale_inv, or None when it is in ``a`` and ``b`` already.
+        factor: (1,) float32 product of the per-tensor scale_inv, or None where there is none.
         bias: broadcastable to (..., M, N), or None.
     """
     y = torch.mm(a, b) if a.ndim == b.ndim == 2 else torch.matmul(a, b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -292,7 +292,7 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
     return tensor
 
 
-def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> None:
+def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoReturn:
     """Say why buffers do not make a tensor or storage.
 
     Raises:

@@ -16,11 +16,11 @@ from qtensor.storage.write import copy_into, inherit_note, plain
 
 
 def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # By hand rather than with_buffers: detach is the hottest op, and this is a third of its cost.
+    # By hand rather than with_buffers, and past the metaclass: detach is the hottest op, and they are a third of its cost.
     t = args[0]
-    quantizer = t._quantizer
+    cls, quantizer = type(t), t._quantizer
     named = {slot.keyword: getattr(t, slot.name) for slot in quantizer.slots}
-    shared = type(t)(t.shape, t._context[1], quantizer, **named)
+    shared = cls.__new__(cls, t.shape, t._context[1], quantizer, **named)
     if t._view_note is not None:
         inherit_note(shared, t)
     return shared

@@ -54,17 +54,20 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if isinstance(quantizer, str):
             quantizer = parse(quantizer)
         slots = quantizer.slots
-        if quantizer.spec is not cls.spec or len(buffers) < len(slots):
+        if quantizer.spec is not cls.spec:
             refuse_buffers(cls, quantizer, buffers)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            dtype=dtype,
-            device=buffers[slots[0].keyword].device,
-            requires_grad=requires_grad,
-        )
-        for slot in slots:
-            setattr(self, slot.name, buffers[slot.keyword])
+        try:
+            self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                shape,
+                dtype=dtype,
+                device=buffers[slots[0].keyword].device,
+                requires_grad=requires_grad,
+            )
+            for slot in slots:
+                setattr(self, slot.name, buffers[slot.keyword])
+        except KeyError:
+            refuse_buffers(cls, quantizer, buffers)
         self._quantizer = quantizer
         self._context = (cls.__qualname__, dtype, quantizer, quantizer.scale_layout)
         return self
