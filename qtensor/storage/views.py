@@ -164,7 +164,7 @@ def transpose_tensor(t: Any) -> Any:
         buffer = getattr(t, source)
         named[keyword] = turn(buffer) if turn is not None else buffer
     rows, cols = t.shape
-    cls = type(t)
+    cls: Any = type(t)
     turned = cls.__new__(cls, (cols, rows), t._context[1], quantizer, **named)
     if t._view_note is not None:
         inherit_note(
