@@ -154,10 +154,10 @@ MALFORMED = {
     "mxfp8 ": "the format must be a registered one; got 'mxfp8 '",
     "mxfp8(swizzle=True)": "options must be the format's; got swizzle. Choose among: rowwise, columnwise",
     "mxfp8(rowwise=yes)": "quantizer[mxfp8]: rowwise must be a bool; got 'yes'",
-    "mxfp8(rowwise=1)": "quantizer[mxfp8]: rowwise must be a bool; got 1",
+    "mxfp8(rowwise=1)": "quantizer[mxfp8]: rowwise must be a bool; got '1'",
     "mxfp8(rowwise=True))": "quantizer[mxfp8]: rowwise must be a bool; got 'True)'",
     "mxfp8(dtype=e2m1)": "quantizer[mxfp8]: dtype must be one of 'e4m3', 'e5m2'; got 'e2m1'",
-    "mxfp8(scale_mode=1)": "quantizer[mxfp8]: scale_mode must be a str; got 1",
+    "mxfp8(scale_mode=1)": "quantizer[mxfp8]: scale_mode must be one of 'rceil', 'floor', 'ceil', 'even'; got '1'",
     "mxfp8(rowwise=False)": "at least one usage is needed",
     "nvfp4(e4m3_max=240)": "e4m3_max must be one of 448.0, 256.0; got 240.0",
     "fp8(amax_epsilon=nan)": "amax_epsilon must be finite and not negative; got nan",
@@ -336,3 +336,19 @@ def test_a_quantizer_that_lacks_methods_says_so() -> None:
         qtensor.UnsupportedError, match=r"dequantize\[half_made\].*Half has no decode\. Define it"
     ):
         empty.dequantize()
+
+
+@pytest.mark.parametrize("tag", ["inf", "1", "1e5", "True", "x y"])
+@pytest.mark.usefixtures("own_format")
+def test_text_options_round_trip(tag: str) -> None:
+    """An option is read back as the type of its default, whatever its text looks like."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class TaggedQuantizer(qtensor.MXFP8Quantizer):
+        tag: str = ""
+        format = "mxfp8_tagged"
+
+    q = TaggedQuantizer(tag=tag)
+    assert parse(q.canonical) == q
+    with pytest.raises(qtensor.QTensorError, match="tag must have no comma"):
+        TaggedQuantizer(tag=tag + ",b")

@@ -138,7 +138,7 @@ def parse(canonical: str) -> Codec:
         option, equals, text = item.partition("=")
         if not equals or option in values:
             _malformed(canonical)
-        values[option] = _value(text)
+        values[option] = _value(text, getattr(cls, option, None))
     return cls(**values)
 
 
@@ -151,14 +151,15 @@ def _malformed(canonical: str) -> None:
     )
 
 
-def _value(text: str) -> bool | int | float | str:
-    if text in ("True", "False"):
-        return text == "True"
-    for number in (int, float):
+def _value(text: str, default: Any) -> Any:
+    """An option's text as the type of its default; one that cannot be stays text, and the quantizer refuses it."""
+    if isinstance(default, bool):
+        return {"True": True, "False": False}.get(text, text)
+    if isinstance(default, int | float):
         try:
-            return number(text)
+            return type(default)(text)
         except ValueError:
-            continue
+            return text
     return text
 
 

@@ -73,6 +73,9 @@ def check_options(quantizer: Any) -> None:
                 repr(value),
                 "Pass such a value",
             )
+        if isinstance(value, str) and any(c in value for c in ",()="):
+            rule = f"{field.name} must have no comma, bracket or equals sign, which structure the canonical text"
+            fail(name, rule, repr(value), "Choose another name for the value")
         if type(value) is not expected:
             object.__setattr__(quantizer, field.name, expected(value))
         if isinstance(value, int | float) and expected is float and not 0 <= value < math.inf:
