@@ -17,6 +17,14 @@ class UnsupportedError(QTensorError, NotImplementedError):
     """Something that does not exist here; the message names what does instead."""
 
 
+class BuildError(QTensorError):
+    """Native code that could not be compiled, linked or put into the cache."""
+
+
+class CompilerNotFound(BuildError):
+    """No compiler that runs; the message names the places that were tried."""
+
+
 def fail(
     op: str, rule: str, got: object, fix: str, error: type[QTensorError] = QTensorError
 ) -> NoReturn:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,3 +29,12 @@ def fresh_dynamo() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the libraries of a compiler cache of its own lie, so that no test writes to the user's."""
+    monkeypatch.setenv("QTENSOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "cache" / "libraries"

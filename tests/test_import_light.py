@@ -11,7 +11,16 @@ ROOT = Path(__file__).parents[1]
 RUNS = 5
 MAX_SECONDS = 0.15
 MAX_MODULES = 80
-HEAVY = ("triton", "torch._inductor", "torch._dynamo", "transformers", "typer", "rich")
+HEAVY = (
+    "triton",
+    "torch._inductor",
+    "torch._dynamo",
+    "transformers",
+    "typer",
+    "rich",
+    "qtensor.build",
+    "qtensor.compilers",
+)
 
 SCRIPT = """
 import json, sys, time

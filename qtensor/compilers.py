@@ -1,0 +1,299 @@
+"""Compilers: found on the machine, asked for their version, and run side by side with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from qtensor.errors import BuildError, CompilerNotFound, fail
+
+TIME_LIMIT = 600.0
+"""Seconds that one run of a compiler may take: a compiler that takes longer hangs."""
+
+_VERSION_TIME_LIMIT = 60.0
+_POLL = 0.01
+_GIB = 1 << 30
+_ERROR_LINES = 20
+_ERROR_WIDTH = 400
+_LOG_BYTES = 1 << 20
+_ERROR = re.compile(r"\berror\b|undefined reference|cannot find", re.IGNORECASE)
+_CXX_NAMES = ("c++", "g++", "clang++")
+_CXX_VARIABLES = ("QTENSOR_CXX", "CXX")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler that has run.
+
+    Attributes:
+        path: absolute path of the program.
+        version: the first line that it prints of itself.
+        arguments: what comes first in every call, such as the real compiler after ``ccache``.
+        pic: flags for position-independent code; drivers of other compilers spell them differently.
+        variable: the environment variable by which a user names another one.
+    """
+
+    path: str
+    version: str
+    arguments: tuple[str, ...] = ()
+    pic: tuple[str, ...] = ("-fPIC",)
+    variable: str = "QTENSOR_CXX"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program and its first arguments."""
+        return (self.path, *self.arguments)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One run of a compiler.
+
+    Attributes:
+        what: what it makes, for messages: ``unit 'avx2' of gemm.cpp``.
+        compiler: what runs.
+        arguments: what it gets; paths are absolute.
+        output: the file that it must write.
+    """
+
+    what: str
+    compiler: Compiler
+    arguments: tuple[str, ...]
+    output: Path
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """The program and all of its arguments."""
+        return (*self.compiler.command, *self.arguments)
+
+
+def find_cxx() -> Compiler:
+    """The C++ compiler: ``$QTENSOR_CXX``, else ``$CXX``, else the first of c++, g++, clang++ on PATH that runs.
+
+    Both variables may hold arguments: ``CXX="ccache g++"``. One that is set is used or refused, never passed over.
+
+    Raises:
+        CompilerNotFound: none runs, or the variable that is set names none that does.
+    """
+    for variable in _CXX_VARIABLES:
+        if value := os.environ.get(variable, "").strip():
+            found = _probe(_words(value))
+            if isinstance(found, Compiler):
+                return found
+            _not_found(f"{variable}={value!r}: {found}")
+    tried = []
+    for name in _CXX_NAMES:
+        found = _probe((name,))
+        if isinstance(found, Compiler):
+            return found
+        tried.append(f"{name}: {found}")
+    _not_found("; ".join(tried))
+
+
+def _not_found(got: str) -> NoReturn:
+    fail(
+        "C++ compiler",
+        "a compiler must be on PATH or in QTENSOR_CXX, and answer --version",
+        got,
+        "Install one (Debian, Ubuntu: apt install g++; conda: conda install gxx), or set "
+        "QTENSOR_CXX to one",
+        CompilerNotFound,
+    )
+
+
+def _words(value: str) -> tuple[str, ...]:
+    """A command as its words; the path of a file is one word, spaces and all."""
+    if os.path.isfile(value):
+        return (value,)
+    try:
+        return tuple(shlex.split(value))
+    except ValueError:  # a quote that is not closed
+        return (value,)
+
+
+def _probe(words: tuple[str, ...]) -> Compiler | str:
+    """The compiler of that command, or why it is none."""
+    path = shutil.which(words[0])
+    if path is None:
+        return "no program of that name that may be run"
+    path = os.path.abspath(path)
+    try:
+        done = subprocess.run(
+            (path, *words[1:], "--version"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"LC_ALL": "C"},
+            timeout=_VERSION_TIME_LIMIT,
+            check=False,
+        )
+    except OSError as error:
+        return f"does not start ({error.strerror or error})"
+    except subprocess.TimeoutExpired:
+        return f"gave no version within {_VERSION_TIME_LIMIT:g} s"
+    lines = _readable(done.stdout)
+    if done.returncode != 0:
+        return f"--version ended with status {done.returncode}"
+    if not lines or not re.search(r"\d\.\d", lines[0]):
+        return "--version names no version"
+    return Compiler(path, lines[0], words[1:])
+
+
+def parallel_jobs(runs: int) -> int:
+    """How many of ``runs`` compilers to run at once: no more than processors, and one for each GiB that is free."""
+    free = _free_memory()
+    room = runs if free is None else free // _GIB
+    return max(1, min(runs, _processors(), room))
+
+
+def _processors() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
+def _free_memory() -> int | None:
+    """Free bytes by the machine's account and, in a container, by its limit; None where neither is told."""
+    free = []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        free.append(_fields("/proc/meminfo")["MemAvailable"] * 1024)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        # Not memory.current: it counts the page cache, which gives way.
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - _fields("/sys/fs/cgroup/memory.stat")["anon"])
+    return min(free, default=None)
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Lines such as ``MemAvailable:  1024 kB`` by name."""
+    rows = (line.split() for line in Path(path).read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in rows}
+
+
+@dataclass
+class _Run:
+    command: Command
+    process: subprocess.Popen[bytes]
+    log: Path
+    deadline: float
+
+
+def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> None:
+    """Run the commands, ``jobs`` at a time, and stop all of them at the first failure or interrupt.
+
+    Args:
+        op: what the errors begin with.
+        commands: independent of each other.
+        jobs: at least 1.
+        folder: where their logs and temporary files go; removing it is up to the caller.
+
+    Raises:
+        BuildError: a command does not start, fails, hangs or does not write its file.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            # Only the main thread is interrupted. Here it could be between the start of a process and its entry in
+            # the list, and nobody would stop that one.
+            pool.submit(_run_all, op, commands, jobs, folder, stop).result()
+        finally:
+            stop.set()
+
+
+def _run_all(
+    op: str, commands: Sequence[Command], jobs: int, folder: Path, stop: threading.Event
+) -> None:
+    waiting = list(reversed(commands))
+    running: list[_Run] = []
+    try:
+        while (waiting or running) and not stop.wait(_POLL):
+            while waiting and len(running) < jobs:
+                running.append(_start(op, waiting.pop(), folder))
+            for run in tuple(running):
+                if _has_ended(op, run):
+                    running.remove(run)
+    finally:
+        for run in running:
+            _stop(run.process)
+
+
+def _start(op: str, command: Command, folder: Path) -> _Run:
+    log = folder / f"{command.output.name}.log"
+    # TMPDIR: what a killed compiler leaves goes with the folder. LC_ALL: errors are found by their English names.
+    environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}
+    try:
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                command.line,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                process_group=0,  # so that _stop reaches the programs that a compiler's driver starts
+            )
+    except OSError as error:
+        _failed(op, command, f"{type(error).__name__}: {error}", log)
+    return _Run(command, process, log, time.monotonic() + TIME_LIMIT)
+
+
+def _has_ended(op: str, run: _Run) -> bool:
+    status = run.process.poll()
+    if status is None:
+        if time.monotonic() > run.deadline:
+            _failed(op, run.command, f"no end within {TIME_LIMIT:g} s", run.log)
+        return False
+    if status < 0:
+        _failed(op, run.command, f"an end by signal {-status}", run.log)
+    if status > 0:
+        _failed(op, run.command, f"exit status {status}", run.log)
+    if not run.command.output.is_file() or not run.command.output.stat().st_size:
+        _failed(op, run.command, "exit status 0 and no output file", run.log)
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failed(op: str, command: Command, got: str, log: Path) -> NoReturn:
+    shown = "".join(f"\n    {line}" for line in _first_errors(log)) or " none"
+    raise BuildError(
+        f"{op}: {command.what} must compile; got {got}. Mend what the lines below name, or set "
+        f"{command.compiler.variable} to another compiler.\n"
+        f"  Command: {shlex.join(command.line)}\n  Output:{shown}"
+    )
+
+
+def _first_errors(log: Path) -> list[str]:
+    """Lines of a log from its first error on; those before it are notes and warnings."""
+    try:
+        with log.open("rb") as source:
+            lines = _readable(source.read(_LOG_BYTES))
+    except OSError:
+        return []
+    first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), 0)
+    return lines[first : first + _ERROR_LINES]
+
+
+def _readable(output: bytes) -> list[str]:
+    """What a program printed, as lines that a terminal can show."""
+    lines = output.decode(errors="replace").expandtabs(4).splitlines()
+    shown = ("".join(c if c.isprintable() else "?" for c in line[:_ERROR_WIDTH]) for line in lines)
+    return [line.rstrip() for line in shown if line.strip()]

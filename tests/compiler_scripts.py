@@ -1,0 +1,116 @@
+"""Small sources, and compilers that are shell scripts around the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from qtensor.build import Recipe, Unit
+from qtensor.compilers import Compiler, find_cxx
+
+SECONDS = 120
+"""A wait that lasts this long has failed."""
+
+PROCESS = """
+import json, signal, sys
+from pathlib import Path
+from qtensor.build import Recipe, Unit, build
+from qtensor.compilers import Compiler
+
+# A shell starts its background jobs with interrupts ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+source, compiler, told = sys.argv[1:]
+recipe = Recipe("answer", (Unit(Path(source), (), "only"),), Compiler(compiler, "script 1.0"))
+path = build(recipe, notice=lambda text: Path(told).open("a").write(text + "\\n"))
+json.dump(str(path), sys.stdout)
+"""
+"""Builds ``recipe(source, compiler)`` in a process of its own."""
+
+
+def write_source(folder: Path, text: str = 'extern "C" int answer() { return 42; }') -> Path:
+    source = folder / "answer.cpp"
+    source.write_text(text + "\n")
+    return source
+
+
+def recipe(source: Path, compiler: Compiler | Path, *flags: str, **more) -> Recipe:
+    """A library ``answer`` of one unit."""
+    if isinstance(compiler, Path):
+        compiler = Compiler(str(compiler), "script 1.0")
+    return Recipe("answer", (Unit(source, flags, "only"),), compiler, **more)
+
+
+def script(folder: Path, body: str = "", *, name: str = "cxx") -> Path:
+    """A compiler that logs each run to ``runs`` beside it, does ``body`` and then runs the real one."""
+    path = folder / name
+    real = shlex.join(find_cxx().command)
+    path.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo "script 1.0"; exit; fi\n'
+        f"here={shlex.quote(str(folder))}\n"
+        'echo "$*" >>"$here/runs"\n'
+        f'{body}\nexec {real} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def waiting(event: str) -> str:
+    """Lines of a script that wait until a file appears beside it."""
+    return (
+        f'n=0; while [ ! -e "$here/{event}" ] && [ $n -lt 6000 ]; do sleep 0.02; n=$((n + 1)); done'
+    )
+
+
+def runs(folder: Path) -> list[str]:
+    """The arguments of each run of ``script(folder)``."""
+    log = folder / "runs"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def answer(library: Path) -> int:
+    """What the built function returns."""
+    return ctypes.CDLL(str(library)).answer()
+
+
+def entries(libraries: Path) -> list[str]:
+    """What lies in the cache, locks aside."""
+    return sorted(p.name for p in libraries.iterdir() if p.suffix != ".lock")
+
+
+def start(source: Path, compiler: Path, told: Path, before: str = "") -> subprocess.Popen[str]:
+    """``PROCESS`` after the lines ``before``."""
+    command = [sys.executable, "-c", before + PROCESS, str(source), str(compiler), str(told)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Path:
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    return Path(json.loads(out))
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody asked after does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
