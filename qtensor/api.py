@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import DtypeError, check, fail
 from qtensor.library.codec import codec_class, codec_names
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.options import CALL_ARGUMENTS
@@ -94,6 +94,8 @@ def dequantize(
                 "Pass torch.float32, say",
                 DtypeError,
             )
+    if isinstance(q, QuantizedTensorStorage) and out is not None:
+        return _dequantize_into(q, out)
     if isinstance(q, QuantizedTensorStorage) and not isinstance(q, torch.Tensor):
         values = q.dequantize(dtype)
     elif isinstance(q, torch.Tensor):
@@ -106,13 +108,25 @@ def dequantize(
             "Quantize it first",
             DtypeError,
         )
-    if out is None:
-        return values
-    if out.shape != values.shape:
-        fail(
-            "dequantize",
-            "out must have the tensor's shape",
-            f"{tuple(out.shape)} for {tuple(q.shape)}",
-            "Resize it",
-        )
-    return out.copy_(values)
+    return values if out is None else _same_shape(q, out).copy_(values)
+
+
+def _same_shape(q: Any, out: Tensor) -> Tensor:
+    check(
+        out.shape == q.shape,
+        "dequantize",
+        "out must have the tensor's shape",
+        f"{tuple(out.shape)} for {tuple(q.shape)}",
+        "Resize it",
+    )
+    return out
+
+
+def _dequantize_into(q: QuantizedTensorStorage, out: Tensor) -> Tensor:
+    """Straight into ``out``, where it is a plain tensor that a decode can write; by way of a copy elsewhere."""
+    _same_shape(q, out)
+    if out.is_floating_point() and not isinstance(out, QuantizedTensorStorage):
+        if out.device == q.device and out.is_contiguous() and not out.requires_grad:
+            DEQUANTIZE_(q.buffers(), q._quantizer.canonical, q.shape, out)
+            return out
+    return out.copy_(q.dequantize(torch.float32))

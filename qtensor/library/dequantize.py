@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check
+from qtensor.kernels import table
 from qtensor.layout import Shape
 from qtensor.library.codec import by_name, parse
-from qtensor.library.define import LIBRARY, leaf_op
+from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 
 
 def _dequantize_alloc(
@@ -31,7 +32,10 @@ def _dequantize_fill(
     out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
 ) -> None:
     codec = parse(quantizer)
-    out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
+    if table.dequantize_(codec, buffers, shape, out):
+        return
+    with below_autograd():
+        out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
 
 
 DEQUANTIZE = leaf_op(
@@ -40,6 +44,21 @@ DEQUANTIZE = leaf_op(
     _dequantize_fill,
 )
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
+
+
+
+def _dequantize_inplace_fill(
+    _: None, buffers: list[Tensor], quantizer: str, shape: Shape, out: Tensor
+) -> None:
+    _dequantize_fill(out, buffers, quantizer, shape, out.dtype)
+
+
+DEQUANTIZE_ = leaf_op(
+    "dequantize_(Tensor[] buffers, str quantizer, SymInt[] shape, Tensor(a!) out) -> ()",
+    lambda *args: None,
+    _dequantize_inplace_fill,
+)
+"""The same into an existing tensor of that shape."""
 
 LIBRARY.define("dequantize_tensor(Tensor x, ScalarType? dtype=None) -> Tensor")
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import check, fail
+from qtensor.kernels import table
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
-from qtensor.library.define import LIBRARY, leaf_op
+from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.reference.gemm import matmul
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -53,10 +54,13 @@ def _gemm_fill(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> None:
-    left, right, factor = _decode_operands(a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout)
-    left = left.mT if layout == "NT" else left
-    right = right.mT if layout == "TN" else right
-    out.copy_(matmul(left, right, factor, bias))
+    with below_autograd():
+        left, right, factor = _decode_operands(
+            a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
+        )
+        left = left.mT if layout == "NT" else left
+        right = right.mT if layout == "TN" else right
+        out.copy_(matmul(left, right, factor, bias))
 
 
 def _decode_operands(
@@ -86,9 +90,15 @@ def _values(
     """Float32 values of an operand; one factor for the whole tensor is kept out of them."""
     if codec is None:
         return buffers[0].float(), None
+    named, size = by_name(codec, buffers), tuple(shape)
+    values = torch.empty(size, dtype=torch.float32, device=buffers[0].device)
+    if table.dequantize_(
+        codec, buffers, size, values, columnwise=columnwise, codes_only=codec.per_tensor
+    ):
+        return values, named["_scale_inv"] if codec.per_tensor else None
     if codec.per_tensor:
-        return codec.decode_codes(by_name(codec, buffers), tuple(shape))
-    return codec.decode(by_name(codec, buffers), tuple(shape), columnwise), None
+        return codec.decode_codes(named, size)
+    return codec.decode(named, size, columnwise), None
 
 
 _CONTRACTED = {

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check
-from qtensor.library.codec import alloc_slots, by_name, parse
-from qtensor.library.define import leaf_op
+from qtensor.kernels import table
+from qtensor.library.codec import Codec, alloc_slots, by_name, parse
+from qtensor.library.define import below_autograd, leaf_op
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +54,23 @@ def _quantize_alloc(
     return outputs
 
 
+def _encode(
+    codec: Codec,
+    buffers: list[Tensor],
+    x: Tensor,
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+    seed: Tensor | None,
+) -> None:
+    """Write the buffers, and the amax where there is room for it behind them."""
+    if table.quantize_(codec, buffers, x, scale, amax, seed):
+        return
+    with below_autograd():
+        codec.encode_(by_name(codec, buffers), x, scale, amax, seed)
+        if codec.returns_amax and len(buffers) > len(codec.slots):
+            buffers[-1].copy_(codec.amax(x)[0])
+
+
 def _quantize_fill(
     outputs: list[Tensor],
     x: Tensor,
@@ -61,10 +79,7 @@ def _quantize_fill(
     amax: list[Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    codec = parse(quantizer)
-    codec.encode_(by_name(codec, outputs), x, scale, amax, seed)
-    if codec.returns_amax:
-        outputs[-1].copy_(codec.amax(x)[0])
+    _encode(parse(quantizer), outputs, x, scale, amax, seed)
 
 
 def _quantize_inplace_fill(
@@ -80,10 +95,10 @@ def _quantize_inplace_fill(
     codec = parse(quantizer)
     check_input(x, codec.format)
     if noop_flag is None:
-        codec.encode_(by_name(codec, out), x, scale, amax, seed)
+        _encode(codec, out, x, scale, amax, seed)
         return
     fresh = alloc_slots(codec.slots, x.shape, x.device)
-    codec.encode_(by_name(codec, fresh), x, scale, amax, seed)
+    _encode(codec, fresh, x, scale, amax, seed)
     for old, new in zip(out, fresh, strict=True):
         # A choice on the device: reading the flag on the host would wait for it.
         old.copy_(torch.where(noop_flag.reshape(()) != 0, old, new))
@@ -98,7 +113,9 @@ def _amax_alloc(x: Tensor, quantizer: str) -> list[Tensor]:
 
 
 def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
-    for output, value in zip(outputs, parse(quantizer).amax(x), strict=True):
+    with below_autograd():
+        found = parse(quantizer).amax(x)
+    for output, value in zip(outputs, found, strict=True):
         output.copy_(value)
 
 

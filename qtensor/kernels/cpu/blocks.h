@@ -1,0 +1,190 @@
+// Block formats: how a tensor is cut into tiles, so that its rows and columns are quantized from one read of memory.
+#pragma once
+#include "amax.h"
+#include "square.h"
+
+namespace QT_NAMESPACE {
+
+template <class D, class E, int B, int Codes>
+struct BlockQuantizer {
+    using T = typename D::T;
+    static constexpr i64 TILE = 256;  // rows and columns of a tile that is transposed
+    static constexpr int unit = Codes == 4 ? 3 : 1;
+    const Plan& p;
+    const QuantizeCall& c;
+    const T* x;
+    Direction row, column;
+
+    BlockQuantizer(const Plan& plan, const QuantizeCall& call, const Sink& rows, const Sink& columns, bool stream)
+        : p(plan), c(call), x((const T*)call.x) {
+        float overflow = D::id == F16 ? 65504.0f : D::id == BF16 ? bits<float>(0x7f7f0000) : FLT_MAX;
+        row = {&p, rows, p.rotated == ROWWISE, 0, c.seed, {}, nullptr, overflow, p.rotated == ROWWISE, stream};
+        column = {&p, columns, p.rotated == COLUMNWISE, 1, c.seed, {}, nullptr, overflow, p.rotated == COLUMNWISE, stream};
+    }
+
+    void run() {
+        if (p.scale == SCALE_E4M3) maxima();
+        if (p.square)
+            squares();
+        else if (!c.column.data)
+            rows_only();
+        else if (p.transposed)
+            transposed();
+        else
+            untransposed();
+    }
+
+    // Bytes of a line of n codes. A rotated side keeps whole groups.
+    i64 line_bytes(i64 n, bool whole) const {
+        return whole ? (n + B - 1) / B * (B * unit / Codes) : (n + Codes - 1) / Codes * unit;
+    }
+    Lines<T> row_lines(i64 row0, i64 rows, i64 column0, i64 cols) const {
+        const i64 stride = line_bytes(c.cols, row.whole_groups), total = row.rotate ? (c.cols + B - 1) / B * B : c.cols;
+        return {x + row0 * c.stride + column0, rows, cols, c.stride, c.row.data + row0 * stride + column0 / Codes * unit,
+                stride, row0, column0 / B, total};
+    }
+    static i64 blocks_of(const Lines<T>& m) { return m.count * ((m.length + B - 1) / B); }
+
+    void rows_only() {
+        const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+        parallel(blocks_of(m), 4 * W, c.threads, [&](i64 a, i64 b) { quantize_lines<D, E, B, Codes>(m, row, a, b); });
+    }
+
+    // MX: 32 rows and the columns whose factors the first cache level holds.
+    void untransposed() {
+        const i64 stride = c.cols, bands = (c.rows + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
+        parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
+            auto* columns = new ColumnQuantizer<D, E, Codes>(column);
+            for (i64 t = a; t < b; t++) {
+                const i64 r = t / across * MX, k = t % across * COLUMN_TILE;
+                const i64 n = c.rows - r < MX ? c.rows - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
+                if (c.row.data && !p.square) {
+                    const Lines<T> m = row_lines(r, n, k, width);
+                    quantize_lines<D, E, B, Codes>(m, row, 0, blocks_of(m));
+                }
+                columns->run({x + r * c.stride + k, n, width, c.stride, c.column.data + r / Codes * unit * stride + k, stride,
+                              k, r / MX});
+            }
+            delete columns;
+        });
+    }
+
+    // f(rows of the transposed tile as lines) for every tile of 0 .. n; `turned` holds it.
+    template <class F>
+    void each_tile(const F& f) {
+        const i64 down = (c.rows + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
+        const i64 stride = line_bytes(c.rows, column.whole_groups), total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
+        parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
+            T* turned = new T[size_t(TILE * TILE)];
+            for (i64 t = a; t < b; t++) {
+                const i64 r = t / across * TILE, k = t % across * TILE;
+                const i64 n = c.rows - r < TILE ? c.rows - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+                transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
+                const Lines<T> m{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total};
+                f(m, r, n, k, width);
+            }
+            delete[] turned;
+        });
+    }
+
+    void transposed() {
+        each_tile([&](const Lines<T>& m, i64 r, i64 n, i64 k, i64 width) {
+            if (c.row.data) {
+                const Lines<T> lines = row_lines(r, n, k, width);
+                quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
+            }
+            quantize_lines<D, E, B, Codes>(m, column, 0, blocks_of(m));
+        });
+    }
+
+    void squares() {
+        if (c.row.data || p.transposed) {
+            Direction none = column;
+            if (!p.transposed) none.sink.base = nullptr;
+            const Outputs out{c.row.data, line_bytes(c.cols, false), p.transposed ? c.column.data : nullptr,
+                              line_bytes(c.rows, false)};
+            using Square = SquareQuantizer<D, E, B, Codes>;
+            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (c.rows + B - 1) / B;
+            parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
+                auto* square = new Square(row, none);
+                for (i64 t = a; t < b; t++) {
+                    const i64 r = t / across * B, k = t % across * width;
+                    Outputs o = out;
+                    if (o.row) o.row += r * o.row_stride;
+                    square->run(x + r * c.stride, c.stride, c.rows - r < B ? c.rows - r : B, r, k,
+                                k + width < c.cols ? k + width : c.cols, c.cols, o);
+                }
+                delete square;
+            });
+        }
+        if (c.column.data && !p.transposed) untransposed();
+    }
+
+    // ---- NVFP4: the maxima behind the second level -----------------------------------------------------------------------
+    void maxima() {
+        if (p.square) {
+            // One maximum serves both: that of either direction.
+            Buffers both = c.row.amax ? c.row : c.column;
+            find(both, row, false);
+            column.global = row.global;
+            if (c.row.amax && c.column.amax) *c.column.amax = c.column.given ? *c.column.given : *c.row.amax;
+            return;
+        }
+        if (c.row.data) find(c.row, row, false);
+        if (c.column.data) {
+            if (c.row.data && !c.row.given && !c.column.given && !p.row_scaled && !p.rotated) {
+                *c.column.amax = *c.row.amax;
+                column.global = row.global;
+            } else {
+                find(c.column, column, true);
+            }
+        }
+    }
+
+    void find(const Buffers& side, Direction& d, bool columnwise) {
+        const i64 lines = p.row_scaled ? columnwise ? c.cols : c.rows : 1;
+        if (side.given)
+            memcpy(side.amax, side.given, sizeof(float) * size_t(lines));
+        else if (p.row_scaled && columnwise)
+            amax_columns<D>(c, true, (i32*)side.amax);
+        else if (p.row_scaled)
+            amax_rows<D>(c, true, (i32*)side.amax);
+        else
+            *(i32*)side.amax = d.rotate ? rotated(columnwise) : amax_tensor<D>(c, true);
+        if (p.row_scaled)
+            d.line_amax = side.amax;
+        else
+            d.global = nvfp4_global(*side.amax, p.e4m3_max);
+    }
+
+    i32 rotated(bool columnwise) {
+        if (!columnwise) {
+            const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
+        }
+        i32 top = 0;
+        each_tile([&](const Lines<T>& m, i64, i64, i64, i64) {
+            const i32 part = rotated_lines(m, 0, blocks_of(m));
+#pragma omp critical(qtensor_max)
+            top = top > part ? top : part;
+        });
+        return top;
+    }
+    i32 rotated_lines(const Lines<T>& m, i64 first, i64 end) {
+        Strips<D, B, Codes> strips(m);
+        alignas(64) T gathered[W * B];
+        alignas(64) float wide[W * B];
+        i32 top = 0;
+        for (i64 at = first; at < end; at += W) {
+            const i64 line = at / strips.blocks, block = at % strips.blocks;
+            const bool direct = strips.direct(line, block, strips.flat_in);
+            if (!direct) strips.gather(line, block, gathered);
+            to_finite<D>(direct ? strips.source(line, block) : gathered, wide, true, p.signs);
+            const i32 part = amax_run<Float32>(wide, W * NV);
+            top = top > part ? top : part;
+        }
+        return top;
+    }
+};
+
+}  // namespace QT_NAMESPACE

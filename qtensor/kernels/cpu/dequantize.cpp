@@ -1,0 +1,150 @@
+// Which kernel decodes: formats to template arguments; tiles of tensors whose data lie transposed.
+#include "columns.h"
+#include "dequantize.h"
+#include "sinks.h"
+
+namespace QT_NAMESPACE {
+
+constexpr i64 TILE = 256;
+
+// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y.
+template <class T, class F>
+static void by_transposed_tiles(const DequantizeCall& c, const F& f) {
+    const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
+    parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
+        T* turned = new T[size_t(TILE * TILE)];
+        for (i64 t = a; t < b; t++) {
+            const i64 r = t / across * TILE, k = t % across * TILE;
+            const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+            f(turned, n, k, width, r, n);
+            transpose<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n);
+        }
+        delete[] turned;
+    });
+}
+
+template <class D, class E>
+static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
+    using T = typename D::T;
+    T* y = (T*)c.y;
+    const i64 groups = p.family == COLUMN ? (c.cols + GROUP - 1) / GROUP : 1;
+    VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
+    for (i64 g = 0; g < groups; g++)
+        for (int j = 0; j < 4; j++)
+            for (int i = 0; i < W; i++) {
+                const i64 k = p.family == COLUMN ? g * GROUP + position<D>(j, i) : 0;
+                factors[4 * g + j][i] = k < c.cols ? c.scale_inv[k] : 0.0f;
+            }
+    const int step = p.family == COLUMN;
+    if (!c.row.data) {
+        by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+            for (i64 l = 0; l < lines; l++) {
+                VF f[4 * TILE / GROUP];
+                for (i64 i = 0; i < (n + GROUP - 1) / GROUP * 4; i++)
+                    for (int k = 0; k < W; k++) {
+                        const i64 e = c.first + first + i / 4 * GROUP + position<D>(int(i % 4), k);
+                        f[i][k] = p.family == TENSOR ? *c.scale_inv : p.family == COLUMN ? c.scale_inv[line + l] : e < c.rows ? c.scale_inv[e] : 0;
+                    }
+                decode_run<D, E>(c.row.data ? nullptr : c.column.data + (line + l) * c.rows + c.first + first, n, f, 1, out + l * ld, false);
+            }
+        });
+    } else if (p.family == TENSOR) {
+        const u8* codes = c.row.data + c.first * c.cols;
+        parallel(c.count * c.cols, 4096, c.threads, [&](i64 a, i64 b) { decode_run<D, E>(codes + a, b - a, factors, 0, y + a, stream); });
+    } else {
+        parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
+            for (i64 r = a; r < b; r++) {
+                const VF one = p.family == ROW ? all(c.scale_inv[c.first + r]) : VF{};
+                const VF four[4] = {one, one, one, one};
+                decode_run<D, E>(c.row.data + (c.first + r) * c.cols, c.cols, p.family == ROW ? four : factors, step, y + r * c.cols, stream);
+            }
+        });
+    }
+    operator delete[](factors, std::align_val_t(64));
+}
+
+// MX columnwise: rows share the factors of their band.
+template <class D, class E, int Codes>
+static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
+    using T = typename D::T;
+    const Sink s = sink_of(p, c.column, c.cols, c.rows, true);
+    const i64 bands = (c.count + MX - 1) / MX, groups = (c.cols + GROUP - 1) / GROUP;
+    parallel(bands, 1, c.threads, [&](i64 a, i64 b) {
+        VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
+        u8* codes = new u8[size_t(groups * GROUP)];
+        for (i64 band = a; band < b; band++) {
+            const i64 row0 = c.first + band * MX, n = c.count - band * MX < MX ? c.count - band * MX : MX;
+            for (i64 g = 0; g < groups; g++)
+                for (int j = 0; j < 4; j++)
+                    for (int i = 0; i < W; i++) {
+                        const i64 k = g * GROUP + position<D>(j, i);
+                        factors[4 * g + j][i] = k < c.cols ? bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])) : 0.0f;
+                    }
+            for (i64 r = row0; r < row0 + n; r++) {
+                const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
+                const int k = int(r % Codes);
+                for (i64 i = 0; Codes == 2 && i < c.cols; i++) codes[i] = k ? line[i] >> 4 : line[i] & 15;
+                for (i64 i = 0; Codes == 4 && i < c.cols; i++) {
+                    const u32 w = line[i] | u32(line[c.cols + i]) << 8 | u32(line[2 * c.cols + i]) << 16;
+                    codes[i] = u8(w >> 6 * k & 63);
+                }
+                decode_run<D, E>(Codes == 1 ? line : codes, c.cols, factors, 1, (T*)c.y + (r - c.first) * c.cols, stream);
+            }
+        }
+        delete[] codes;
+        operator delete[](factors, std::align_val_t(64));
+    });
+}
+
+// Stored square factors of float32 have one line for B lines; the lines of a tile share it.
+static Sink spread_squares(Sink s, const Plan& p) {
+    if (p.square && p.scale == SCALE_F32) s.shift = 7;
+    return s;
+}
+
+template <class D, class E, int B, int Codes>
+static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
+    using T = typename D::T;
+    using Decoder = LineDecoder<D, E, B, Codes>;
+    auto line_bytes = [&](i64 n, bool whole) { return whole ? (n + B - 1) / B * Decoder::bytes : (n + Codes - 1) / Codes * unit_of(Codes); };
+    if (c.row.data) {
+        const bool rotated = p.rotated == ROWWISE;
+        const Sink s = spread_squares(sink_of(p, c.row, c.rows, c.cols, false), p);
+        const i64 stride = line_bytes(c.cols, rotated);
+        const DecodeLines<T> m{c.row.data + c.first * stride, c.count, c.cols, stride, (T*)c.y, c.cols, c.first, 0};
+        parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
+                 [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
+    } else if (p.transposed) {
+        const bool rotated = p.rotated == COLUMNWISE;
+        const Sink s = spread_squares(sink_of(p, c.column, c.cols, c.rows, true), p);
+        const i64 stride = line_bytes(c.rows, rotated);
+        by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+            const DecodeLines<T> m{c.column.data + line * stride + first / Codes * unit_of(Codes), lines, n, stride, out, ld, line, first / B};
+            Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));
+        });
+    } else {
+        mx_columns<D, E, Codes>(p, c, stream);
+    }
+}
+
+template <class D>
+bool dequantize_as(const Plan& p, const DequantizeCall& c) {
+    const bool stream = c.count * c.cols > (i64(8) << 20);
+    if (p.family != BLOCK) {
+        if (p.element == E4M3)
+            float8<D, FE4M3>(p, c, stream);
+        else
+            float8<D, FE5M2>(p, c, stream);
+        fence();
+        return true;
+    }
+#define QT_CALL(E, B, CODES) blocks<D, E, B, CODES>(p, c, stream)
+#include "formats.inc"
+#undef QT_CALL
+    fence();
+    return true;
+}
+
+template bool dequantize_as<QT_DTYPE>(const Plan&, const DequantizeCall&);
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,233 @@
+// Codes and factors back to float32, rounded once to the output's dtype.
+#pragma once
+#include "lines.h"
+#include "threads.h"
+
+namespace QT_NAMESPACE {
+
+// GROUP codes to four vectors, in the lane order of D.
+template <class D, class E>
+INLINE void decode_group(VB codes, const Table<E>& t, VF v[4]) {
+    VH w[2];
+    words<E>(codes, t, w);
+    if (D::pairs) {
+        for (int h = 0; h < 2; h++) {
+            v[2 * h] = (VF)((VI)w[h] << 16);
+            v[2 * h + 1] = (VF)((VI)w[h] & all(i32(0xffff0000)));
+        }
+    } else {
+        u16 flat[GROUP];
+        store(flat, w[0]), store(flat + 2 * W, w[1]);
+        for (int j = 0; j < 4; j++) v[j] = (VF)Bfloat16::one(flat + j * W);
+    }
+}
+// Four vectors in the lane order of D to GROUP outputs.
+template <class D>
+INLINE void store_group(typename D::T* y, const VF v[4], bool stream) {
+    if constexpr (D::id == BF16) {
+        for (int h = 0; h < 2; h++) {
+            VI even = to_bfloat16_bits((VI)v[2 * h]), odd = to_bfloat16_bits((VI)v[2 * h + 1]);
+            store_bytes((u8*)(y + h * 2 * W), (VB)((VI)((VU)even >> 16) | odd), stream);
+        }
+    } else if constexpr (D::id == F16) {
+        for (int j = 0; j < 4; j++) store(y + j * W, to_half(v[j]));
+    } else {
+        for (int j = 0; j < 4; j++) store_bytes((u8*)(y + j * W), (VB)v[j], stream);
+    }
+}
+template <int Codes>
+INLINE VB load_codes(const u8* p) {
+    return Codes == 1 ? load<VB>(p) : Codes == 2 ? load_nibbles(p) : load_quads(p);
+}
+constexpr int unit_of(int codes) { return codes == 4 ? 3 : 1; }
+
+// n codes times one factor (step 0) or factors in the lanes' order (step 1).
+template <class D, class E>
+static void decode_run(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+    const Table<E>& t = table<E>();
+    stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
+    for (i64 i = 0; i < n; i += GROUP) {
+        const VF* f = factors + i / W * step;
+        VF v[4];
+        if (i + GROUP <= n) {
+            decode_group<D, E>(load<VB>(codes + i), t, v);
+            for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
+            store_group<D>(y + i, v, stream);
+        } else {
+            u8 c[GROUP] = {};
+            typename D::T out[GROUP];
+            memcpy(c, codes + i, size_t(n - i));
+            decode_group<D, E>(load<VB>(c), t, v);
+            for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
+            store_group<D>(out, v, false);
+            memcpy(y + i, out, sizeof(typename D::T) * size_t(n - i));
+        }
+    }
+}
+
+// Lines of blocks: codes of line l at codes + l * code_stride, values to y + l * stride.
+template <class T>
+struct DecodeLines {
+    const u8* codes;
+    i64 count, length, code_stride;
+    T* y;
+    i64 stride;
+    i64 line0, block0;
+};
+
+template <class D, class E, int B, int Codes>
+struct LineDecoder {
+    using T = typename D::T;
+    static constexpr int bytes = B * unit_of(Codes) / Codes;
+    const DecodeLines<T>& m;
+    const Plan& p;
+    const Sink& s;
+    const float* amax;
+    const bool rotated, nontemporal;
+    const i64 blocks;
+    alignas(64) u8 gathered[W * bytes];
+    alignas(64) T scattered[W * B];
+    alignas(64) float factor[W], global[W];
+
+    LineDecoder(const DecodeLines<T>& lines, const Plan& plan, const Sink& sink, const float* maxima, bool rotate, bool stream)
+        : m(lines), p(plan), s(sink), amax(maxima), rotated(rotate), nontemporal(stream), blocks((lines.length + B - 1) / B) {
+        for (int b = 0; b < W; b++) global[b] = amax && !p.row_scaled ? amax[0] / (6.0f * p.e4m3_max) : 1.0f;
+    }
+
+    float read(i64 line, i64 block) const {
+        const i64 i = s.at(s, m.line0 + line, m.block0 + block);
+        if (p.scale == SCALE_F32) return ((const float*)s.base)[i];
+        return p.scale == SCALE_E8M0 ? bits<float>(e8m0_decode_bits(s.base[i])) : table<FE4M3>().value[s.base[i]];
+    }
+
+    void run(i64 first, i64 end) {
+        const bool flat = m.length % B == 0;
+        for (i64 at = first; at < end; at += W) {
+            const i64 line = at / blocks, block = at % blocks;
+            const int lanes = int(end - at < W ? end - at : W);
+            factors(line, block, lanes);
+            const bool whole = lanes == W && (block + W) * B <= m.length;
+            const bool in = whole || (lanes == W && flat && m.code_stride == blocks * bytes);
+            const bool out = whole || (lanes == W && flat && m.stride == m.length);
+            const u8* codes = m.codes + line * m.code_stride + block * bytes;
+            T* y = m.y + line * m.stride + block * B;
+            if (!in) gather(line, block, lanes);
+            const bool stream = out && nontemporal && (uintptr_t(y) & (GROUP - 1)) == 0;
+            strip(in ? codes : gathered, out ? y : scattered, stream);
+            if (!out) scatter(line, block, lanes);
+        }
+    }
+
+    // Factors of narrow codes that lie side by side.
+    bool quick_factors(i64 line, i64 block) {
+        const u8* p = s.base + s.at(s, m.line0 + line, m.block0 + block);
+        u8 t[W];
+        if (s.tiles) {
+            if ((m.block0 + block) % 4) return false;
+            for (int b = 0; b < W; b += 4) memcpy(t + b, s.base + s.at(s, m.line0 + line, m.block0 + block + b), 4);
+            p = t;
+        }
+        VI c = widen(p);
+        if (p_scale_e8m0()) {
+            VI f = c == all(0) ? all(0x00400000) : c << 23;
+            store(factor, (VF)(c == all(255) ? all(0x7fc00000) : f));
+            return true;
+        }
+        if (any(c >= all(0x7f))) return false;
+        VF small = __builtin_convertvector(c, VF) * all(0x1p-9f);
+        store(factor, c < all(8) ? small : (VF)((c << 20) + all(120 << 23)));
+        return true;
+    }
+    bool p_scale_e8m0() const { return p.scale == SCALE_E8M0; }
+
+    void factors(i64 line, i64 block, int lanes) {
+        const bool side_by_side = p.scale != SCALE_F32 && !p.row_scaled && lanes == W && block + W <= blocks;
+        if (side_by_side && (s.tiles || s.block_stride == 1) && quick_factors(line, block)) return;
+        for (int b = 0; b < W; b++) {
+            factor[b] = b < lanes ? read(line, block) : 0.0f;
+            if (p.scale == SCALE_E4M3 && p.row_scaled) global[b] = b < lanes ? amax[m.line0 + line] / (6.0f * p.e4m3_max) : 0.0f;
+            if (b + 1 < lanes && ++block == blocks) block = 0, line++;
+        }
+    }
+    // Bytes of the codes that a line has in a block.
+    i64 stored(i64 block) const {
+        const i64 n = m.length - block * B;
+        return n >= B || rotated ? bytes : (n + Codes - 1) / Codes * unit_of(Codes);
+    }
+    void gather(i64 line, i64 block, int lanes) {
+        memset(gathered, 0, sizeof gathered);
+        for (int b = 0; b < lanes; b++) {
+            memcpy(gathered + b * bytes, m.codes + line * m.code_stride + block * bytes, size_t(stored(block)));
+            if (++block == blocks) block = 0, line++;
+        }
+    }
+    void scatter(i64 line, i64 block, int lanes) {
+        for (int b = 0; b < lanes; b++) {
+            const i64 n = m.length - block * B;
+            memcpy(m.y + line * m.stride + block * B, scattered + b * B, sizeof(T) * size_t(n < B ? n : B));
+            if (++block == blocks) block = 0, line++;
+        }
+    }
+
+#if QT_ISA == 512
+    // A block is a vector.
+    INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
+        for (int b = 0; b < W; b += 2) {
+            VF v0 = e2m1_values(codes + b * bytes) * all(q.factor[b]) * all(q.global[b]);
+            VF v1 = e2m1_values(codes + b * bytes + bytes) * all(q.factor[b + 1]) * all(q.global[b + 1]);
+            T* out = y + b * B;
+            if constexpr (D::id == BF16) {
+                store_bytes((u8*)out, high_halves(to_bfloat16_bits((VI)v0), to_bfloat16_bits((VI)v1)), stream);
+            } else if constexpr (D::id == F16) {
+                store(out, to_half(v0)), store(out + W, to_half(v1));
+            } else {
+                store_bytes((u8*)out, (VB)v0, stream), store_bytes((u8*)(out + W), (VB)v1, stream);
+            }
+        }
+    }
+#endif
+
+    INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, bool stream) {
+#if QT_ISA == 512
+        if constexpr (B == NV) return nv_strip(q, codes, y, stream);
+#endif
+        const Table<E>& t = table<E>();
+        for (int at = 0; at < W * B; at += GROUP) {
+            VF v[4];
+            decode_group<D, E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), t, v);
+            for (int j = 0; j < 4; j++) {
+                v[j] = v[j] * spread<D, B>(q.factor, at, j);
+                if (B == NV) v[j] = v[j] * spread<D, B>(q.global, at, j);
+            }
+            store_group<D>(y + at, v, stream);
+        }
+    }
+    void strip(const u8* codes, T* y, bool stream) {
+        if constexpr (B == NV) {
+            if (rotated) return rotated_strip(codes, y);
+        }
+        strip_of(*this, codes, y, stream);
+    }
+    void rotated_strip(const u8* codes, T* y) {
+        const Table<E>& t = table<E>();
+        alignas(64) float wide[W * B];
+        for (int at = 0; at < W * B; at += GROUP) {
+            VF v[4];
+            decode_group<Float32, E>(load_codes<Codes>(codes + at / Codes), t, v);
+            for (int j = 0; j < 4; j++) store(wide + at + j * W, v[j] * spread<Float32, B>(factor, at, j) * spread<Float32, B>(global, at, j));
+        }
+        for (int b = 0; b < W; b++) {
+            float x[NV];
+            memcpy(x, wide + b * NV, sizeof x);
+            rotate16(x, wide + b * NV, ROTATE_BACK[p.signs]);
+        }
+        for (int at = 0; at < W * B; at += GROUP) {
+            VF v[4];
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < W; i++) v[j][i] = wide[at + position<D>(j, i)];
+            store_group<D>(y + at, v, false);
+        }
+    }
+};
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,43 @@
+// The C interface: what native.py calls.
+#include "simd.h"
+
+namespace QT_NAMESPACE {
+template <class D>
+bool quantize_as(const Plan& p, const QuantizeCall& c);
+template <class D>
+bool dequantize_as(const Plan& p, const DequantizeCall& c);
+}  // namespace QT_NAMESPACE
+using namespace QT_NAMESPACE;
+
+constexpr int ABI = 1;
+
+extern "C" {
+
+int qt_abi() { return ABI * 1000 + int(sizeof(Plan)); }
+
+// Fills the buffers of `plan` from x. 0: done; 1: this plan has no kernel.
+int qt_quantize(const Plan* plan, const void* x, i64 dtype, i64 rows, i64 cols, i64 stride, i64 threads, u8* row_data,
+                void* row_scale, float* row_amax, const float* row_given, u8* column_data, void* column_scale,
+                float* column_amax, const float* column_given, float* scale_inv, const float* scale, float* amax_out,
+                i64 seed) {
+    const QuantizeCall c{x, i32(dtype), i32(threads), rows, cols, stride, {row_data, row_scale, row_amax, row_given},
+                         {column_data, column_scale, column_amax, column_given}, scale_inv, scale, amax_out, seed};
+    const bool done = dtype == F32    ? quantize_as<Float32>(*plan, c)
+                      : dtype == BF16 ? quantize_as<Bfloat16>(*plan, c)
+                                      : quantize_as<Float16>(*plan, c);
+    return done ? 0 : 1;
+}
+
+// Decodes `count` rows from row `first` into y, which holds only these. The same codes back.
+int qt_dequantize(const Plan* plan, void* y, i64 dtype, i64 rows, i64 cols, i64 first, i64 count, i64 threads,
+                  const u8* row_data, const void* row_scale, const float* row_amax, const u8* column_data,
+                  const void* column_scale, const float* column_amax, const float* scale_inv) {
+    const DequantizeCall c{y, i32(dtype), i32(threads), rows, cols, first, count,
+                           {(u8*)row_data, (void*)row_scale, (float*)row_amax, nullptr},
+                           {(u8*)column_data, (void*)column_scale, (float*)column_amax, nullptr}, scale_inv};
+    const bool done = dtype == F32    ? dequantize_as<Float32>(*plan, c)
+                      : dtype == BF16 ? dequantize_as<Bfloat16>(*plan, c)
+                                      : dequantize_as<Float16>(*plan, c);
+    return done ? 0 : 1;
+}
+}

@@ -1,0 +1,147 @@
+// FP8 with one factor for the tensor, a row or a column.
+#pragma once
+#include "amax.h"
+
+namespace QT_NAMESPACE {
+
+constexpr i64 RUN = 4096;  // elements that stay in the first cache level between two looks
+
+// n elements with one factor (stride 0), or with factors in the lanes' order (docs in simd.h), 4 vectors a group.
+template <class D, class E, bool Safe>
+static void encode_run(const typename D::T* x, i64 n, const VF* factors, int step, u8* out, bool stream) {
+    using T = typename D::T;
+    stream = stream && (uintptr_t(out) & (GROUP - 1)) == 0;
+    i64 i = 0;
+    for (; i + GROUP <= n; i += GROUP) store_bytes(out + i, encode_group<D, E, Safe, false>(x + i, factors + i / W * step), stream);
+    if (i < n) {
+        T t[GROUP] = {};
+        u8 codes[GROUP];
+        memcpy(t, x + i, sizeof(T) * size_t(n - i));
+        store(codes, encode_group<D, E, Safe, false>(t, factors + i / W * step));
+        memcpy(out + i, codes, size_t(n - i));
+    }
+}
+template <class D, class E>
+INLINE void encode_any(const typename D::T* x, i64 n, const VF* factors, int step, u8* out, bool stream, bool safe) {
+    if (safe)
+        encode_run<D, E, true>(x, n, factors, step, out, false);
+    else
+        encode_run<D, E, false>(x, n, factors, step, out, stream);
+}
+
+template <class D, class E>
+struct Float8Quantizer {
+    using T = typename D::T;
+    const Plan& p;
+    const QuantizeCall& c;
+    const T* x;
+    const bool nontemporal;
+
+    Float8Quantizer(const Plan& plan, const QuantizeCall& call, bool stream)
+        : p(plan), c(call), x((const T*)call.x), nontemporal(stream) {}
+
+    float scale_of(i32 amax) const { return fp8_scale(all(amax), bits<float>(E::max_bits), p, FLT_MAX)[0]; }
+
+    void run() {
+        if (p.family == TENSOR)
+            tensor();
+        else if (p.family == ROW)
+            rows();
+        else
+            columns();
+    }
+
+    void tensor() {
+        i32 found = 0;
+        float scale = c.scale ? *c.scale : 1.0f;
+        const bool own = !c.scale && !c.row.given;
+        if (own || c.amax_out) found = amax_tensor<D>(c, false);
+        if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
+        *c.scale_inv = 1.0f / scale;
+        if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
+        VF f[4] = {all(scale), all(scale), all(scale), all(scale)};
+        const bool known = own || c.amax_out;
+        encode_all(f, 0, nullptr, known ? found >= INF_BITS : -1);
+    }
+
+    void rows() {
+        i32* amax = (i32*)c.scale_inv;  // holds the maxima until the factors are known
+        if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.rows));
+        encode_all(nullptr, 0, amax, -1);
+    }
+
+    void columns() {
+        i32* amax = (i32*)c.scale_inv;
+        if (!c.scale && !c.row.given) amax_columns<D>(c, false, amax);
+        if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.cols));
+        const i64 groups = (c.cols + GROUP - 1) / GROUP;
+        VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
+        for (i64 g = 0; g < groups; g++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < W; i++) {
+                    const i64 k = g * GROUP + position<D>(j, i);
+                    factors[4 * g + j][i] = k >= c.cols ? 0.0f : c.scale ? c.scale[k] : scale_of(amax[k]);
+                }
+        for (i64 g = 0; g < groups; g++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < W; i++) {
+                    const i64 k = g * GROUP + position<D>(j, i);
+                    if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
+                }
+        encode_all(factors, 1, nullptr, -1);
+        operator delete[](factors, std::align_val_t(64));
+    }
+
+    // The factor of a row: given, from a given maximum, or from its own.
+    float row_scale(i64 r) const {
+        i32* amax = (i32*)c.scale_inv;
+        if (c.scale) return c.scale[r];
+        return scale_of(c.row.given ? amax[r] : amax_run<D>(x + r * c.stride, c.cols));
+    }
+
+    // safe: 1 or 0 where it is known whether there are values that are not finite, else -1.
+    void encode_all(const VF* factors, int step, i32* by_row, int safe) {
+        if (!c.column.data && !by_row && !step && (c.stride == c.cols || c.rows == 1)) {
+            parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
+                // Backwards: what the pass for the maximum read last is still in the cache.
+                for (i64 at = a + (b - a - 1) / RUN * RUN; at >= a; at -= RUN)
+                    run_of(x + at, b - at < RUN ? b - at : RUN, factors, 0, c.row.data + at, safe);
+            });
+            return;
+        }
+        constexpr i64 band = 256;
+        parallel(c.rows, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
+            u8* codes = c.column.data ? new u8[size_t(band * band)] : nullptr;
+            for (i64 r = a; r < b; r += band) bands(r, b - r < band ? b - r : band, factors, step, by_row, safe, codes);
+            delete[] codes;
+        });
+    }
+
+    void run_of(const T* from, i64 n, const VF* factors, int step, u8* out, int safe) {
+        const bool careful = safe < 0 ? amax_run<D>(from, n) >= INF_BITS : safe;
+        encode_any<D, E>(from, n, factors, step, out, nontemporal && !c.column.data, careful);
+    }
+
+    void bands(i64 row0, i64 n, const VF* factors, int step, i32* by_row, int safe, u8* codes) {
+        VF of_row[256];
+        for (i64 r = 0; by_row && r < n; r++) {
+            const float s = row_scale(row0 + r);
+            of_row[r] = all(s);
+            c.scale_inv[row0 + r] = 1.0f / s;
+        }
+        const i64 tile = codes ? 256 : RUN;
+        for (i64 k = 0; k < c.cols; k += tile) {
+            const i64 width = c.cols - k < tile ? c.cols - k : tile;
+            for (i64 r = 0; r < n; r++) {
+                const VF four[4] = {of_row[r], of_row[r], of_row[r], of_row[r]};
+                u8* out = codes ? codes + r * 256 : c.row.data + (row0 + r) * c.cols + k;
+                run_of(x + (row0 + r) * c.stride + k, width, by_row ? four : factors + k / W * step, by_row ? 0 : step, out,
+                       safe);
+                if (codes && c.row.data) memcpy(c.row.data + (row0 + r) * c.cols + k, out, size_t(width));
+            }
+            if (codes) transpose<u8>(codes, 256, c.column.data + k * c.rows + row0, c.rows, n, width);
+        }
+    }
+};
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,301 @@
+// Block formats along lines: W blocks at a time, from maxima to stored codes. A line is a row of the matrix that is given:
+// of the tensor, or of the transpose that columns.h makes of a tile.
+#pragma once
+#include "nvfp4.h"
+
+namespace QT_NAMESPACE {
+
+// A matrix whose rows are cut into blocks, and where their codes and factors go.
+template <class T>
+struct Lines {
+    const T* x;
+    i64 count, length, stride;  // lines, elements of a line, elements between lines
+    u8* out;
+    i64 out_stride;             // bytes between lines
+    i64 line0, block0;          // of the first line and block, within the whole direction
+    i64 total;                  // elements of a whole line, which number the random bytes
+};
+
+// What is fixed for one direction of a call.
+struct Direction {
+    const Plan* plan;
+    Sink sink;
+    bool rotate;
+    int stream;               // of random bytes
+    i64 seed;
+    Global global;            // NVFP4 with one maximum
+    const float* line_amax;   // NVFP4 with one for each line
+    float overflow;           // factor where float32 has none (fp8_blockwise)
+    bool whole_groups;        // codes of padding are stored too (rotated data)
+    bool nontemporal;
+};
+
+template <class D, int B>
+INLINE VI strip_maxima(const typename D::T* x) {
+    VI m[W];
+    for (int b = 0; b < W; b++) {
+        const typename D::T* p = x + b * B;
+        if (D::pairs && B * 2 % (W * 4) == 0) {
+            VH h = load<VH>(p) & (VH)all(0x7fff7fff);
+            for (int i = 1; i < B / (2 * W); i++) {
+                VH next = load<VH>(p + i * 2 * W) & (VH)all(0x7fff7fff);
+                h = h > next ? h : next;
+            }
+            m[b] = max((VI)h << 16, (VI)h & all(i32(0xffff0000)));
+        } else {
+            m[b] = D::one(p) & all(ABS);
+            for (int i = W; i < B; i += W) m[b] = max(m[b], D::one(p + i) & all(ABS));
+        }
+    }
+    return column_max(m);
+}
+
+// The factor of every lane of vector j of the group that starts at element `at` of a strip.
+template <class D, int B>
+INLINE VF spread(const float* factors, int at, int j) {
+    if (D::pairs && 2 * W > B) {
+        const int b = (at + j / 2 * 2 * W) / B;  // two blocks in a vector
+#if QT_ISA == 512
+        return (VF)_mm512_mask_broadcastss_ps((__m512)all(factors[b]), 0xff00, _mm_load_ss(factors + b + 1));
+#else
+        VF f = all(factors[b]);
+        for (int i = W / 2; i < W; i++) f[i] = factors[b + 1];
+        return f;
+#endif
+    }
+    int element = D::pairs ? j / 2 * 2 * W : j * W;
+    return all(factors[(at + element) / B]);
+}
+
+template <class E, int Codes>
+INLINE void store_codes(u8* out, VB codes, bool stream) {
+    if (Codes == 1)
+        store_bytes(out, codes, stream);
+    else if (Codes == 2)
+        store_nibbles(out, codes);
+    else
+        store_quads(out, codes);
+}
+
+// GROUP elements times their factors to codes, one a byte.
+template <class D, class E, bool Safe, bool Unsigned>
+INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
+#if QT_ISA == 512
+    if constexpr (D::pairs && E::width == 8 && !Safe) return group_of_pairs<E>(x, f);
+#endif
+    VI v[4], c[4];
+    D::group(x, v);
+#if QT_ISA == 512
+    if constexpr (E::width == 4 && Unsigned && !Safe) {
+        for (int j = 0; j < 4; j++) c[j] = e2m1_index((VF)v[j] * f[j]);
+        return e2m1_codes(pack<D::pairs>(c));
+    }
+#endif
+    for (int j = 0; j < 4; j++) c[j] = encode<E, Safe, Unsigned>((VF)v[j] * f[j]);
+    return pack<D::pairs>(c);
+}
+
+// W blocks, nearest rounding.
+template <class D, class E, int B, int Codes, bool Safe>
+INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream) {
+    for (int at = 0; at < W * B; at += GROUP) {
+        VF f[4];
+        for (int j = 0; j < 4; j++) f[j] = spread<D, B>(factors, at, j);
+        VB codes = encode_group<D, E, Safe, B == NV>(x + at, f);
+        store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
+    }
+}
+
+#if QT_ISA == 512
+// The same for bfloat16 with factors 2^(127 - code), where every code allows it.
+template <class D, class E, int B, int Codes>
+INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream) {
+    if constexpr (D::id == BF16 && B >= 2 * W) {
+        VI code = all(254) - (VI)((VU)encode >> 23);
+        if (any(code < all(LEAST_CODE<E>))) return false;
+        alignas(64) i32 bias[W];
+        store(bias, pow2_bias<E>(code));
+        for (int at = 0; at < W * B; at += GROUP) {
+            VB codes = pow2_group<E>(x + at, (__m512i)all(bias[at / B]), (__m512i)all(bias[(at + 2 * W) / B]));
+            store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
+        }
+        return true;
+    }
+    return false;
+}
+#endif
+
+// The second level of NVFP4 for W blocks.
+struct GlobalLanes {
+    VF amax, scale, sixth, inverse;
+    void set(int lane, const Global& g) {
+        amax[lane] = g.amax, scale[lane] = g.scale, sixth[lane] = g.sixth, inverse[lane] = g.inverse;
+    }
+};
+
+template <class E>
+INLINE Factors factors_of(VI amax, const Direction& d, const GlobalLanes& g) {
+    const Plan& p = *d.plan;
+    if (p.scale == SCALE_E8M0) {
+        VI code = e8m0_code(amax, p, E::max_bits, E::mantissa);
+        return {(VF)e8m0_encode_bits(code), code};
+    }
+    if (p.scale == SCALE_F32) {
+        VF s = fp8_scale(amax, bits<float>(E::max_bits), p, d.overflow);
+        return {s, (VI)(all(1.0f) / s)};
+    }
+    return nvfp4_factors((VF)amax * g.sixth, g.inverse);
+}
+
+// ---- which blocks a strip has, and where their codes go -----------------------------------------------------------------
+template <class D, int B, int Codes>
+struct Strips {
+    using T = typename D::T;
+    static constexpr int bytes = B * (Codes == 4 ? 3 : 1) / Codes;  // of a block's codes
+    const Lines<T>& m;
+    i64 blocks;  // a line
+    bool flat_in, flat_out;  // the blocks of all lines lie one behind the other
+
+    explicit Strips(const Lines<T>& lines)
+        : m(lines), blocks((lines.length + B - 1) / B),
+          flat_in(lines.length % B == 0 && lines.stride == lines.length),
+          flat_out(lines.length % B == 0 && lines.out_stride == blocks * bytes) {}
+    bool direct(i64 line, i64 block, bool flat) const {
+        return (flat && (line * blocks + block + W) <= m.count * blocks) || (block + W) * B <= m.length;
+    }
+    const T* source(i64 line, i64 block) const { return m.x + line * m.stride + block * B; }
+    u8* target(i64 line, i64 block) const { return m.out + line * m.out_stride + block * bytes; }
+    void gather(i64 line, i64 block, T* scratch) const {
+        memset(scratch, 0, sizeof(T) * W * B);
+        for (int b = 0; b < W && line < m.count; b++) {
+            i64 n = m.length - block * B;
+            memcpy(scratch + b * B, source(line, block), sizeof(T) * (n < B ? n : B));
+            if (++block == blocks) block = 0, line++;
+        }
+    }
+    void scatter(i64 line, i64 block, const u8* scratch, bool whole) const {
+        for (int b = 0; b < W && line < m.count; b++) {
+            i64 n = m.length - block * B;
+            n = n < B && !whole ? (n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1) : bytes;
+            memcpy(target(line, block), scratch + b * bytes, n);
+            if (++block == blocks) block = 0, line++;
+        }
+    }
+};
+
+// Store the factors of a strip; `lanes` of them are real.
+INLINE void put_factors(const Sink& s, VI stored, i64 line, i64 block, i64 blocks, int lanes, i64 line0, i64 block0) {
+    if (s.size == 1 && lanes == W && block + W <= blocks && (s.tiles ? (block0 + block) % 4 == 0 : s.block_stride == 1)) {
+        u8 codes[W];
+        if (!s.tiles) {
+            narrow(s.base + s.at(s, line0 + line, block0 + block), stored);
+        } else {
+            narrow(codes, stored);
+            for (int b = 0; b < W; b += 4) memcpy(s.base + s.at(s, line0 + line, block0 + block + b), codes + b, 4);
+        }
+        return;
+    }
+    for (int b = 0; b < lanes; b++) {
+        s.put(line0 + line, block0 + block, stored[b]);
+        if (++block == blocks) block = 0, line++;
+    }
+}
+
+// Blocks first .. end of some lines.
+template <class D, class E, int B, int Codes>
+struct LineQuantizer {
+    using T = typename D::T;
+    const Lines<T>& m;
+    const Direction& d;
+    const Plan& p;
+    Strips<D, B, Codes> strips;
+    const bool nv, special;
+    GlobalLanes global;
+    alignas(64) T gathered[W * B];
+    alignas(64) u8 scattered[W * B];
+    alignas(64) u8 unpacked[W * B];
+    alignas(64) float wide[W * B];
+    alignas(64) float encode[W];
+
+    LineQuantizer(const Lines<T>& lines, const Direction& direction)
+        : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
+          special(nv && (d.rotate || p.stochastic || p.four_over_six)) {
+        for (int b = 0; b < W; b++) global.set(b, d.global);
+    }
+
+    void run(i64 first, i64 end) {
+        for (i64 at = first; at < end; at += W) {
+            i64 line = at / strips.blocks, block = at % strips.blocks;
+            int lanes = int(end - at < W ? end - at : W);
+            bool direct_in = lanes == W && strips.direct(line, block, strips.flat_in);
+            bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
+            if (!direct_in) strips.gather(line, block, gathered);
+            const T* x = direct_in ? strips.source(line, block) : gathered;
+            u8* out = direct ? strips.target(line, block) : scattered;
+            bool stream = direct && d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
+            if (d.line_amax)
+                for (int b = 0; b < W; b++) {
+                    i64 l = (at + b) / strips.blocks;
+                    global.set(b, nvfp4_global(d.line_amax[m.line0 + (l < m.count ? l : line)], p.e4m3_max));
+                }
+            VI stored = strip(x, out, at, stream);
+            if (!direct) strips.scatter(line, block, scattered, d.whole_groups);
+            put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
+        }
+    }
+
+    INLINE VI plain_strip(LineQuantizer& q, const T* x, u8* out, VI amax, bool stream) {
+        Factors f = factors_of<E>(amax, q.d, q.global);
+        store(q.encode, f.encode);
+        if (any(amax >= all(INF_BITS))) {
+            for (int i = 0; i < W * B; i++) q.wide[i] = D::to_float(x[i]);
+            encode_strip<Float32, E, B, Codes, true>(q.wide, q.encode, out, false);
+            return f.stored;
+        }
+#if QT_ISA == 512
+        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f.encode, out, stream)) return f.stored;
+#endif
+        encode_strip<D, E, B, Codes, false>(x, q.encode, out, stream);
+        return f.stored;
+    }
+
+    VI strip(const T* x, u8* out, i64 at, bool stream) {
+        if (special) return special_strip(x, out, at);
+        VI amax = strip_maxima<D, B>(x);
+        if (nv && any(amax >= all(INF_BITS))) return special_strip(x, out, at);
+        return plain_strip(*this, x, out, amax, stream);
+    }
+
+    // NVFP4 with a rotation, random rounding, two candidates, or values that are not finite.
+    __attribute__((noinline)) VI special_strip(const T* x, u8* out, i64 at) {
+        if constexpr (B != NV) return VI{};
+        to_finite<D>(x, wide, d.rotate, p.signs);
+        VI amax = strip_maxima<Float32, NV>(wide);
+        if (p.four_over_six) {
+            VI stored = encode_4over6(wide, 1, 0, unpacked, 0, p, amax, global.amax, global.scale, global.inverse);
+            pack_all<Codes>(unpacked, out);
+            return stored;
+        }
+        Factors f = factors_of<E>(amax, d, global);
+        store(encode, f.encode);
+        if (!p.stochastic) {
+            encode_strip<Float32, E, B, Codes, false>(wide, encode, out, false);
+            return f.stored;
+        }
+        i64 element[W];
+        for (int b = 0; b < W; b++)
+            element[b] = (m.line0 + (at + b) / strips.blocks) * m.total + (m.block0 + (at + b) % strips.blocks) * NV;
+        u8 random[W * NV];
+        noise(element, d.stream, d.seed, random);
+        encode_stochastic(wide, encode, random, unpacked);
+        pack_all<Codes>(unpacked, out);
+        return f.stored;
+    }
+};
+
+template <class D, class E, int B, int Codes>
+static void quantize_lines(const Lines<typename D::T>& m, const Direction& d, i64 first, i64 end) {
+    LineQuantizer<D, E, B, Codes>(m, d).run(first, end);
+}
+
+}  // namespace QT_NAMESPACE

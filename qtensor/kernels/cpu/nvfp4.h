@@ -1,0 +1,212 @@
+// What only NVFP4 has: the rotation, stochastic rounding and the choice of two block factors. All work on W blocks of 16
+// floats a line.
+#pragma once
+#include "fast512.h"
+
+namespace QT_NAMESPACE {
+
+constexpr int NV = 16;  // block, and size of the rotation
+
+// ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
+INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even
+    VI r = (u + all(0x7fff) + ((VI)((VU)u >> 16) & all(1))) & all(i32(0xffff0000));
+    return (u & all(ABS)) > all(INF_BITS) ? all(0x7fc00000) : r;
+}
+INLINE u16 float_to_half(float f) {
+    u32 u = bits<u32>(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+    if (a > 0x7f800000u) return u16(sign | 0x7e00);
+    if (a >= 0x477ff000u) return u16(sign | 0x7c00);
+    if (a < 0x38800000u) {  // subnormal: the adder rounds
+        u32 m = bits<u32>(bits<float>(a) + 0.5f) - bits<u32>(0.5f);
+        return u16(sign | m);
+    }
+    return u16(sign | (a + 0xfff + (a >> 13 & 1) - 0x38000000u) >> 13);
+}
+INLINE Half to_half(VF v) {
+#if QT_ISA == 512
+    return (Half)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif QT_ISA == 2
+    return (Half)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    Half h;
+    for (int i = 0; i < W; i++) h[i] = float_to_half(v[i]);
+    return h;
+#endif
+}
+template <class D>
+INLINE VF round_to(VF v) {
+    if (D::id == BF16) return (VF)to_bfloat16_bits((VI)v);
+    if (D::id == F16) {
+        Half h = to_half(v);
+        return (VF)Float16::one((const u16*)&h);
+    }
+    return v;
+}
+
+// ---- rotation ---------------------------------------------------------------------------------------------------------------
+constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
+struct Rotation {
+    alignas(64) float entry[NV][NV];
+    constexpr Rotation(bool signs, bool inverse) : entry() {
+        for (u32 k = 0; k < NV; k++)
+            for (u32 j = 0; j < NV; j++) {
+                u32 shared = k & j, odd = (shared ^ shared >> 1 ^ shared >> 2 ^ shared >> 3) & 1;
+                odd ^= signs ? SIGN_MASK >> k & 1 : 0;
+                (inverse ? entry[j][k] : entry[k][j]) = odd ? -0.25f : 0.25f;
+            }
+    }
+};
+static constexpr Rotation ROTATE[2] = {{false, false}, {true, false}};
+static constexpr Rotation ROTATE_BACK[2] = {{false, true}, {true, true}};
+
+// Sums over k = 0..15 one by one, as the reference does.
+INLINE void rotate16(const float* x, float* y, const Rotation& m) {
+    VF sum[NV / W];
+    for (int h = 0; h < NV / W; h++) sum[h] = all(x[0]) * load<VF>(m.entry[0] + h * W);
+    for (int k = 1; k < NV; k++)
+        for (int h = 0; h < NV / W; h++) sum[h] = sum[h] + all(x[k]) * load<VF>(m.entry[k] + h * W);
+    for (int h = 0; h < NV / W; h++) store(y + h * W, sum[h]);
+}
+INLINE VF flush_subnormals(VF v) {
+    return ((VI)v & all(ABS)) < all(0x00800000) ? all(0.0f) : v;
+}
+// W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
+template <class D>
+static void to_finite(const typename D::T* x, float* y, bool rotate, bool signs) {
+    for (int i = 0; i < W * NV; i += W) {
+        VF v = (VF)D::one(x + i);
+        store(y + i, rotate && D::id == BF16 ? flush_subnormals(v) : v);
+    }
+    if (rotate)
+        for (int b = 0; b < W; b++) {
+            float t[NV];
+            memcpy(t, y + b * NV, sizeof t);
+            rotate16(t, y + b * NV, ROTATE[signs]);
+        }
+    for (int i = 0; i < W * NV; i += W) {
+        VF v = load<VF>(y + i);
+        if (rotate) v = round_to<D>(v);
+        if (rotate && D::id == BF16) v = flush_subnormals(v);
+        VI u = (VI)v, a = u & all(ABS), sign = u & ~all(ABS);
+        a = a == all(INF_BITS) ? all(INF_BITS - 1) : a;
+        store(y + i, (VF)(a > all(INF_BITS) ? all(0) : a | sign));
+    }
+}
+
+// Codes one a byte to stored codes.
+template <int Codes>
+INLINE void pack_all(const u8* codes, u8* out) {
+    for (int at = 0; at < W * NV; at += GROUP) {
+        VB c = load<VB>(codes + at);
+        if (Codes == 2)
+            store_nibbles(out + at / 2, c);
+        else
+            store(out + at, c);
+    }
+}
+
+// ---- stochastic rounding -------------------------------------------------------------------------------------------------
+// Philox4x32-10: 16 bytes for each counter.
+INLINE void philox(const u32 low[W], const u32 high[W], u32 stream, i64 seed, u32 out[4][W]) {
+    u32 c0[W], c1[W], c2[W], c3[W];
+    for (int i = 0; i < W; i++) c0[i] = low[i], c1[i] = high[i], c2[i] = 0, c3[i] = stream;
+    u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
+    for (int round = 0; round < 10; round++) {
+        for (int i = 0; i < W; i++) {
+            uint64_t a = uint64_t(c0[i]) * 0xD2511F53u, b = uint64_t(c2[i]) * 0xCD9E8D57u;
+            c0[i] = u32(b >> 32) ^ c1[i] ^ k0;
+            c2[i] = u32(a >> 32) ^ c3[i] ^ k1;
+            c1[i] = u32(b), c3[i] = u32(a);
+        }
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    memcpy(out[0], c0, sizeof c0), memcpy(out[1], c1, sizeof c1);
+    memcpy(out[2], c2, sizeof c2), memcpy(out[3], c3, sizeof c3);
+}
+// 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
+INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
+    u32 low[W], high[W], words[4][W], next[4][W];
+    bool aligned = true;
+    for (int b = 0; b < W; b++) {
+        i64 group = element[b] >> 4;
+        low[b] = u32(group), high[b] = u32(group >> 32);
+        aligned &= (element[b] & 15) == 0;
+    }
+    philox(low, high, u32(stream), seed, words);
+    if (!aligned) {
+        for (int b = 0; b < W; b++) {
+            i64 group = (element[b] >> 4) + 1;
+            low[b] = u32(group), high[b] = u32(group >> 32);
+        }
+        philox(low, high, u32(stream), seed, next);
+    }
+    for (int b = 0; b < W; b++) {
+        u32 both[8] = {words[0][b], words[1][b], words[2][b], words[3][b]};
+        if (!aligned)
+            for (int k = 0; k < 4; k++) both[4 + k] = next[k][b];
+        memcpy(bytes + b * NV, (const u8*)both + (element[b] & 15), NV);
+    }
+}
+// Codes of W blocks, rounded up with a probability equal to the distance from the lower neighbour.
+INLINE void encode_stochastic(const float* x, const float* factors, const u8* random, u8* codes) {
+    const float bounds[] = {0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int i = 0; i < W * NV; i += W) {
+        VF y = load<VF>(x + i) * all(factors[i / NV]);
+        VF a = (VF)min((VI)y & all(ABS), all(FE2M1::max_bits));
+        VF step = a < all(2.0f) ? all(0.5f) : a < all(4.0f) ? all(1.0f) : all(2.0f);
+        VF r;
+        for (int k = 0; k < W; k++) r[k] = float(random[i + k]) * (1.0f / 256.0f);
+        VF raised = a + r * step;
+        VI code = VI{};
+        for (float bound : bounds) code = code - (VI)(raised >= all(bound));
+        code = code | ((VI)(y < all(0.0f)) & all(8));
+        for (int k = 0; k < W; k++) codes[i + k] = u8(code[k]);
+    }
+}
+
+// ---- 4over6 -------------------------------------------------------------------------------------------------------------
+// Code and value of y on the grid of E2M1; 0 has no sign.
+INLINE void round_e2m1(VF y, VI& code, VF& value) {
+    VI u = (VI)y, a = min(u & all(ABS), all(FE2M1::max_bits));
+    VF c = (VF)(max(a & all(INF_BITS), all(FE2M1::min_exponent << 23)) + all(22 << 23));
+    code = magnitude_code<FE2M1>(a) | sign_code<FE2M1, true>(y);
+    value = (VF)((VI)(((VF)a + c) - c) | (u & ~all(ABS)));
+}
+// W blocks of `rows` x 16 (the lines `stride` floats apart): codes one a byte and the stored factors. Lanes are blocks. Errors
+// are summed in one order: the 16 columns, then rows by halves.
+static VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, i64 code_stride, const Plan& p, VI amax, VF A,
+                        VF scale, VF inverse) {
+    VF base = (VF)amax / all(6.0f) * scale;
+    VF divisor = all(6.0f * p.e4m3_max);
+    Factors f[2] = {nvfp4_factors(base, inverse), nvfp4_factors(base * all(1.5f), inverse)};
+    VF stored[2];
+    for (int k = 0; k < 2; k++) {
+        for (int b = 0; b < W; b++) stored[k][b] = table<FE4M3>().value[f[k].stored[b]];
+    }
+    alignas(64) float t[NV * W];
+    static thread_local VI both[2][NV * NV];
+    VF errors[2][NV];
+    for (int r = 0; r < rows; r++) {
+        transpose<float>(x + r * stride, NV, t, W, W, NV);
+        for (int k = 0; k < 2; k++)
+            for (int e = 0; e < NV; e++) {
+                VF v = load<VF>(t + e * W), value;
+                round_e2m1(v * f[k].encode, both[k][r * NV + e], value);
+                VF d = value * stored[k] * A / divisor - v;
+                VF term = p.squared_error ? d * d : (VF)((VI)d & all(ABS));
+                errors[k][r] = e ? errors[k][r] + term : term;
+            }
+    }
+    for (int half = rows / 2; half; half /= 2)
+        for (int k = 0; k < 2; k++)
+            for (int r = 0; r < half; r++) errors[k][r] = errors[k][r] + errors[k][r + half];
+    VI to_4 = (VI)(errors[1][0] < errors[0][0]);
+    for (int r = 0; r < rows; r++)
+        for (int e = 0; e < NV; e++) {
+            VI code = to_4 ? both[1][r * NV + e] : both[0][r * NV + e];
+            for (int b = 0; b < W; b++) codes[r * code_stride + b * NV + e] = u8(code[b]);
+        }
+    return to_4 ? f[1].stored : f[0].stored;
+}
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,69 @@
+// What Python tells the kernels: a plan (a quantizer's facts, fixed) and a call (one tensor). Mirrored in native.py.
+#pragma once
+#include <cstdint>
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+enum Dtype { F32 = 0, BF16 = 1, F16 = 2 };
+enum ElementId { E4M3 = 0, E5M2 = 1, E2M3 = 2, E3M2 = 3, E2M1 = 4 };
+enum Family { TENSOR = 0, ROW = 1, COLUMN = 2, BLOCK = 3 };  // what shares a factor
+enum ScaleId { SCALE_F32 = 0, SCALE_E8M0 = 1, SCALE_E4M3 = 2 };
+enum E8M0Mode { RCEIL = 0, FLOOR = 1, CEIL = 2, EVEN = 3 };
+enum Side { NO_SIDE = 0, ROWWISE = 1, COLUMNWISE = 2 };
+
+// The facts of a quantizer.
+struct Plan {
+    i32 abi;
+    i32 family;
+    i32 element;
+    i32 codes, bytes;   // a packed group: 1 in 1, 2 in 1, 4 in 3
+    i32 block;
+    i32 square;         // block x block
+    i32 scale;
+    i32 mode;           // of E8M0
+    i32 transposed;     // columnwise buffers are those of the transpose
+    i32 scale_major;    // float32 block factors: 0 = (lines, blocks), 1 = (blocks, lines)
+    i32 swizzled;
+    i32 pow2;
+    float epsilon;
+    // NVFP4
+    i32 rotated;        // the Side that is rotated
+    i32 signs;
+    i32 stochastic;
+    i32 row_scaled;
+    i32 four_over_six;
+    i32 squared_error;
+    float e4m3_max;
+};
+
+// One direction's buffers; null where the usage is absent.
+struct Buffers {
+    u8* data;
+    void* scale;        // factors of blocks
+    float* amax;        // NVFP4
+    const float* given; // maxima to use instead of those found
+};
+
+struct QuantizeCall {
+    const void* x;
+    i32 dtype, threads;
+    i64 rows, cols, stride;  // stride of rows, in elements
+    Buffers row, column;
+    float* scale_inv;        // fp8 without blocks
+    const float* scale;      // encode factors to use
+    float* amax_out;         // delayed scaling
+    i64 seed;
+};
+
+struct DequantizeCall {
+    void* y;
+    i32 dtype, threads;
+    i64 rows, cols;
+    i64 first, count;        // rows to decode; y holds only these
+    Buffers row, column;     // exactly one has data
+    const float* scale_inv;
+};

@@ -1,0 +1,98 @@
+"""A quantizer's facts as the struct that the C++ kernels read (plan.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from qtensor.formats import E2M1, FormatSpec
+
+ABI = 1
+_ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
+_SCALES = {"float32": 0, "e8m0": 1, "e4m3": 2}
+_MODES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
+_TENSOR, _ROW, _COLUMN, _BLOCK = range(4)
+_SIDES = {"rowwise": 1, "columnwise": 2}
+
+FORMATS = (
+    "fp8",
+    "fp8_delayed",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "nvfp4",
+)
+"""The formats whose arithmetic the kernels have. Another one with the same facts may still round differently."""
+
+
+class Plan(ctypes.Structure):
+    """``struct Plan`` of plan.h, field by field."""
+
+    _fields_ = (
+        ("abi", ctypes.c_int32),
+        ("family", ctypes.c_int32),
+        ("element", ctypes.c_int32),
+        ("codes", ctypes.c_int32),
+        ("bytes", ctypes.c_int32),
+        ("block", ctypes.c_int32),
+        ("square", ctypes.c_int32),
+        ("scale", ctypes.c_int32),
+        ("mode", ctypes.c_int32),
+        ("transposed", ctypes.c_int32),
+        ("scale_major", ctypes.c_int32),
+        ("swizzled", ctypes.c_int32),
+        ("pow2", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+        ("rotated", ctypes.c_int32),
+        ("signs", ctypes.c_int32),
+        ("stochastic", ctypes.c_int32),
+        ("row_scaled", ctypes.c_int32),
+        ("four_over_six", ctypes.c_int32),
+        ("squared_error", ctypes.c_int32),
+        ("e4m3_max", ctypes.c_float),
+    )
+
+
+def make_plan(codec: Any) -> Plan:
+    """The facts of a quantizer of one of ``FORMATS``."""
+    spec: FormatSpec = codec.spec
+    option = codec.__class__
+    value = {name: getattr(codec, name, None) for name in option.option_names()}
+    codes, size = (2, 1) if codec.element == E2M1 else (4, 3) if value.get("packed") else (1, 1)
+    return Plan(
+        abi=ABI,
+        family=_family(codec),
+        element=_ELEMENTS[codec.element.name],
+        codes=codes,
+        bytes=size,
+        block=spec.block[1] if spec.block else 0,
+        square=codec.two_dimensional,
+        scale=_SCALES[spec.scale],
+        mode=_MODES[value.get("scale_mode", "rceil")],
+        transposed=_columnwise_is_transposed(codec),
+        swizzled=value.get("swizzled", False),
+        pow2=value.get("force_pow_2_scales", False),
+        epsilon=value.get("amax_epsilon", 0.0),
+        rotated=_SIDES[value["rht_side"]] if value.get("with_rht") else 0,
+        signs=value.get("with_random_sign_mask", False),
+        stochastic=value.get("stochastic_rounding", False),
+        row_scaled=value.get("row_scaled", False),
+        four_over_six=value.get("use_4over6", False),
+        squared_error=value.get("err_mode") == "mse",
+        e4m3_max=value.get("e4m3_max", 448.0),
+    )
+
+
+def _family(codec: Any) -> int:
+    if codec.spec.block:
+        return _BLOCK
+    if codec.per_tensor:
+        return _TENSOR
+    return _ROW if codec.axis == -1 else _COLUMN
+
+
+def _columnwise_is_transposed(codec: Any) -> bool:
+    data = next(b for b in codec.spec.inner if b.usage == "columnwise")
+    return data.dims(codec)[0].axis == "k"

@@ -1,0 +1,27 @@
+// Where a direction's factors lie: strides from a plan and a shape.
+#pragma once
+#include "scales.h"
+
+namespace QT_NAMESPACE {
+
+INLINE i64 up(i64 n, i64 multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Strides of the factors of one direction whose lines are `lines` long in blocks.
+INLINE Sink sink_of(const Plan& p, const Buffers& side, i64 lines, i64 length, bool columnwise) {
+    const i64 blocks = (length + p.block - 1) / p.block;
+    Sink s{(u8*)side.scale, 0, 1, 0, p.scale == SCALE_F32 ? 4 : 1, 0};
+    if (p.scale == SCALE_F32) {
+        if (p.square)
+            s.line_stride = up(blocks, 4);
+        else
+            s.line_stride = 1, s.block_stride = up(lines, 4);
+    } else if (columnwise && !p.transposed) {
+        s.line_stride = 1, s.block_stride = up(lines, 128);
+    } else {
+        s.line_stride = up(blocks, 4);
+    }
+    if (p.swizzled) s.tiles = up(blocks, 4) / 4;
+    return s;
+}
+
+}  // namespace QT_NAMESPACE

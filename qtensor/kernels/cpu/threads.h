@@ -1,0 +1,41 @@
+// Threads: torch's own OpenMP pool, as many as torch uses.
+#pragma once
+#include "plan.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace QT_NAMESPACE {
+
+// f(first, end) over equal parts of 0 .. n in whole units; one part a thread.
+template <class F>
+static inline void parallel(i64 n, i64 unit, int threads, const F& f) {
+    const i64 units = (n + unit - 1) / unit;
+    if (threads > units) threads = int(units);
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        {
+            const i64 count = omp_get_num_threads(), at = omp_get_thread_num();
+            const i64 first = units * at / count * unit, end = units * (at + 1) / count * unit;
+            if (first < n) f(first, end < n ? end : n);
+        }
+        return;
+    }
+#endif
+    if (n > 0) f(i64(0), n);
+}
+
+// One number from each part, joined by f(a, b).
+template <class F>
+static inline i32 parallel_max(i64 n, i64 unit, int threads, const F& f) {
+    i32 top = 0;
+    parallel(n, unit, threads, [&](i64 first, i64 end) {
+        const i32 part = f(first, end);
+#pragma omp critical(qtensor_max)
+        top = top > part ? top : part;
+    });
+    return top;
+}
+
+}  // namespace QT_NAMESPACE

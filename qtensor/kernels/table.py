@@ -1,0 +1,85 @@
+"""Which kernels serve a call: the fastest that computes the same bytes, else the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qtensor.kernels.cpu import native
+from qtensor.layout import Shape
+
+
+class Quantize(Protocol):
+    """Write the buffers of a quantizer, in slot order; False with nothing written if the reference has to."""
+
+    def __call__(
+        self,
+        codec: Any,
+        buffers: Sequence[Tensor],
+        x: Tensor,
+        scale: Tensor | None,
+        amax: list[Tensor] | None,
+        seed: Tensor | None,
+    ) -> bool: ...
+
+
+class Dequantize(Protocol):
+    """Decode buffers, in slot order, into ``out``; False with nothing written if the reference has to."""
+
+    def __call__(
+        self, codec: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, **part: Any
+    ) -> bool: ...
+
+
+class Supports(Protocol):
+    """Why a format and dtype are not served, or None."""
+
+    def __call__(self, codec: Any, dtype: torch.dtype) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels for the tensors of one device type."""
+
+    name: str
+    supports: Supports
+    quantize_: Quantize
+    dequantize_: Dequantize
+
+
+BACKENDS = {"cpu": Backend("native", native.supports, native.quantize_, native.dequantize_)}
+"""Device type -> its kernels."""
+
+
+def quantize_(
+    codec: Any,
+    buffers: Sequence[Tensor],
+    x: Tensor,
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+    seed: Tensor | None,
+) -> bool:
+    """Quantize by the kernels of the device of ``x``, where they serve the call."""
+    backend = BACKENDS.get(x.device.type)
+    return backend is not None and backend.quantize_(codec, buffers, x, scale, amax, seed)
+
+
+def dequantize_(
+    codec: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, **part: Any
+) -> bool:
+    """Decode by the kernels of the device of ``out``, where they serve the call."""
+    backend = BACKENDS.get(out.device.type)
+    return backend is not None and backend.dequantize_(codec, buffers, shape, out, **part)
+
+
+def explain(codec: Any, dtype: torch.dtype, device_type: str) -> str:
+    """Who quantizes a format from ``dtype`` on a device type, and why not something faster."""
+    backend = BACKENDS.get(device_type)
+    reason = f"no kernels for {device_type}" if backend is None else backend.supports(codec, dtype)
+    if backend is None or reason is not None:
+        return f"{codec.format} from {dtype} on {device_type}: reference ({reason})"
+    return f"{codec.format} from {dtype} on {device_type}: {backend.name}"
