@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check
+from qtensor.errors import DtypeError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import by_name, parse
 from qtensor.library.define import LIBRARY, leaf_op
 
 
+def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
+    """Say what a result's dtype can be.
+
+    Raises:
+        DtypeError: always.
+    """
+    is_dtype = isinstance(dtype, torch.dtype)
+    fail(
+        f"dequantize[{format_name}]",
+        "the result's dtype must be float64, float32, bfloat16 or float16",
+        dtype if is_dtype else repr(dtype),
+        "Dequantize to float32 and convert that" if is_dtype else "Pass torch.float32, say",
+        DtypeError,
+    )
+
+
 def _dequantize_alloc(
     buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
 ) -> Tensor:
-    check(
-        dtype.is_floating_point and dtype.itemsize > 1,
-        f"dequantize[{parse(quantizer).format}]",
-        "the result's dtype must be float64, float32, bfloat16 or float16",
-        dtype,
-        "Dequantize to float32 and convert that",
-        DtypeError,
-    )
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        refuse_dtype(parse(quantizer).format, dtype)
     return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
 
 
