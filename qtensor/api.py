@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
 from qtensor.library.codec import codec_class, codec_names
+from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.options import CALL_ARGUMENTS
 from qtensor.storage.base import QuantizedTensorStorage
@@ -125,8 +126,7 @@ def _same_shape(q: Any, out: Tensor) -> Tensor:
 def _dequantize_into(q: QuantizedTensorStorage, out: Tensor) -> Tensor:
     """Straight into ``out``, where it is a plain tensor that a decode can write; by way of a copy elsewhere."""
     _same_shape(q, out)
-    if out.is_floating_point() and not isinstance(out, QuantizedTensorStorage):
-        if out.device == q.device and out.is_contiguous() and not out.requires_grad:
-            DEQUANTIZE_(q.buffers(), q._quantizer.canonical, q.shape, out)
-            return out
-    return out.copy_(q.dequantize(torch.float32))
+    if isinstance(out, QuantizedTensorStorage) or out.device != q.device or out.requires_grad:
+        return out.copy_(q.dequantize(torch.float32))
+    DEQUANTIZE_(q.buffers(), q._quantizer.canonical, q.shape, out)
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from qtensor.formats import LEAD, Dim, K, Slot
@@ -17,6 +18,14 @@ def ceil_div(n: int, d: int) -> int:
 def round_up(n: int, multiple: int) -> int:
     """``n`` rounded up to a multiple of ``multiple``."""
     return n if multiple == 1 else (n + multiple - 1) // multiple * multiple
+
+
+def is_empty(shape: Shape) -> bool:
+    """Whether a size is zero; a symbolic one counts as not zero, so that no graph is bound to its value."""
+    count = math.prod(shape)
+    if isinstance(count, int):
+        return count == 0
+    return any(isinstance(n, int) and n == 0 for n in shape)
 
 
 def rows_cols(shape: Shape) -> tuple[int, int]:

@@ -43,8 +43,9 @@ class ErrorReport:
     bits_per_value: float
     """All buffers, factors and padding included."""
     sqnr_db: float
-    """10 log10(sum x^2 / sum (x - q)^2); inf where nothing is lost."""
+    """10 log10(sum x^2 / sum (x - q)^2); inf where nothing is lost, NaN where no value is finite before and after."""
     max_abs_error: float
+    """NaN, as the relative one, where no value is finite before and after."""
     max_rel_error: float
     """Over values that are not zero."""
     saturated: float
@@ -166,13 +167,14 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         error = sums.add(source[part], decoded[part], factor[part], q._quantizer.element.max)
         worst.add(source[part], error, start)
     numel = max(x.numel(), 1)
+    nothing_compared = sums.not_finite == numel
     return ErrorReport(
         quantizer=q._quantizer.canonical,
         shape=tuple(x.shape),
         bits_per_value=8 * q.nbytes / numel,
-        sqnr_db=_decibel(sums.signal, sums.noise),
-        max_abs_error=sums.max_abs,
-        max_rel_error=sums.max_rel,
+        sqnr_db=math.nan if nothing_compared else _decibel(sums.signal, sums.noise),
+        max_abs_error=math.nan if nothing_compared else sums.max_abs,
+        max_rel_error=math.nan if nothing_compared else sums.max_rel,
         saturated=sums.saturated / numel if q._quantizer.factors_are_local else math.nan,
         flushed_to_zero=sums.flushed / numel,
         not_finite=sums.not_finite,

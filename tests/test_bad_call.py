@@ -224,6 +224,18 @@ def test_wrong_result_dtype(case: FormatCase, dtype: torch.dtype) -> None:
     assert not out.view(torch.uint8).any()
 
 
+@formats
+@pytest.mark.parametrize("dtype", ["float32", "", 0, float], ids=repr)
+def test_result_dtype_that_is_none(case: FormatCase, dtype: Any) -> None:
+    """Something that is no dtype: torch would name a schema, and a falsy one would count as not given."""
+    q = case.quantize(X)
+    bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)
+    message = f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or float16; got {dtype!r}. Pass torch.float32, say."
+    for function in (q.dequantize, bare.dequantize):
+        with refused(qtensor.DtypeError, message):
+            function(dtype)
+
+
 @pytest.mark.parametrize("value", [3, None, [1.0], "q"], ids=repr)
 def test_dequantize_of_no_tensor(value: Any) -> None:
     message = f"dequantize: a quantized tensor or storage is needed; got {type(value).__name__}. Quantize it first."

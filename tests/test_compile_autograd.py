@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from compile_helpers import INDUCTOR_FORMATS, Compiled, adversarial, assert_same, ordinary
-from formats import BY_NAME, DTYPES, FORMATS, FormatCase, formats
+from compile_helpers import Compiled, adversarial, assert_same, backends, ordinary
+from formats import DTYPES, FORMATS, FormatCase, formats
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -23,19 +23,13 @@ pytestmark = [
     ),
 ]
 
-each_backend = pytest.mark.parametrize(
-    ("case", "backend"),
-    [(case, "aot_eager") for case in FORMATS]
-    + [(BY_NAME[name], "inductor") for name in INDUCTOR_FORMATS],
-    ids=lambda v: v if isinstance(v, str) else v.name,
-)
-
 
 def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
-@each_backend
+@backends
+@formats
 def test_straight_through_gradient(case: FormatCase, backend: str):
     """The gradient of dequantize(quantize(x)) is the incoming one, in every bit and in x's dtype, NaN input or not."""
     q = case.quantizer(columnwise=True)
@@ -56,7 +50,8 @@ def test_straight_through_gradient(case: FormatCase, backend: str):
     compiled.check_graphs(1)
 
 
-@each_backend
+@backends
+@formats
 def test_quantized_output_with_a_gradient(case: FormatCase, backend: str):
     """A quantized tensor leaves a region, is decoded outside or in a second region, and the gradient comes back plain."""
     q = case.quantizer(columnwise=True)
@@ -85,7 +80,8 @@ def test_quantized_output_with_a_gradient(case: FormatCase, backend: str):
         assert not counters["graph_break"]
 
 
-@each_backend
+@backends
+@formats
 def test_gradient_reaches_a_quantized_input(case: FormatCase, backend: str):
     """A quantized leaf that requires grad gets a plain gradient of its values."""
     compiled = Compiled(lambda t, x: (t.dequantize() * x).sum(), backend)

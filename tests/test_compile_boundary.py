@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.utils
-from compile_helpers import GENERAL_SHAPE, INDUCTOR_FORMATS, Compiled, assert_same, ordinary
-from formats import BY_NAME, FORMATS, FormatCase, formats, usages
+from compile_helpers import GENERAL_SHAPE, Compiled, assert_same, backends, ordinary
+from formats import BY_NAME, FormatCase, formats, usages
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import qtensor
 
-each_backend = pytest.mark.parametrize(
-    ("case", "backend"),
-    [(case, "aot_eager") for case in FORMATS]
-    + [(BY_NAME[name], "inductor") for name in INDUCTOR_FORMATS],
-    ids=lambda v: v if isinstance(v, str) else v.name,
-)
 
-
-@each_backend
+@backends
+@formats
 @usages
 def test_subclass_goes_in_and_values_come_out(case, backend, rowwise, columnwise):
     t = case.quantize(ordinary(GENERAL_SHAPE), rowwise=rowwise, columnwise=columnwise)
@@ -37,7 +30,8 @@ def test_subclass_goes_in_and_values_come_out(case, backend, rowwise, columnwise
     compiled.check_graphs(1)
 
 
-@each_backend
+@backends
+@formats
 @usages
 def test_subclass_comes_out(case, backend, rowwise, columnwise):
     q = case.quantizer(rowwise=rowwise, columnwise=columnwise)
@@ -54,7 +48,8 @@ def test_subclass_comes_out(case, backend, rowwise, columnwise):
     assert_same(Compiled(lambda t: t.dequantize(), backend)(got), got.dequantize())
 
 
-@each_backend
+@backends
+@formats
 @usages
 def test_subclass_passes_through(case, backend, rowwise, columnwise):
     t = case.quantize(ordinary(GENERAL_SHAPE), rowwise=rowwise, columnwise=columnwise)
@@ -65,7 +60,8 @@ def test_subclass_passes_through(case, backend, rowwise, columnwise):
     compiled.check_graphs(1)
 
 
-@each_backend
+@backends
+@formats
 @usages
 def test_made_and_decoded_inside(case, backend, rowwise, columnwise):
     """The tensor never leaves; the quantizer is made inside too, from a format's name and from another quantizer."""
@@ -98,7 +94,8 @@ class Projection(nn.Module):
         return product, self.weight.dequantize()
 
 
-@each_backend
+@backends
+@formats
 @usages
 def test_as_a_parameter(case, backend, rowwise, columnwise):
     q = case.quantizer(rowwise=rowwise, columnwise=columnwise)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from compile_helpers import (
-    INDUCTOR_FORMATS,
     Compiled,
     adversarial,
     assert_same,
@@ -14,7 +13,7 @@ from compile_helpers import (
     seeded,
     usages_of,
 )
-from formats import BY_NAME, DTYPES, FORMATS, FormatCase, formats
+from formats import DTYPES, FORMATS, FormatCase, formats
 from torch import Tensor
 
 import qtensor
@@ -28,6 +27,11 @@ def quantizers(case: FormatCase) -> list[qtensor.Quantizer]:
     for options in case.each_option():
         made += usages_of(case, **options)
     return made
+
+
+def encoded(chosen: list[qtensor.Quantizer], inputs: list[Tensor], state: dict, seed: Tensor):
+    """What a region does with many quantizers for inductor, which lowers each op anew: it quantizes."""
+    return [q.quantize(x, **state, **seeded(q, seed)) for q in chosen for x in inputs]
 
 
 def sweep(chosen: list[qtensor.Quantizer], inputs: list[Tensor], state: dict, seed: Tensor) -> list:
@@ -71,15 +75,17 @@ def test_each_option_and_dtype(case: FormatCase, which: str, backend: str):
     compiled.check_graphs(1)
 
 
+@backends
 @formats
-def test_every_combination_of_options(case: FormatCase):
+def test_every_combination_of_options(case: FormatCase, backend: str):
     """Options together, both usages, on one ragged input; graph by graph of 64 quantizers."""
+    work = sweep if backend == "aot_eager" else encoded
     chosen = [case.quantizer(columnwise=True, **options) for options in case.every_option()]
     x = adversarial((20, 40), torch.bfloat16)
     for start in range(0, len(chosen), 64):
         part = chosen[start : start + 64]
-        compiled = Compiled(lambda x, state, part=part: sweep(part, [x], state, SEED))
-        got, want = compiled(x, case.call()), sweep(part, [x], case.call(), SEED)
+        compiled = Compiled(lambda x, state, part=part: work(part, [x], state, SEED), backend)
+        got, want = compiled(x, case.call()), work(part, [x], case.call(), SEED)
         name_the_first_difference(part, [x], got, want)
         compiled.check_graphs(1)
 
@@ -98,12 +104,8 @@ def around(q: qtensor.Quantizer, x: Tensor, state: dict, seed: Tensor) -> tuple:
     return first, turned, strided, expanded, joined, upcast, deep, again, turned.dequantize().t()
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [(case, "aot_eager") for case in FORMATS]
-    + [(BY_NAME[name], "inductor") for name in (*INDUCTOR_FORMATS, "mxfp8")],
-    ids=lambda v: v if isinstance(v, str) else v.name,
-)
+@backends
+@formats
 def test_between_other_ops(case: FormatCase, backend: str):
     q = case.quantizer(columnwise=True)
     inputs = [adversarial((33, 72), dtype) for dtype in DTYPES]

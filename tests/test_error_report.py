@@ -128,6 +128,21 @@ def test_not_finite_values_are_counted_apart() -> None:
 
 
 @formats
+def test_nothing_to_compare_is_no_success(case: FormatCase) -> None:
+    """Where every value is NaN or inf there is no ratio: NaN, not the inf of a quantization that loses nothing."""
+    for x in (torch.full((4, 32), math.nan), torch.tensor(math.nan)):
+        report = qtensor.error_report(x, case.quantize(x))
+        assert report.not_finite == x.numel()
+        assert all(
+            math.isnan(n) for n in (report.sqnr_db, report.max_abs_error, report.max_rel_error)
+        )
+        assert "SQNR             nan dB" in str(report)
+        assert report.worst_blocks == ()
+    for x in (torch.zeros(2, 3), torch.zeros(0, 3)):
+        assert qtensor.error_report(x, case.quantize(x)).sqnr_db == math.inf
+
+
+@formats
 def test_factors_times_codes_are_the_values(case: FormatCase) -> None:
     """``decode_factors`` is what a code of 1.0 would decode to: every value over it is a value of the element."""
     element = case.quantizer().element

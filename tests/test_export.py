@@ -42,6 +42,8 @@ class Program(nn.Module):
         bare = []
         for q in self.quantizers:
             buffers = torch.ops.qtensor.quantize(x, q.canonical, given)
+            # The amax of delayed scaling follows.
+            buffers = buffers[: len(q.slots)]
             bare.append(q.assemble(buffers, x.shape, x.dtype, bare=True))
         products = [functional.linear(x, self.weight), qtensor.gemm(bare[0], bare[0], "NT")]
         return [*(t.dequantize() for t in bare), *products]

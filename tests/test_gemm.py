@@ -368,6 +368,10 @@ def test_mismatched_operands(case: FormatCase) -> None:
         qtensor.QTensorError, match=r"result's dtype must be floating; got torch.int32"
     ):
         qtensor.gemm(x, w, "TN", dtype=torch.int32)
+    with pytest.raises(
+        qtensor.DtypeError, match=r"result's dtype must be a torch.dtype; got 'float32'. Pass"
+    ):
+        qtensor.gemm(x, w, "TN", dtype="float32")
     assert_same_tensor(w, before)
 
 

@@ -128,7 +128,7 @@ def test_import_linter():
     scripts = Path(sysconfig.get_path("scripts"))
     command = shutil.which("lint-imports", path=str(scripts)) or shutil.which("lint-imports")
     if command is None:
-        pytest.skip("import-linter is not installed (extra 'dev')")
+        pytest.skip(reason="import-linter is not installed (extra 'dev')")
     done = subprocess.run(
         [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

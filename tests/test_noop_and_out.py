@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from formats import (
     assert_same_tensor,
     dtypes,
     formats,
+    requantized,
     snapshot,
     usages,
 )
@@ -159,6 +161,42 @@ def test_source_keeps_its_gradient_flag_and_out_gets_none(case: FormatCase) -> N
     assert_same_tensor(q, case.quantize(x.detach()))
 
 
+@formats
+def test_out_refuses_to_drop_a_gradient(case: FormatCase) -> None:
+    """As torch's own ``out=``; every way out that the message names works, and a refused call writes nothing."""
+    x = torch.randn(33, 50, requires_grad=True)
+    q, want = case.quantize(torch.zeros(33, 50)), case.quantize(x.detach())
+    before = case.quantize(torch.zeros(33, 50))
+    message = (
+        f"quantize[{case.name}]: out= does not support automatic differentiation; got an input that "
+        "requires grad. Pass x.detach(), call under torch.no_grad(), or leave out= away."
+    )
+    for source in (x, x * 1):
+        with pytest.raises(qtensor.QTensorError, match=re.escape(message)):
+            qtensor.quantize(source, q.quantizer, out=q, **case.call())
+    assert_same_tensor(q, before)
+    qtensor.quantize(x.detach(), q.quantizer, out=q, **case.call())
+    assert_same_tensor(q, want)
+    q.copy_(before)
+    with torch.no_grad():
+        q.quantizer.quantize(x, out=q, **case.call())
+    assert_same_tensor(q, want)
+
+
+@formats
+def test_what_writes_inside_keeps_working(case: FormatCase) -> None:
+    """``copy_`` from a leaf that requires grad, and an optimizer's step on a quantized parameter."""
+    x = torch.randn(33, 50, requires_grad=True)
+    q = case.quantize(torch.zeros(33, 50))
+    with torch.no_grad():
+        assert_same_tensor(q.copy_(x), requantized(case.quantize(torch.zeros(33, 50)), x))
+    weight = torch.nn.Parameter(case.quantize(x.detach()))
+    weight.grad = torch.ones(33, 50)
+    before = weight.detach().dequantize()
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert not torch.equal(weight.detach().dequantize(), before)
+
+
 # ---- maxima over a process group ---------------------------------------------------------------
 
 # (format, options, dim along which the ranks hold parts): parts are whole blocks, so that only tensor-wide factors could
@@ -198,7 +236,7 @@ def check_group(rank: int, name: str) -> None:
     part = whole.narrow(dim, 128 * rank, 128)
     if name.startswith("nan"):
         whole[0 if name == "nan_first" else 255, 0] = float("nan")
-    if name in ("gradient", "out"):
+    if name == "gradient":
         part = part.clone().requires_grad_()
     if name == "out":
         got = qtensor.quantize(torch.zeros(128, 256), fmt)

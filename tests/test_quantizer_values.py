@@ -352,3 +352,15 @@ def test_text_options_round_trip(tag: str) -> None:
     assert parse(q.canonical) == q
     with pytest.raises(qtensor.QTensorError, match="tag must have no comma"):
         TaggedQuantizer(tag=tag + ",b")
+
+
+def test_a_default_that_depends_on_another_option() -> None:
+    """``qtensor.quantizer`` hands on what was given, ``dataclasses.replace`` every number as it is."""
+    plain = qtensor.NVFP4Quantizer()
+    assert plain.e4m3_max == 448.0
+    chosen = qtensor.quantizer(plain, use_4over6=True)
+    assert chosen.e4m3_max == 256.0
+    assert chosen == qtensor.NVFP4Quantizer(use_4over6=True)
+    assert qtensor.quantizer(chosen, use_4over6=False) == plain
+    assert dataclasses.replace(plain, use_4over6=True).e4m3_max == 448.0
+    assert dataclasses.replace(plain, use_4over6=True, e4m3_max=0.0) == chosen

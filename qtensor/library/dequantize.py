@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check
+from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
 from qtensor.layout import Shape
 from qtensor.library.codec import by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 
 
+def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
+    """Say what a result's dtype can be.
+
+    Raises:
+        DtypeError: always.
+    """
+    is_dtype = isinstance(dtype, torch.dtype)
+    fail(
+        f"dequantize[{format_name}]",
+        "the result's dtype must be float64, float32, bfloat16 or float16",
+        dtype if is_dtype else repr(dtype),
+        "Dequantize to float32 and convert that" if is_dtype else "Pass torch.float32, say",
+        DtypeError,
+    )
+
+
+def _check_dtype(dtype: torch.dtype, quantizer: str) -> None:
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        refuse_dtype(parse(quantizer).format, dtype)
+
+
 def _dequantize_alloc(
     buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
 ) -> Tensor:
-    check(
-        dtype.is_floating_point and dtype.itemsize > 1,
-        f"dequantize[{parse(quantizer).format}]",
-        "the result's dtype must be float64, float32, bfloat16 or float16",
-        dtype,
-        "Dequantize to float32 and convert that",
-        DtypeError,
-    )
+    _check_dtype(dtype, quantizer)
     return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
 
 
@@ -50,6 +64,7 @@ DEQUANTIZE = leaf_op(
 def _dequantize_inplace_fill(
     _: None, buffers: list[Tensor], quantizer: str, shape: Shape, out: Tensor
 ) -> None:
+    _check_dtype(out.dtype, quantizer)
     _dequantize_fill(out, buffers, quantizer, shape, out.dtype)
 
 

@@ -134,6 +134,16 @@ def _refuse(
     fail(f"gemm[{formats}]" if formats else "gemm", rule, got, fix)
 
 
+def refuse_layout(layout: object) -> NoReturn:
+    """Say which layouts there are.
+
+    Raises:
+        QTensorError: always.
+    """
+    rule = f"layout must be one of {', '.join(LAYOUTS)}"
+    fail("gemm", rule, repr(layout), "Choose one of them")
+
+
 def check_operands(
     a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, layout: str
 ) -> None:
@@ -142,9 +152,13 @@ def check_operands(
     Raises:
         QTensorError: with the rule that is broken and the way out.
     """
-    if len(a_shape) < (2 if layout == "NT" else 1) or len(b_shape) < 2:
-        rule = "operands must be matrices or batches of them"
-        _refuse(a, a_shape, b, b_shape, rule, "Add a dim with unsqueeze(0)")
+    if len(b_shape) != 2 or len(a_shape) < (2 if layout == "NT" else 1):
+        if len(b_shape) < 2 or len(a_shape) < (2 if layout == "NT" else 1):
+            rule = "operands must be matrices or batches of them"
+            _refuse(a, a_shape, b, b_shape, rule, "Add a dim with unsqueeze(0)")
+        if tuple(a_shape[:-2]) != tuple(b_shape[:-2]):
+            rule = "both operands must have the same batch dims, or b none"
+            _refuse(a, a_shape, b, b_shape, rule, "Use torch.matmul, which repeats a batch")
     left = a_shape[-2] if layout == "NT" else a_shape[-1]
     right = b_shape[-1] if layout == "TN" else b_shape[-2]
     if left != right:
@@ -180,6 +194,9 @@ def _gemm_plain(
     a: Tensor, b: Tensor, layout: str, dtype: torch.dtype | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """For two plain tensors. A subclass answers the op in its dispatch table instead."""
+    if layout not in LAYOUTS:
+        refuse_layout(layout)
+    check_operands(None, a.shape, None, b.shape, layout)
     return GEMM([a], "", a.shape, [b], "", b.shape, layout, dtype or a.dtype, bias)
 
 

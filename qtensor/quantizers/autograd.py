@@ -23,7 +23,7 @@ class QuantizeFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """The tensor, and the amax for delayed scaling."""
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
-        tensor = quantizer.assemble(buffers, x.shape, x.dtype)
+        tensor = quantizer._assemble(buffers, x.shape, x.dtype)
         return tensor, *buffers[len(quantizer.slots) :]
 
     @staticmethod

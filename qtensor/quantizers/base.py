@@ -12,13 +12,20 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, UnsupportedError, fail
+from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
 from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.quantizers.autograd import QuantizeFunction
-from qtensor.quantizers.calls import check_call, prepare
+from qtensor.quantizers.calls import (
+    as_shape,
+    check_buffers,
+    check_call,
+    check_nominal,
+    prepare,
+    refuse_gradient,
+)
 from qtensor.quantizers.options import (
     canonical_value,
     check_choice,
@@ -225,7 +232,7 @@ class Quantizer:
             x: any shape; float32, bfloat16 or float16; any strides. One that has this quantizer already is answered with
                 a tensor around its own buffers, as ``.to()`` does when there is nothing to convert.
             out: write into this tensor or storage instead of making a new one; it must have this quantizer and shape.
-                Outside autograd, like every ``out=``.
+                Outside autograd, like every ``out=``: an input that requires grad is refused.
             scale: float32 (1,), the stored encode factor; delayed scaling only, where it is required.
             generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used as the seed itself
                 (the form that crosses a compile boundary). Default: the device's default generator.
@@ -244,6 +251,7 @@ class Quantizer:
                 "generator": generator,
                 "amax_reduction_group": amax_reduction_group,
             }
+            refuse_gradient(self, x)
             return self.update_quantized(x, out, noop_flag=noop_flag, **call)
         check_call(self, x, scale, noop_flag, None)
         return self._quantize(x, scale, generator, amax_reduction_group)[0]
@@ -279,19 +287,26 @@ class Quantizer:
         if x.requires_grad and torch.is_grad_enabled():
             return QuantizeFunction.apply(x, self, scale, amax, seed)
         buffers = QUANTIZE(x, self.canonical, scale, amax, seed)
-        return self.assemble(buffers, x.shape, x.dtype), *buffers[len(self.slots) :]
+        return self._assemble(buffers, x.shape, x.dtype), *buffers[len(self.slots) :]
 
     def assemble(
-        self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype, bare: bool = False
+        self, buffers: Sequence[Tensor], shape: Shape | int, dtype: torch.dtype, bare: bool = False
     ) -> Any:
-        """A tensor (or bare storage) around buffers in slot order; shapes are the caller's word.
+        """A tensor (or bare storage) around buffers in slot order: all of them, of that shape.
 
         Raises:
-            QTensorError: fewer buffers than slots.
+            QTensorError: another number of buffers, or one of another dtype, shape or device.
         """
-        named = dict(zip(self.keywords, buffers, strict=False))
+        shape = as_shape(f"assemble[{self.format}]", shape)
+        check_buffers(self, buffers, shape, dtype)
         if bare:
+            named = dict(zip(self.keywords, buffers, strict=True))
             return self.storage_cls(shape, dtype, self, **named)
+        return self._assemble(buffers, shape, dtype)
+
+    def _assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+        """``assemble`` of what an op has allocated (the amax may follow): nothing is left to check."""
+        named = dict(zip(self.keywords, buffers, strict=False))
         # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
         return self.tensor_cls(shape, dtype, self.canonical, **named)
 
@@ -305,7 +320,7 @@ class Quantizer:
         generator: torch.Generator | Tensor | None = None,
         amax_reduction_group: Any = None,
     ) -> QuantizedTensorStorage:
-        """Requantize ``src`` into the buffers of ``dst``.
+        """Requantize ``src`` into the buffers of ``dst``, outside autograd.
 
         Args:
             src: float32, bfloat16 or float16 of the shape of ``dst``.
@@ -387,7 +402,7 @@ class Quantizer:
 
     def make_empty(
         self,
-        shape: Shape,
+        shape: Shape | int,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -397,17 +412,13 @@ class Quantizer:
 
         Raises:
             DtypeError: a nominal dtype that is not floating.
+            QTensorError: sizes that are no integers, or negative.
         """
-        if not dtype.is_floating_point:
-            fail(
-                f"make_empty[{self.format}]",
-                "the nominal dtype must be floating",
-                dtype,
-                "Pass float32",
-                DtypeError,
-            )
+        op = f"make_empty[{self.format}]"
+        check_nominal(op, dtype)
+        shape = as_shape(op, shape)
         tensors = self.alloc_tensors(shape, device=device).values()
-        tensor = self.assemble(list(tensors), shape, dtype)
+        tensor = self._assemble(list(tensors), shape, dtype)
         return tensor.requires_grad_() if requires_grad else tensor
 
     # ---- what a format defines -----------------------------------------------------------------------------

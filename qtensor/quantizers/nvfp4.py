@@ -40,6 +40,8 @@ class NVFP4Quantizer(Quantizer):
         row_scaled: one float32 factor a row (columnwise: a column) instead of one for the tensor.
         use_4over6: map each block's maximum to 6 or to 4, whichever has the smaller error.
         e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 means that default.
+            ``dataclasses.replace(q, use_4over6=True)`` hands on the number that ``q`` has;
+            ``qtensor.quantizer(q, use_4over6=True)`` hands on what was given, and finds the default anew.
         err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
         swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
     """

@@ -4,33 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
+from qtensor.layout import Shape
+from qtensor.library.codec import parse
 from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.calls import as_shape
 from qtensor.storage.base import Context, QuantizedTensorStorage
 
 
-@dataclass
+@dataclass(init=False)
 class TensorProto:
     """Shape, dtype, device and, for a quantized tensor, the quantizer that makes it.
 
     Attributes:
         shape: logical shape; sizes may be symbolic.
         dtype: nominal dtype.
-        quantizer: None for a plain tensor. A value of the proto's own: ``update_usage`` replaces it.
+        quantizer: None for a plain tensor; a format's id or canonical text is read. A value of the proto's own:
+            ``update_usage`` replaces it.
         requires_grad: of the tensor that ``create_tensor`` makes.
         device: where its buffers are made.
     """
 
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    quantizer: Quantizer | None = None
-    requires_grad: bool = False
-    device: torch.device | str = "cpu"
+    quantizer: Quantizer | None
+    requires_grad: bool
+    device: torch.device | str
+
+    def __init__(
+        self,
+        shape: Shape | int,
+        dtype: torch.dtype,
+        quantizer: Quantizer | str | None = None,
+        requires_grad: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if isinstance(quantizer, str):
+            quantizer = cast(Quantizer, parse(quantizer))
+        if quantizer is not None and not isinstance(quantizer, Quantizer):
+            rule = "the quantizer is a quantizer, a format's id or None"
+            fix = 'Pass qtensor.quantizer("mxfp8"), say'
+            fail("TensorProto", rule, repr(quantizer), fix, DtypeError)
+        if not isinstance(dtype, torch.dtype):
+            rule = "the dtype must be a torch.dtype"
+            fail("TensorProto", rule, repr(dtype), "Pass torch.float32, say", DtypeError)
+        self.shape = as_shape("TensorProto", shape)
+        self.dtype = dtype
+        self.quantizer = quantizer
+        self.requires_grad = requires_grad
+        self.device = device
 
     @property
     def is_quantized(self) -> bool:

@@ -13,7 +13,7 @@ from qtensor.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.formats import FormatSpec
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec
-from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 
@@ -106,10 +106,15 @@ class QuantizedTensorStorage:
         return {"rowwise": self._quantizer.rowwise, "columnwise": self._quantizer.columnwise}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (the nominal dtype if None), rounded once from float32."""
-        return DEQUANTIZE(
-            self.buffers(), self._quantizer.canonical, self.shape, dtype or self.dtype
-        )
+        """The values as a plain tensor of ``dtype`` (the nominal dtype if None), rounded once from float32.
+
+        Raises:
+            DtypeError: no dtype, or none that holds the values.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            refuse_dtype(self._quantizer.format, dtype)
+        return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drop directions, or build one from the other where the bytes allow it. In place.

@@ -15,6 +15,7 @@ from qtensor.library.gemm import (
     check_bias,
     check_operands,
     output_shape,
+    refuse_layout,
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
@@ -29,7 +30,7 @@ def gemm(
 
     Args:
         a: (..., M, K), or (..., K, M) in layout NT.
-        b: (N, K) in layout TN, (K, N) otherwise; batched like ``a`` for 3-D operands.
+        b: (N, K) in layout TN, (K, N) otherwise; one for the whole batch of ``a``, or with its batch dims.
         layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
         bias: added in float32, broadcastable to the product.
         dtype: of the result; the nominal dtype of ``a`` if None.
@@ -37,6 +38,11 @@ def gemm(
     Raises:
         QTensorError: operands that do not fit, or without the usage that the layout reads.
     """
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        rule = "the result's dtype must be a torch.dtype"
+        fail("gemm", rule, repr(dtype), "Pass torch.float32, say", DtypeError)
+    if not isinstance(layout, str):
+        refuse_layout(layout)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return GEMM_TENSOR(a, b, layout, dtype, bias)
     return gemm_operands(a, b, layout, bias, dtype)
@@ -63,12 +69,7 @@ def gemm_operands(
             DtypeError,
         )
     if layout not in LAYOUTS:
-        fail(
-            "gemm",
-            f"layout must be one of {', '.join(LAYOUTS)}",
-            repr(layout),
-            "Choose one of them",
-        )
+        refuse_layout(layout)
     if a.device != b.device or (bias is not None and bias.device != a.device):
         fail(
             "gemm",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtensor.errors import QTensorError, UnsupportedError, fail
 from qtensor.formats import Dim, FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shape, ceil_div, rows_cols
+from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
 
 TILE = (128, 4)
 """Rows and columns of a swizzled scale tile."""
@@ -104,6 +104,8 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
     """Buffers of a view to ``shape`` (the same number of elements)."""
+    if is_empty(shape):
+        return _view_empty(t, shape)
     old_k, new_k = rows_cols(t.shape)[1], rows_cols(shape)[1]
     if old_k == new_k:
         return [_view_leading(t, slot, shape) for slot in t._quantizer.slots]
@@ -119,22 +121,22 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
 
+def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
+    """Nothing has to be regrouped; what is stored of rows or columns without an element follows their number."""
+    buffers = []
+    for slot in t._quantizer.slots:
+        buffer, wanted = getattr(t, slot.name), buffer_shape(slot.dims, shape)
+        fits = buffer.numel() == math.prod(wanted)
+        buffers.append(buffer.reshape(wanted) if fits else buffer.new_zeros(wanted))
+    return buffers
+
+
 def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
     """Dims other than the last are merged or split: only ``lead`` dims see it."""
     buffer = getattr(t, slot.name)
-    leads = [d.axis for d in slot.dims]
-    if "lead" not in leads:
+    if "lead" not in [d.axis for d in slot.dims]:
         return buffer
-    if not len(shape):
-        return (
-            buffer.reshape(()) if leads[-1] == "k" and slot.dims[-1].per == 1 else buffer.reshape(1)
-        )
-    leading = tuple(shape[:-1])
-    # A 0-d tensor stores () for unpacked data.
-    if leads[0] == "lead":
-        tail = buffer.shape[-1] if buffer.ndim else 1
-        return buffer.reshape(*leading, tail)
-    return buffer.reshape(buffer.shape[0], *leading)
+    return buffer.reshape(buffer_shape(slot.dims, shape))
 
 
 def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:

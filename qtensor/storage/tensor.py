@@ -10,7 +10,7 @@ from torch import Tensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, parse
-from qtensor.library.dequantize import DEQUANTIZE_TENSOR
+from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,
@@ -103,7 +103,13 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return gradient
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (the nominal dtype if None); the gradient passes unchanged."""
+        """The values as a plain tensor of ``dtype`` (the nominal dtype if None); the gradient passes unchanged.
+
+        Raises:
+            DtypeError: no dtype, or none that holds the values.
+        """
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            refuse_dtype(self._quantizer.format, dtype)
         return DEQUANTIZE_TENSOR(self, dtype)
 
     def float(self) -> Tensor:

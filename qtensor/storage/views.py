@@ -150,7 +150,7 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(args[1], (list, tuple))
         else [args[1]]
     )
-    dropped = {geometry.normalize(d, t.ndim) for d in dims}
+    dropped = {geometry.normalize(d, max(t.ndim, 1)) for d in dims}
     return view_tensor(
         t, [n for i, n in enumerate(t.shape) if i not in dropped or n != 1], "squeeze"
     )
@@ -187,8 +187,9 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "aten::permute":
         order = [geometry.normalize(d, t.ndim) for d in args[1]]
     else:
-        a, b = (geometry.normalize(d, t.ndim) for d in args[1:3])
-        order[a], order[b] = order[b], order[a]
+        a, b = (geometry.normalize(d, max(t.ndim, 1)) for d in args[1:3])
+        if a != b:
+            order[a], order[b] = order[b], order[a]
     return _reorder(t, order, name.removeprefix("aten::"))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
@@ -26,6 +27,8 @@ def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
         != getattr(whole, slot.name).untyped_storage()._cdata
         for slot in part._quantizer.slots
     )
+    # There is nothing of an empty part to reach.
+    is_copy = is_copy and not is_empty(part.shape)
     if not is_copy and part.numel() == whole.numel():
         return inherit_note(part, whole)
     return inherit_note(part, whole, ViewNote(tuple(shared), is_copy))

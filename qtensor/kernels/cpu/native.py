@@ -21,6 +21,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ONE_THREAD = 1 << 19
 """Elements below which waking a second thread costs more than it brings."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose memory may be read at once. A result that a collective still fills has another one, and ops wait for it."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments after the plan, as entry.cpp has them.
 _QUANTIZE = (_POINTER, _POINTER, *(_SIZE,) * 5, *(_POINTER,) * 11, _SIZE)
@@ -154,7 +156,11 @@ def _fit(codec: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
 def _floats(t: Tensor | None, count: int) -> bool:
     """Whether a kernel can read ``count`` float32 of it."""
     return t is None or (
-        t.dtype == torch.float32 and t.is_cpu and t.numel() == count and t.is_contiguous()
+        type(t) in _PLAIN
+        and t.dtype == torch.float32
+        and t.is_cpu
+        and t.numel() == count
+        and t.is_contiguous()
     )
 
 
@@ -182,7 +188,7 @@ def quantize_(
         False, with nothing written, where the arguments need the reference's checks or a dtype that is not served.
     """
     code, bound = _DTYPES.get(x.dtype), _bind(codec)
-    if code is None or bound is None or not x.numel():
+    if code is None or bound is None or type(x) not in _PLAIN or not x.numel():
         return False
     kernels = library()
     if isinstance(kernels, str):
