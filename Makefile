@@ -7,6 +7,8 @@ VENV ?= .venv
 JOBS ?= auto
 # More arguments for pytest, e.g. make test PYTEST_ARGS="-k nvfp4 -x"
 PYTEST_ARGS ?=
+# Arguments for the benchmarks, e.g. make bench BENCH_ARGS="--quick --peers torchao,compressed-tensors"
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -15,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs-check bench clean
+.PHONY: help demo test lint format docs-check bench overhead clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
@@ -23,7 +25,8 @@ help:
 	@echo "make lint        ruff, import-linter, mypy, codespell"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make docs-check  are the generated documents up to date?"
-	@echo "make bench       host overhead beside torchao"
+	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
+	@echo "make overhead    host overhead beside torchao alone"
 	@echo "make clean       remove $(VENV), build output and caches"
 
 demo: $(VENV)/.demo.stamp
@@ -47,6 +50,9 @@ docs-check: $(VENV)/.dev.stamp
 	$(BIN)/python docs/generate_op_matrix.py --check
 
 bench: $(VENV)/.bench.stamp
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+overhead: $(VENV)/.bench.stamp
 	$(QUIET_CORES) $(BIN)/python -m benchmarks.overhead
 
 clean:

@@ -1,18 +1,16 @@
 """Host overhead beside torchao: tiny bfloat16 tensors, one thread, medians.
 
 ``python -m benchmarks.overhead [--json FILE] [--bursts N]`` prints a table and writes it as JSON and
-Markdown. It needs the extra ``bench``.
+Markdown. Without torchao (extra ``bench``) its column is empty and named as absent.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qtensor
-from benchmarks import peer
-from benchmarks.timer import Timing, measure
+from benchmarks import cases, machine, report, settings
+from benchmarks.peer import Job, Peer
+from benchmarks.timer import Timing, measure, summary
 
-RESULTS = Path(__file__).parent / "results" / "overhead_cpu.json"
 SHAPE = (32, 64)
 """Legal for every format of both libraries but blockwise FP8."""
 BLOCKWISE_SHAPES = {1: (32, 128), 2: (128, 128)}
 TOKENS = 8
-IMPORT_RUNS = 7
+IMPORT_RUNS = {True: 2, False: 7}
+"""Quick or not."""
+BURSTS = {True: 20, False: 200}
+FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fp8", {}),
+    ("fp8_delayed", {}),
+    ("fp8_rowwise", {}),
+    ("fp8_blockwise", {}),
+    ("fp8_blockwise", {"block_scaling_dim": 2}),
+    ("mxfp8", {}),
+    ("mxfp8", {"scale_mode": "floor"}),
+    ("mxfp6", {}),
+    ("mxfp6", {"dtype": "e3m2"}),
+    ("mxfp4", {}),
+    ("nvfp4", {}),
+)
 
 
 @dataclass(frozen=True)
@@ -63,65 +76,70 @@ class Row:
     """Quartiles of ours."""
 
 
-def wrapper_cases(x: Tensor) -> Iterator[Case]:
+def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
     """Construction and dispatch of a tensor that exists, MXFP8 for both libraries."""
     q = qtensor.quantize(x, "mxfp8")
-    other = peer.quantizers()["mxfp8"](x)
+    other = torchao.eager["mxfp8"].quantize(x) if torchao else None
     cls, shape, dtype, quantizer = type(q), q.shape, q.dtype, q.quantizer
     data, scale = q.buffers()
+
+    def theirs(call: Callable[[Any], Callable[[], Any]]) -> Callable[[], Any] | None:
+        return None if other is None else call(other)
+
     yield Case(
         "wrapper",
         "construct",
         lambda: cls(shape, dtype, quantizer, rowwise_data=data, rowwise_scale_inv=scale),
-        peer.construct(other),
+        theirs(torchao.construct) if torchao and torchao.construct else None,
         limit_us=2.5,
     )
-    yield Case("wrapper", "detach()", q.detach, other.detach, limit_us=6.0)
     alias = torch.ops.aten.alias.default
-    yield Case("wrapper", "alias", lambda: alias(q), lambda: alias(other), limit_us=8.0)
-    yield Case("wrapper", "t()", q.t, other.t, limit_us=8.0)
-    yield Case("wrapper", "clone()", q.clone, other.clone, has_target=False)
-    yield Case("wrapper", "dequantize()", q.dequantize, other.dequantize, has_target=False)
+    yield Case("wrapper", "detach()", q.detach, theirs(lambda o: o.detach), limit_us=6.0)
+    yield Case(
+        "wrapper", "alias", lambda: alias(q), theirs(lambda o: lambda: alias(o)), limit_us=8.0
+    )
+    yield Case("wrapper", "t()", q.t, theirs(lambda o: o.t), limit_us=8.0)
+    yield Case("wrapper", "clone()", q.clone, theirs(lambda o: o.clone), has_target=False)
+    decode = theirs(lambda o: o.dequantize)
+    yield Case("wrapper", "dequantize()", q.dequantize, decode, has_target=False)
 
 
-def format_cases(seed: torch.Generator) -> Iterator[Case]:
+def format_cases(seed: torch.Generator, torchao: Peer | None) -> Iterator[Case]:
     """Quantize, and a weight-only linear, for each format."""
     linears = []
-    for canonical, their_quantize in peer.quantizers().items():
-        quantizer = qtensor.quantizer(canonical.split("(")[0], **_options(canonical))
+    for name, options in FORMATS:
+        quantizer = qtensor.quantizer(name, **options)
+        job = torchao.job(quantizer.canonical) if torchao else None
         shape = BLOCKWISE_SHAPES.get(getattr(quantizer, "block_scaling_dim", 0), SHAPE)
         weight = torch.randn(shape, generator=seed).bfloat16()
         x = torch.randn(TOKENS, shape[1], generator=seed).bfloat16()
-        call = {"scale": torch.ones(1)} if quantizer.needs_scale else {}
-        yield _quantize_case(canonical, weight, quantizer, call, their_quantize)
+        yield _quantize_case(weight, quantizer, job)
         if not quantizer.needs_scale:
-            ours, theirs = quantizer(weight, **call), their_quantize(weight)
-            linears.append(_linear_case(canonical, x, ours, theirs))
+            linears.append(_linear_case(x, weight, quantizer, job))
     yield from linears
 
 
-def _options(canonical: str) -> dict[str, Any]:
-    inside = canonical.partition("(")[2].rstrip(")")
-    pairs = (item.split("=") for item in inside.split(",") if item)
-    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+def _quantize_case(x: Tensor, quantizer: Any, job: Job | None) -> Case:
+    label = f"{quantizer.canonical} {cases.size_name(x.shape)}"
+    call = cases.call_arguments(quantizer)
+    theirs = (lambda: job.quantize(x)) if job else None
+    return Case("quantize", label, lambda: quantizer(x, **call), theirs)
 
 
-def _quantize_case(
-    name: str, x: Tensor, quantizer: Any, call: dict[str, Tensor], theirs: Callable[[Tensor], Any]
-) -> Case:
-    label = f"{name} {x.shape[0]}x{x.shape[1]}"
-    return Case("quantize", label, lambda: quantizer(x, **call), lambda: theirs(x))
+def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> Case:
+    sizes = f"{cases.size_name(x.shape)} by {cases.size_name(weight.shape)}"
+    label, ours = f"{quantizer.canonical} {sizes}", quantizer(weight)
+    theirs = None
+    if job and job.linear:
+        other = job.quantize(weight)
+        theirs = lambda: job.linear(x, other)  # noqa: E731 - None is the other choice
+    return Case("F.linear, weight-only", label, lambda: F.linear(x, ours), theirs)
 
 
-def _linear_case(name: str, x: Tensor, ours: Any, theirs: Any) -> Case:
-    label = f"{name} {x.shape[0]}x{x.shape[1]} by {ours.shape[0]}x{ours.shape[1]}"
-    return Case("F.linear, weight-only", label, lambda: F.linear(x, ours), peer.linear(x, theirs))
-
-
-def measure_case(case: Case, bursts: int) -> Row:
+def measure_case(case: Case, bursts: int, threads: int) -> Row:
     """Both calls in one run, burst by burst in turns."""
     functions = {"ours": case.ours} | ({"theirs": case.theirs} if case.theirs else {})
-    timings = measure(functions, bursts)
+    timings = measure(functions, bursts, threads=threads)
     ours, theirs = timings["ours"], timings.get("theirs")
     row = _row(case.group, case.name, ours, theirs, case.limit_us, "us")
     return row if case.has_target else dataclasses.replace(row, target="", met=None)
@@ -131,8 +149,8 @@ def _row(
     group: str, name: str, ours: Timing, theirs: Timing | None, limit: float | None, unit: str
 ) -> Row:
     median, other = ours.median_us, theirs.median_us if theirs else None
-    target = f"<= {limit:g} {unit}" if limit is not None else "<= torchao"
     bound = limit if limit is not None else other
+    target = f"<= {limit:g} {unit}" if limit is not None else "<= torchao" if other else ""
     return Row(
         group,
         name,
@@ -140,62 +158,36 @@ def _row(
         round(other, 2) if other else None,
         round(median / other, 3) if other else None,
         target,
-        bound is None or median <= bound,
+        None if bound is None else median <= bound,
         f"{ours.low_us:.2f} to {ours.high_us:.2f}",
     )
 
 
-def import_row() -> Row:
+def import_row(runs: int, torchao: bool) -> Row:
     """What each import adds to ``import torch``, in fresh processes: the median, in milliseconds."""
     code = (
         "import sys, time, torch; before = len(sys.modules); start = time.perf_counter(); import {0};"
         "print(time.perf_counter() - start, len(sys.modules) - before)"
     )
-    samples: dict[str, list[float]] = {"qtensor": [], "torchao": []}
-    for _ in range(IMPORT_RUNS):
+    samples: dict[str, list[float]] = {name: [] for name in ("qtensor", "torchao")[: 1 + torchao]}
+    for _ in range(runs):
         for name, times in samples.items():
             command = [sys.executable, "-W", "ignore", "-c", code.format(name)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             times.append(1000 * float(done.stdout.split()[-2]))
-    ours, theirs = (_millis(samples[name]) for name in samples)
-    return _row("import, after torch (ms)", "import", ours, theirs, 150.0, "ms")
+    ours, *theirs = (summary(times) for times in samples.values())
+    return _row(
+        "import, after torch (ms)", "import", ours, theirs[0] if theirs else None, 150.0, "ms"
+    )
 
 
-def _millis(times: list[float]) -> Timing:
-    times = sorted(times)
-    quarter = len(times) // 4
-    return Timing(times[len(times) // 2], times[quarter], times[-1 - quarter], len(times), 1)
-
-
-def environment() -> dict[str, Any]:
-    """What was measured on what."""
-    return {
-        "cpu": _cpu_name(),
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchao": peer.VERSION,
-        "qtensor": qtensor.__version__,
-        "threads": 1,
-    }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
-def markdown(rows: list[Row], here: dict[str, Any], bursts: int) -> str:
+def markdown(rows: list[Row], here: Mapping[str, Any], bursts: int, notes: Sequence[str]) -> str:
     """The table as a document."""
     met = [row.met for row in rows if row.met is not None]
     lines = [
         "# Host overhead on a CPU, beside torchao",
         "",
-        f"{here['cpu']}, {here['system']} {here['machine']}, one thread; Python {here['python']}, "
-        f"torch {here['torch']}, torchao {here['torchao']}, qtensor {here['qtensor']}.",
+        machine.sentence(here),
         "",
         f"Median microseconds a call over {bursts} bursts, the two libraries in turns within one run. "
         "Ratio: ours / torchao's, so below 1 is faster. bfloat16 input, rowwise data, default options.",
@@ -212,37 +204,39 @@ def markdown(rows: list[Row], here: dict[str, Any], bursts: int) -> str:
         lines.append(
             f"| {head} | `{row.name}` | {row.ours:.2f} | {row.spread} | {other} | {ratio} | {row.target} | {verdict} |"
         )
-    lines += [
-        "",
-        f"{sum(met)} of {len(met)} targets met.",
-        "",
-        "What of torchao does not run here:",
-        "",
-    ]
-    lines += [f"- {text}" for text in peer.NOT_ON_CPU]
+    lines += ["", f"{sum(met)} of {len(met)} targets met.", ""]
+    lines += ["Not measured, or measured by what stands in:", "", *(f"- {text}" for text in notes)]
     lines += ["", "Written by `python -m benchmarks.overhead`.", ""]
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where; Markdown beside it")
-    parser.add_argument("--bursts", type=int, default=200, help="of each case")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    parser = settings.parser("overhead", __doc__)
+    parser.add_argument("--json", type=Path, help="where, instead; Markdown beside it")
+    parser.add_argument("--bursts", type=int, help="of each case (default: 200, quick: 20)")
+    parser.set_defaults(threads=1)
+    options = parser.parse_args(arguments)
+    chosen = settings.settings(options)
+    bursts = options.bursts or BURSTS[chosen.quick]
+    torchao = next((peer for peer in chosen.peers if peer.name == "torchao"), None)
+    notes = [f"{name}, {reason}" for name, reason in chosen.absent_peers.items()]
+    for other in chosen.peers:
+        notes += other.notes if other is torchao else [f"{other.name} is not compared here"]
     seed = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPE, generator=seed).bfloat16()
-    cases = [*wrapper_cases(x), *format_cases(seed)]
-    rows = [measure_case(case, options.bursts) for case in cases] + [import_row()]
-    here = environment()
-    text = markdown(rows, here, options.bursts)
+    measured = [*wrapper_cases(x, torchao), *format_cases(seed, torchao)]
+    rows = [measure_case(case, bursts, chosen.threads) for case in measured]
+    rows.append(import_row(IMPORT_RUNS[chosen.quick], torchao is not None))
+    here = machine.environment(chosen.threads, {"torchao": torchao.version} if torchao else {})
+    text = markdown(rows, here, bursts, notes)
     print(text)
-    data = {"environment": here, "bursts": options.bursts, "not_on_cpu": peer.NOT_ON_CPU}
+    data = {"environment": here, "bursts": bursts, "not_on_cpu": notes}
     data["rows"] = [dataclasses.asdict(row) for row in rows]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(data, indent=1) + "\n")
-    options.json.with_suffix(".md").write_text(text)
+    path = options.json or chosen.output / f"{report.stem('overhead', chosen.quick)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".md").write_text(text)
     return 0
 
 

@@ -1,74 +1,69 @@
-"""The same jobs in torchao 0.18, by its public functions; None where it has no path on a CPU."""
+"""Other libraries that do the same jobs: one entry in ``MODULES`` each, one module with its functions.
+
+The module of a peer imports it, and holds ``PEER``. A library that is not installed is named as absent
+with the reason; so is a format or option that it does not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torchao
 from torch import Tensor
-from torch.nn import functional as F
-from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-from torchao.float8.float8_utils import tensor_to_amax
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor
-from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-from torchao.quantization import PerRow, PerTensor
-from torchao.quantization.granularity import PerBlock
-from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
-VERSION: str = torchao.__version__
-
-NOT_ON_CPU = (
-    "blockwise FP8 of torchao.prototype.blockwise_fp8_training: its module imports triton; the "
-    "peer here is Float8Tensor with PerBlock, whose factors are plain float32, not powers of two",
-    "delayed scaling: torchao has none any more; the peer is its cast by a given scale and its amax, the two "
-    "results that delayed scaling needs",
-    "MXTensor has no weight-only F.linear (it asserts act_quant_kwargs); the peer here is "
-    "F.linear(x, q.dequantize(x.dtype)), which a user would write",
-    "the MX and NVFP4 quantizers of torchao in Triton and CUDA (mslk); the peers here are its torch ones",
-    "columnwise MX casts (dim0) in one pass: CUDA only",
-)
-"""What of torchao could not be timed, and what stands in."""
+MODULES: Mapping[str, str] = {
+    "torchao": "benchmarks.peer_torchao",
+    "compressed-tensors": "benchmarks.peer_compressed_tensors",
+}
+"""Name on the command line to the module that holds ``PEER``."""
 
 
-def quantizers() -> dict[str, Callable[[Tensor], Any]]:
-    """Case name (a canonical string of qtensor) to torchao's function for the same format and rounding of factors."""
-    mx = MXTensor.to_mx
-    rceil = ScaleCalculationMode.RCEIL
-    one = torch.ones(())
-    return {
-        "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),
-        "fp8_delayed": lambda x: (
-            hp_tensor_and_scale_to_float8(x, one, torch.float8_e4m3fn),
-            tensor_to_amax(x),
-        ),
-        "fp8_rowwise": lambda x: Float8Tensor.from_hp(x, granularity=PerRow()),
-        "fp8_blockwise": lambda x: Float8Tensor.from_hp(x, granularity=PerBlock([1, 128])),
-        "fp8_blockwise(block_scaling_dim=2)": lambda x: Float8Tensor.from_hp(
-            x, granularity=PerBlock([128, 128])
-        ),
-        "mxfp8": lambda x: mx(x, torch.float8_e4m3fn, 32, rceil),
-        "mxfp8(scale_mode=floor)": lambda x: mx(x, torch.float8_e4m3fn, 32),
-        "mxfp6": lambda x: mx(x, "fp6_e2m3", 32),
-        "mxfp6(dtype=e3m2)": lambda x: mx(x, "fp6_e3m2", 32),
-        "mxfp4": lambda x: mx(x, torch.float4_e2m1fn_x2, 32),
-        "nvfp4": lambda x: NVFP4Tensor.to_nvfp4(
-            x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax())
-        ),
-    }
+@dataclass(frozen=True)
+class Job:
+    """What a peer does with one format; None for what it has no path for."""
+
+    quantize: Callable[[Tensor], Any]
+    dequantize: Callable[[Any, torch.dtype], Tensor] | None = None
+    linear: Callable[[Tensor, Any], Tensor] | None = None
+    """Activations (M, K) and a quantized weight (N, K): weight-only."""
 
 
-def construct(q: MXTensor) -> Callable[[], Any]:
-    """A call that builds the wrapper around buffers that exist."""
-    arguments = (q.elem_dtype, q.block_size, q.orig_dtype, q.kernel_preference, q.act_quant_kwargs)
-    data, scale, swizzled = q.qdata, q.scale, q.is_swizzled_scales
-    return lambda: MXTensor(data, scale, *arguments, swizzled)
+@dataclass(frozen=True)
+class Peer:
+    """A library, by its public functions."""
+
+    name: str
+    version: str
+    eager: Mapping[str, Job]
+    """Canonical string of our quantizer to the job."""
+    compiled: Mapping[str, Job] = field(default_factory=dict)
+    """The functions that ``torch.compile`` is given, where they differ from the eager ones."""
+    construct: Callable[[Any], Callable[[], Any]] | None = None
+    """From its MXFP8 tensor: a call that builds the wrapper around buffers that exist."""
+    notes: tuple[str, ...] = ()
+    """What of it could not be measured here, and what stands in."""
+
+    def job(self, canonical: str, compiled: bool = False) -> Job | None:
+        """Its functions for our quantizer of that name."""
+        job = self.eager.get(canonical)
+        return self.compiled.get(canonical, job) if compiled else job
 
 
-def linear(x: Tensor, q: Any) -> Callable[[], Tensor]:
-    """A weight-only ``F.linear``; MX by an explicit dequantize."""
-    if isinstance(q, MXTensor):
-        return lambda: F.linear(x, q.dequantize(x.dtype))
-    return lambda: F.linear(x, q)
+def load(names: Iterable[str]) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that are installed, and why each other one is absent.
+
+    Raises:
+        ValueError: a name that is not in ``MODULES``.
+    """
+    peers, absent = [], {}
+    for name in names:
+        if name not in MODULES:
+            raise ValueError(f"unknown peer {name!r}; known: {', '.join(MODULES)}")
+        try:
+            peers.append(importlib.import_module(MODULES[name]).PEER)
+        except ImportError as error:
+            absent[name] = f"not installed ({error})"
+    return peers, absent

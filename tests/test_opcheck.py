@@ -95,6 +95,12 @@ def dequantize(case: FormatCase) -> Iterator[Sample]:
         yield (buffers_of(case, q, shape), q.canonical, list(shape), torch.float32), {}
 
 
+def dequantize_(case: FormatCase) -> Iterator[Sample]:
+    for args, _ in dequantize(case):
+        buffers, name, shape, dtype = args
+        yield (buffers, name, shape, torch.empty(shape, dtype=dtype)), {}
+
+
 def gemm(case: FormatCase) -> Iterator[Sample]:
     q = case.quantizer(columnwise=True)
     a, b = (buffers_of(case, q, (32, 48), seed) for seed in (1, 2))
@@ -134,6 +140,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::quantize_": quantize_,
     "qtensor::amax": amax,
     "qtensor::dequantize": dequantize,
+    "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::random_seed": random_seed,

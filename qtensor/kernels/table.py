@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,33 +12,15 @@ from torch import Tensor
 from qtensor.kernels.cpu import native
 from qtensor.layout import Shape
 
+QuantizeKernel = Callable[
+    [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
+]
+"""(quantizer, buffers in slot order, x, scale, amax, seed): write the buffers; False, with nothing written, if the
+reference has to."""
 
-class Quantize(Protocol):
-    """Write the buffers of a quantizer, in slot order; False with nothing written if the reference has to."""
-
-    def __call__(
-        self,
-        codec: Any,
-        buffers: Sequence[Tensor],
-        x: Tensor,
-        scale: Tensor | None,
-        amax: list[Tensor] | None,
-        seed: Tensor | None,
-    ) -> bool: ...
-
-
-class Dequantize(Protocol):
-    """Decode buffers, in slot order, into ``out``; False with nothing written if the reference has to."""
-
-    def __call__(
-        self, codec: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, **part: Any
-    ) -> bool: ...
-
-
-class Supports(Protocol):
-    """Why a format and dtype are not served, or None."""
-
-    def __call__(self, codec: Any, dtype: torch.dtype) -> str | None: ...
+DequantizeKernel = Callable[[Any, Sequence[Tensor], Shape, Tensor, native.Part], bool]
+"""(quantizer, buffers in slot order, shape, out, part): decode into ``out``; False, with nothing written, if the
+reference has to."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +28,10 @@ class Backend:
     """Kernels for the tensors of one device type."""
 
     name: str
-    supports: Supports
-    quantize_: Quantize
-    dequantize_: Dequantize
+    supports: Callable[[Any, torch.dtype], str | None]
+    """Why a format and dtype are not served, or None."""
+    quantize_: QuantizeKernel
+    dequantize_: DequantizeKernel
 
 
 BACKENDS = {"cpu": Backend("native", native.supports, native.quantize_, native.dequantize_)}
@@ -69,11 +52,15 @@ def quantize_(
 
 
 def dequantize_(
-    codec: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, **part: Any
+    codec: Any,
+    buffers: Sequence[Tensor],
+    shape: Shape,
+    out: Tensor,
+    part: native.Part = native.WHOLE,
 ) -> bool:
     """Decode by the kernels of the device of ``out``, where they serve the call."""
     backend = BACKENDS.get(out.device.type)
-    return backend is not None and backend.dequantize_(codec, buffers, shape, out, **part)
+    return backend is not None and backend.dequantize_(codec, buffers, shape, out, part)
 
 
 def explain(codec: Any, dtype: torch.dtype, device_type: str) -> str:

@@ -60,7 +60,6 @@ DEQUANTIZE = leaf_op(
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
 
 
-
 def _dequantize_inplace_fill(
     _: None, buffers: list[Tensor], quantizer: str, shape: Shape, out: Tensor
 ) -> None:

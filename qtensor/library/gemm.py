@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from qtensor.errors import check, fail
 from qtensor.kernels import table
+from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
@@ -84,6 +86,11 @@ def _decode_operands(
     return a_values, b_values, a_factor * b_factor
 
 
+@functools.cache
+def _part(columnwise: bool | None, codes_only: bool) -> Part:
+    return Part(columnwise=columnwise, codes_only=codes_only)
+
+
 def _values(
     codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -92,9 +99,8 @@ def _values(
         return buffers[0].float(), None
     named, size = by_name(codec, buffers), tuple(shape)
     values = torch.empty(size, dtype=torch.float32, device=buffers[0].device)
-    if table.dequantize_(
-        codec, buffers, size, values, columnwise=columnwise, codes_only=codec.per_tensor
-    ):
+    part = _part(columnwise, codec.per_tensor)
+    if table.dequantize_(codec, buffers, size, values, part):
         return values, named["_scale_inv"] if codec.per_tensor else None
     if codec.per_tensor:
         return codec.decode_codes(named, size)

@@ -53,8 +53,9 @@ def library() -> Library | str:
     if os.environ.get("QTENSOR_NATIVE") == "0":
         return "switched off by QTENSOR_NATIVE=0"
     try:
-        from qtensor.build import build
-        from qtensor.kernels.cpu.sources import choose_isa, recipe
+        # Only a process that computes needs the compiler cache.
+        from qtensor.build import build  # noqa: PLC0415
+        from qtensor.kernels.cpu.sources import choose_isa, recipe  # noqa: PLC0415
 
         return Library(str(build(recipe(choose_isa()))))
     except (QTensorError, OSError) as error:
@@ -78,6 +79,26 @@ _PLACES = {
     "_columnwise_scale_inv": 5,
     "_amax_columnwise": 6,
 }
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a tensor to decode.
+
+    Attributes:
+        first: first row of the (M, K) view; with columnwise blocks of factors, a multiple of the block.
+        count: rows; all that follow if None.
+        columnwise: the direction to read where there are two; the quantizer's if None.
+        codes_only: leave out the factor of a ``per_tensor`` format.
+    """
+
+    first: int = 0
+    count: int | None = None
+    columnwise: bool | None = None
+    codes_only: bool = False
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -238,22 +259,16 @@ def dequantize_(
     buffers: Sequence[Tensor],
     shape: Shape,
     out: Tensor,
-    first: int = 0,
-    count: int | None = None,
-    columnwise: bool | None = None,
-    codes_only: bool = False,
+    part: Part = WHOLE,
 ) -> bool:
-    """Decode ``buffers`` (in slot order) into ``out``, contiguous: all rows, or ``count`` from row ``first``.
+    """Decode ``buffers`` (in slot order) into ``out``.
 
     Args:
         codec: the quantizer of the buffers.
         buffers: in slot order.
         shape: the logical shape of the whole tensor.
-        out: float32, bfloat16 or float16.
-        first: first row of the (M, K) view.
-        count: rows; all if None.
-        columnwise: the direction to read where there are two; the quantizer's if None.
-        codes_only: leave out the factor of a ``per_tensor`` format.
+        out: float32, bfloat16 or float16, contiguous, of the rows that ``part`` names.
+        part: what to decode.
 
     Returns:
         False, with nothing written, for what the reference has to do.
@@ -265,8 +280,8 @@ def dequantize_(
     if isinstance(kernels, str):
         return False
     reads = bound.reads
-    if columnwise is not None and bound.scale_inv is None:
-        side = 0 if codec.side(columnwise) == "_rowwise" else 4
+    if part.columnwise is not None and bound.scale_inv is None:
+        side = 0 if codec.side(part.columnwise) == "_rowwise" else 4
         reads = tuple(place for _, place in bound.places if side <= place < side + 4)
     pointers: list[int | None] = [None] * 8
     if not _fit(codec, buffers, shape):
@@ -275,14 +290,14 @@ def dequantize_(
         if place in reads:
             pointers[place] = buffers[slot].data_ptr()
     rows, cols = rows_cols(shape)
-    count = rows - first if count is None else count
+    count = rows - part.first if part.count is None else part.count
     kernels.dequantize(
         bound.address,
         out.data_ptr(),
         code,
         rows,
         cols,
-        first,
+        part.first,
         count,
         torch.get_num_threads() if count * cols > ONE_THREAD else 1,
         pointers[0],
@@ -292,7 +307,7 @@ def dequantize_(
         pointers[5],
         pointers[6],
         _ONE_ADDRESS
-        if codes_only
+        if part.codes_only
         else None
         if bound.scale_inv is None
         else buffers[bound.scale_inv].data_ptr(),

@@ -58,8 +58,7 @@ class Plan(ctypes.Structure):
 def make_plan(codec: Any) -> Plan:
     """The facts of a quantizer of one of ``FORMATS``."""
     spec: FormatSpec = codec.spec
-    option = codec.__class__
-    value = {name: getattr(codec, name, None) for name in option.option_names()}
+    value: dict[str, Any] = {name: getattr(codec, name, None) for name in codec.option_names()}
     codes, size = (2, 1) if codec.element == E2M1 else (4, 3) if value.get("packed") else (1, 1)
     return Plan(
         abi=ABI,

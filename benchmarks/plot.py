@@ -1,0 +1,101 @@
+"""Throughput by format against copy bandwidth, from the results of quantize and dequantize.
+
+``python -m benchmarks.plot [--quick] [--output DIR]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks import report
+from benchmarks.report import Report, Row
+from benchmarks.settings import RESULTS
+
+PANELS = (
+    ("quantize", "Quantize: bfloat16 in, outputs reused", "input, GB/s"),
+    ("dequantize", "Dequantize: bfloat16 out, output reused", "output, GB/s"),
+)
+DTYPE = "bfloat16"
+BAR, FLOOR, LINE = "#4477aa", "#222222", "#cc3311"
+
+
+def chosen(found: Report) -> tuple[str, list[Row]]:
+    """The largest size of bfloat16, and its rows with rowwise data and default options."""
+    rows = [row for row in found.rows if row["dtype"] == DTYPE and "(" not in row["case"]]
+    size = max((row["size"] for row in rows), key=_elements, default="")
+    return size, [row for row in rows if row["size"] == size]
+
+
+def _elements(size: str) -> int:
+    rows, cols = size.split("x")
+    return int(rows) * int(cols)
+
+
+def draw(panel: Any, found: Report, title: str, label: str) -> None:
+    """Bars by format, the bound of each as a mark, the copy as a line."""
+    size, rows = chosen(found)
+    names = [row["case"] for row in rows]
+    panel.barh(names, [row["throughput_gbs"] for row in rows], color=BAR, label="measured")
+    floors = [row["floor_gbs"] for row in rows]
+    panel.plot(
+        floors, names, "|", color=FLOOR, markersize=16, label="bytes that must move, at copy"
+    )
+    copies = sorted(row["copy_gbs"] for row in rows)
+    if copies:
+        panel.axvline(copies[len(copies) // 2], color=LINE, label="copy, read + written")
+    for name, row in zip(names, rows, strict=True):
+        text = f" {row['throughput_gbs']:.2g}  ({100 * row['share']:.0f}%)"
+        panel.text(row["throughput_gbs"], name, text, va="center", fontsize=8)
+    panel.set_title(f"{title}, {size}", fontsize=10)
+    panel.set_xlabel(label)
+    panel.set_ylabel("format")
+    panel.invert_yaxis()
+
+
+def make(folder: Path, quick: bool) -> list[Path]:
+    """PNG and SVG of what is there.
+
+    Raises:
+        FileNotFoundError: no results of either benchmark.
+    """
+    names = [
+        panel for panel in PANELS if (folder / f"{report.stem(panel[0], quick)}.json").exists()
+    ]
+    if not names:
+        raise FileNotFoundError(f"no results in {folder}: run benchmarks.quantize first")
+    figure = Figure(figsize=(6 * len(names), 4.5), layout="constrained")
+    found = [report.read(folder, name, quick) for name, _, _ in names]
+    for position, (results, (_, title, label)) in enumerate(zip(found, names, strict=True)):
+        draw(figure.add_subplot(1, len(names), position + 1), results, title, label)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    here = found[0].environment
+    note = f"{here['cpu']}, {here['threads']} threads, torch {here['torch']}, {here['date']}"
+    figure.suptitle(f"{note}, quick run" if quick else note, fontsize=9)
+    paths = [folder / f"{report.stem('throughput', quick)}.{kind}" for kind in ("png", "svg")]
+    with mpl.rc_context({"svg.hashsalt": "qtensor"}):
+        figure.savefig(paths[0], dpi=120)
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw, say where."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="from the results of a quick run")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(arguments)
+    for path in make(options.output, options.quick):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

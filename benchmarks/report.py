@@ -1,0 +1,123 @@
+"""Results as data and as a document: rows of named values, the columns that show them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+Row = dict[str, Any]
+"""Values by column key, and others (quartiles) that no column shows. None: not measured."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the tables."""
+
+    key: str
+    title: str
+    digits: int | None = None
+    """After the point; None for text."""
+    percent: bool = False
+
+    def show(self, row: Row) -> str:
+        """The cell; empty for what was not measured."""
+        value = row.get(self.key)
+        if value is None:
+            return ""
+        if self.percent:
+            return f"{100 * value:.{self.digits or 0}f}%"
+        return f"`{value}`" if self.digits is None else f"{value:.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found."""
+
+    name: str
+    """Stem of the files."""
+    title: str
+    text: str
+    """What was measured and how the columns are to be read, in Markdown."""
+    environment: Mapping[str, Any]
+    columns: tuple[Column, ...]
+    groups: tuple[str, ...]
+    """Keys whose values make the heading of a table of their own."""
+    rows: tuple[Row, ...]
+    absent: tuple[str, ...] = ()
+    """What was not measured, and why."""
+
+
+def to_json(report: Report) -> str:
+    """Everything, readable back."""
+    return json.dumps(dataclasses.asdict(report), indent=1) + "\n"
+
+
+def from_json(text: str) -> Report:
+    """The report that ``to_json`` wrote."""
+    data = json.loads(text)
+    data["columns"] = tuple(Column(**column) for column in data["columns"])
+    for key in ("groups", "rows", "absent"):
+        data[key] = tuple(data[key])
+    return Report(**data)
+
+
+def markdown(report: Report) -> str:
+    """The document: environment, a table for each group, what is absent."""
+    lines = [f"# {report.title}", "", machine.sentence(report.environment), "", report.text, ""]
+    for heading, rows in _grouped(report):
+        lines += [f"## {heading}", ""] if heading else []
+        lines += [*table(report.columns, rows), ""]
+    if report.absent:
+        lines += [
+            "Not measured, or measured by what stands in:",
+            "",
+            *(f"- {text}" for text in report.absent),
+            "",
+        ]
+    lines += [f"Written by `python -m benchmarks.{report.name}`.", ""]
+    return "\n".join(lines)
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """Lines of Markdown; columns that are empty in all rows are left out."""
+    shown = [column for column in columns if any(column.show(row) for row in rows)]
+    align = ("---" if column.digits is None and not column.percent else "---:" for column in shown)
+    lines = [_line(column.title for column in shown), f"|{'|'.join(align)}|"]
+    return [*lines, *(_line(column.show(row) for column in shown) for row in rows)]
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
+    """(heading, rows), in the order in which the groups first appear."""
+    found: dict[str, list[Row]] = {}
+    for row in report.rows:
+        found.setdefault(", ".join(str(row[key]) for key in report.groups), []).append(row)
+    yield from found.items()
+
+
+def stem(name: str, quick: bool) -> str:
+    """Of the files of a report; a quick run never overwrites a full one."""
+    return f"{name}_cpu_quick" if quick else f"{name}_cpu"
+
+
+def write(report: Report, folder: Path, quick: bool) -> Path:
+    """JSON and Markdown beside each other; the path of the Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem(report.name, quick)}.md"
+    path.with_suffix(".json").write_text(to_json(report))
+    path.write_text(markdown(report))
+    return path
+
+
+def read(folder: Path, name: str, quick: bool) -> Report:
+    """What ``write`` wrote."""
+    return from_json((folder / f"{stem(name, quick)}.json").read_text())
