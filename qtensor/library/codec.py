@@ -58,6 +58,9 @@ class Codec(Protocol):
     ) -> dict[str, Tensor] | None:
         """Buffers of ``usage`` from those of the other direction, exactly, or None."""
 
+    def transposed(self) -> Codec:
+        """The quantizer that describes the buffers of a transposed tensor."""
+
     def without_square_blocks(self) -> Codec:
         """The quantizer of rows that were cut across square blocks."""
 

@@ -12,6 +12,9 @@ LIBRARY = torch.library.Library("qtensor", "DEF")
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Nothing in a fill is differentiable; below autograd its torch ops cost a tenth less."""
 
+BODIES: dict[str, Callable[..., Any]] = {}
+"""Op name -> what the dispatcher calls for real tensors."""
+
 FILLS: dict[str, Callable[..., None]] = {}
 """Op name -> what writes its outputs. A backend replaces an entry; schema, allocation and fake stay."""
 
@@ -37,6 +40,26 @@ def leaf_op(
         FILLS[name](outputs, *args, **kwargs)
         return outputs
 
+    BODIES[name] = body
     LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.qtensor, name).default
+
+
+def below_dispatch(op: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """``op``, or its body where the dispatcher would call nothing else: for handlers, which run below every key.
+
+    A call with lists of tensors and sizes takes the dispatcher 16 us. Modes (fake, proxy, counters), function transforms
+    and tensors with a dispatch of their own still see the op.
+
+    Args:
+        op: of ``leaf_op``.
+        tensors: the arguments that could have a dispatch of their own.
+    """
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
+    if watched or any(type(t) not in _PLAIN for t in tensors):
+        return op
+    return BODIES[op._opname]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

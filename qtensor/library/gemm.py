@@ -91,6 +91,25 @@ def _part(columnwise: bool | None, codes_only: bool) -> Part:
     return Part(columnwise=columnwise, codes_only=codes_only)
 
 
+def _decode_turned(codec: Codec, buffers: list[Tensor], shape: tuple[int, ...]) -> Tensor | None:
+    """A weight behind ``t()``: views of the buffers of its transpose, which the kernels read; None for anything else."""
+    twin = _twin(codec.canonical)
+    if twin is None:
+        return None
+    values = torch.empty(shape[::-1], dtype=torch.float32, device=buffers[0].device)
+    turned = [buffer.t() for buffer in buffers]
+    return values.t() if table.dequantize_(twin, turned, values.shape, values) else None
+
+
+@functools.cache
+def _twin(canonical: str) -> Codec | None:
+    """The quantizer of the transpose, where that has the same buffers transposed: MX with columnwise data alone."""
+    codec = parse(canonical)
+    data = next(b for b in codec.spec.inner if b.usage == "columnwise")
+    turned = codec.rowwise or data.dims(codec)[0].axis == "k"
+    return None if turned else codec.transposed()
+
+
 def _values(
     codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -102,6 +121,8 @@ def _values(
     part = _part(columnwise, codec.per_tensor)
     if table.dequantize_(codec, buffers, size, values, part):
         return values, named["_scale_inv"] if codec.per_tensor else None
+    if len(size) == 2 and (turned := _decode_turned(codec, buffers, size)) is not None:
+        return turned, None
     if codec.per_tensor:
         return codec.decode_codes(named, size)
     return codec.decode(named, size, columnwise), None

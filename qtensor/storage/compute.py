@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
+from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
@@ -45,13 +46,18 @@ def gemm(
         refuse_layout(layout)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return GEMM_TENSOR(a, b, layout, dtype, bias)
-    return gemm_operands(a, b, layout, bias, dtype)
+    return gemm_operands(a, b, layout, bias, dtype, in_handler=False)
 
 
 def gemm_operands(
-    a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    a: Any,
+    b: Any,
+    layout: str,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    in_handler: bool = True,
 ) -> Tensor:
-    """``gemm`` on the buffers; below dispatch, or for bare storages."""
+    """``gemm`` on the buffers; below dispatch, or for bare storages (``in_handler`` False)."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
     if a.dtype not in FLOATING or b.dtype not in FLOATING:
         fail(
@@ -80,11 +86,16 @@ def gemm_operands(
     check_operands(left, a.shape, right, b.shape, layout)
     if bias is not None:
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
-    return GEMM(
-        [a] if left is None else a.buffers(),
+    a_buffers = [a] if left is None else a.buffers()
+    b_buffers = [b] if right is None else b.buffers()
+    call = GEMM
+    if in_handler:
+        call = below_dispatch(GEMM, [*a_buffers, *b_buffers, *(() if bias is None else (bias,))])
+    return call(
+        a_buffers,
         "" if left is None else left.canonical,
         a.shape,
-        [b] if right is None else b.buffers(),
+        b_buffers,
         "" if right is None else right.canonical,
         b.shape,
         layout,
