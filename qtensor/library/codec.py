@@ -28,6 +28,8 @@ class Codec(Protocol):
     """How a 2-D tensor is transposed (storage/geometry.py)."""
     two_dimensional: bool
     """Blocks are square, shared by both directions."""
+    factors_are_local: bool
+    """A value depends on its own code and factors alone (False: a rotation mixes elements)."""
     per_tensor: bool
     """One factor for the whole tensor, which a GEMM can apply at its end."""
     returns_amax: bool
@@ -58,11 +60,11 @@ class Codec(Protocol):
     ) -> dict[str, Tensor] | None:
         """Buffers of ``usage`` from those of the other direction, exactly, or None."""
 
-    def transposed(self) -> Codec:
-        """The quantizer that describes the buffers of a transposed tensor."""
-
     def without_square_blocks(self) -> Codec:
         """The quantizer of rows that were cut across square blocks."""
+
+    def side(self, columnwise: bool | None = None) -> str:
+        """Which buffers a decode reads, ``"_rowwise"`` or ``"_columnwise"``."""
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same data again gives the same bytes."""

@@ -12,6 +12,7 @@ from qtensor.errors import check, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
+from qtensor.library import tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.reference.gemm import matmul
@@ -57,12 +58,68 @@ def _gemm_fill(
     bias: Tensor | None = None,
 ) -> None:
     with below_autograd():
+        if _fill_by_tiles(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
+            return
         left, right, factor = _decode_operands(
             a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
         )
         left = left.mT if layout == "NT" else left
         right = right.mT if layout == "TN" else right
         out.copy_(matmul(left, right, factor, bias))
+
+
+def _fill_by_tiles(
+    out: Tensor,
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+    layout: str,
+    bias: Tensor | None,
+) -> bool:
+    """The product with a large weight whose rows are at hand; False for any other, with nothing written."""
+    if layout == "NT" or not out.is_cpu or (bias is not None and bias.ndim > 1):
+        return False
+    weight = _weight(b, b_quantizer, tuple(b_shape), layout, bool(a_quantizer))
+    if weight is None:
+        return False
+    codec = parse(a_quantizer) if a_quantizer else None
+    if codec is not None and not codec.rowwise:
+        return False
+    return tiles.multiply_(out, tiles.Operand(codec, a, tuple(a_shape)), weight, bias)
+
+
+def _weight(
+    buffers: list[Tensor], quantizer: str, shape: tuple[int, ...], layout: str, both: bool
+) -> tiles.Operand | None:
+    """``b`` of a product as the rows (N, K) that its columns are: in layout TN, or behind ``t()``.
+
+    Args:
+        buffers: of ``b``.
+        quantizer: of ``b``.
+        shape: of ``b``.
+        layout: of the product.
+        both: both operands are quantized, so that the side whose blocks run along the contraction counts.
+    """
+    if not quantizer or not tiles.is_large(shape):
+        return None
+    codec = parse(quantizer)
+    if layout == "TN":
+        served = codec.rowwise if both else codec.side() == "_rowwise"
+        return tiles.Operand(codec, buffers, (shape[0], shape[1])) if served else None
+    if not (codec.columnwise if both else codec.side() == "_columnwise"):
+        return None
+    twin, turned = _turn(codec, buffers)
+    return tiles.Operand(twin, turned, (shape[1], shape[0])) if twin.rowwise else None
+
+
+def _turn(codec: Codec, buffers: list[Tensor]) -> tuple[Codec, list[Tensor]]:
+    """The quantizer and buffers of the transpose of a matrix: views."""
+    twin, moves = codec.transpose_plan
+    named = by_name(codec, buffers)
+    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
 
 
 def _decode_operands(
@@ -93,21 +150,11 @@ def _part(columnwise: bool | None, codes_only: bool) -> Part:
 
 def _decode_turned(codec: Codec, buffers: list[Tensor], shape: tuple[int, ...]) -> Tensor | None:
     """A weight behind ``t()``: views of the buffers of its transpose, which the kernels read; None for anything else."""
-    twin = _twin(codec.canonical)
-    if twin is None:
+    if not codec.columnwise or codec.rowwise or buffers[0].is_contiguous():
         return None
+    twin, turned = _turn(codec, buffers)
     values = torch.empty(shape[::-1], dtype=torch.float32, device=buffers[0].device)
-    turned = [buffer.t() for buffer in buffers]
     return values.t() if table.dequantize_(twin, turned, values.shape, values) else None
-
-
-@functools.cache
-def _twin(canonical: str) -> Codec | None:
-    """The quantizer of the transpose, where that has the same buffers transposed: MX with columnwise data alone."""
-    codec = parse(canonical)
-    data = next(b for b in codec.spec.inner if b.usage == "columnwise")
-    turned = codec.rowwise or data.dims(codec)[0].axis == "k"
-    return None if turned else codec.transposed()
 
 
 def _values(

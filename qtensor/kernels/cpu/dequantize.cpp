@@ -96,12 +96,6 @@ static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
     });
 }
 
-// Stored square factors of float32 have one line for B lines; the lines of a tile share it.
-static Sink spread_squares(Sink s, const Plan& p) {
-    if (p.square && p.scale == SCALE_F32) s.shift = 7;
-    return s;
-}
-
 template <class D, class E, int B, int Codes>
 static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
@@ -109,14 +103,14 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
     auto line_bytes = [&](i64 n, bool whole) { return whole ? (n + B - 1) / B * Decoder::bytes : (n + Codes - 1) / Codes * unit_of(Codes); };
     if (c.row.data) {
         const bool rotated = p.rotated == ROWWISE;
-        const Sink s = spread_squares(sink_of(p, c.row, c.rows, c.cols, false), p);
+        const Sink s = source_of(p, c.row, c.rows, c.cols, false);
         const i64 stride = line_bytes(c.cols, rotated);
         const DecodeLines<T> m{c.row.data + c.first * stride, c.count, c.cols, stride, (T*)c.y, c.cols, c.first, 0};
         parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
                  [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
     } else if (p.transposed) {
         const bool rotated = p.rotated == COLUMNWISE;
-        const Sink s = spread_squares(sink_of(p, c.column, c.cols, c.rows, true), p);
+        const Sink s = source_of(p, c.column, c.cols, c.rows, true);
         const i64 stride = line_bytes(c.rows, rotated);
         by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const DecodeLines<T> m{c.column.data + line * stride + first / Codes * unit_of(Codes), lines, n, stride, out, ld, line, first / B};

@@ -6,6 +6,7 @@ template <class D>
 bool quantize_as(const Plan& p, const QuantizeCall& c);
 template <class D>
 bool dequantize_as(const Plan& p, const DequantizeCall& c);
+bool linear(const Plan& p, const LinearCall& c);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
@@ -26,6 +27,15 @@ int qt_quantize(const Plan* plan, const void* x, i64 dtype, i64 rows, i64 cols, 
                       : dtype == BF16 ? quantize_as<Bfloat16>(*plan, c)
                                       : quantize_as<Float16>(*plan, c);
     return done ? 0 : 1;
+}
+
+// x @ weight.T; 1: this CPU or plan has no kernel for it.
+int qt_linear(const Plan* plan, const void* x, i64 m, i64 k, i64 n, i64 threads, const u8* data, const void* scale,
+              const float* amax, const float* scale_inv, const float* row_factors, i64 row_factor_step, const float* bias,
+              void* y, i64 dtype) {
+    const LinearCall c{(const u16*)x, m, k, n, {(u8*)data, (void*)scale, (float*)amax, nullptr}, scale_inv, row_factors,
+                       row_factor_step, bias, y, i32(dtype), i32(threads)};
+    return linear(*plan, c) ? 0 : 1;
 }
 
 // Decodes `count` rows from row `first` into y, which holds only these. The same codes back.

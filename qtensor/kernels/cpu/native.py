@@ -26,6 +26,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments after the plan, as entry.cpp has them.
 _QUANTIZE = (_POINTER, _POINTER, *(_SIZE,) * 5, *(_POINTER,) * 11, _SIZE)
+_LINEAR = (*(_POINTER,) * 2, *(_SIZE,) * 4, *(_POINTER,) * 5, _SIZE, _POINTER, _POINTER, _SIZE)
 _DEQUANTIZE = (_POINTER, _POINTER, *(_SIZE,) * 6, *(_POINTER,) * 7)
 
 
@@ -43,6 +44,8 @@ class Library:
             raise OSError(f"{path} has interface {handle.qt_abi()}, this qtensor {expected}")
         handle.qt_quantize.argtypes = _QUANTIZE
         handle.qt_dequantize.argtypes = _DEQUANTIZE
+        handle.qt_linear.argtypes = _LINEAR
+        self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
 
@@ -101,88 +104,86 @@ class Part:
 WHOLE = Part()
 
 
-@dataclass(frozen=True)
-class Binding:
-    """A quantizer as the kernels take it."""
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A quantizer and a shape as the kernels take them."""
 
     plan: Plan
     address: int
-    places: tuple[tuple[int, int], ...]
-    """(slot, place) of each buffer."""
+    rows: int
+    cols: int
+    slots: tuple[tuple[int, int, torch.Size], ...]
+    """(slot, place, shape) of each buffer of a direction."""
     scale_inv: int | None
     """The slot of the one buffer that both directions share."""
-    given: tuple[int, ...]
-    """Places of the maxima of a call, in the order of ``Quantizer.amax``."""
-    reads: tuple[int, ...]
-    """Places of the buffers that decoding reads."""
+    factors: int
+    """Entries of that buffer."""
+    given: tuple[tuple[int, int], ...]
+    """(place, entries) of the maxima of a call, in the order of ``Quantizer.amax``."""
+    side: int
+    """Where the quantizer's value lies: 0 in the rowwise buffers, 1 in the columnwise ones."""
 
 
-class _Unhashed:
-    """Carries a quantizer past a cache whose key holds its canonical string: hashing one costs more than a small tensor."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0
+_SITES: dict[tuple[str, torch.Size], Site | None] = {}
+_MOST_SITES = 4096
 
 
-_BINDINGS: dict[str, Binding | None] = {}
-"""By canonical string."""
-
-
-def _bind(codec: Any) -> Binding | None:
-    """None for a format that the kernels do not have."""
+def _site(codec: Any, shape: Shape) -> Site | None:
+    """None for what the kernels do not have: other formats, and tensors without elements."""
+    key = codec.canonical, shape
     try:
-        return _BINDINGS[codec.canonical]
+        return _SITES[key]  # type: ignore[index]
     except KeyError:
-        bound = _new_binding(codec) if codec.format in FORMATS else None
-        return _BINDINGS.setdefault(codec.canonical, bound)
+        if len(_SITES) >= _MOST_SITES:
+            _SITES.clear()
+        site = _new_site(codec, shape) if codec.format in FORMATS and 0 not in shape else None
+        return _SITES.setdefault(key, site)  # type: ignore[arg-type]
 
 
-def _new_binding(codec: Any) -> Binding:
+def _new_site(codec: Any, shape: Shape) -> Site:
     names = [slot.name for slot in codec.slots]
-    places = tuple((i, _PLACES[name]) for i, name in enumerate(names) if name != "_scale_inv")
-    plan = make_plan(codec)
+    sizes = [torch.Size(size) for size in buffer_shapes(codec.slots, shape)]
     shared = names.index("_scale_inv") if "_scale_inv" in names else None
-    taken = [place for _, place in places]
-    if shared is not None:
-        side = 0 if 0 in taken else 4
-    else:
-        side = 0 if codec.side() == "_rowwise" else 4
-    given = (3,) if shared is not None else tuple(p + 3 for p in (0, 4) if p in taken)
-    reads = tuple(place for place in taken if side <= place < side + 4)
-    return Binding(plan, ctypes.addressof(plan), places, shared, given, reads)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shapes(canonical: str, shape: tuple[int, ...], codec: _Unhashed) -> tuple[torch.Size, ...]:
-    return tuple(torch.Size(size) for size in buffer_shapes(codec.value.slots, shape))
-
-
-def _fit(codec: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
-    """Whether the buffers are those of a whole tensor: parts may lack padding, and kernels count on it."""
-    expected = _shapes(codec.canonical, tuple(shape), _Unhashed(codec))
-    return all(
-        buffer.shape == size and buffer.is_contiguous()
-        for buffer, size in zip(buffers, expected, strict=False)
+    slots = tuple((i, _PLACES[name], sizes[i]) for i, name in enumerate(names) if name in _PLACES)
+    taken = [place for _, place, _ in slots]
+    entries = (
+        [torch.Size(size).numel() for size in codec.amax_shapes(shape)] if _has_amax(codec) else []
+    )
+    places = (3,) if shared is not None else tuple(p + 3 for p in (0, 4) if p in taken)
+    plan = make_plan(codec)
+    rows, cols = rows_cols(shape)
+    return Site(
+        plan,
+        ctypes.addressof(plan),
+        rows,
+        cols,
+        slots,
+        shared,
+        0 if shared is None else sizes[shared].numel(),
+        tuple(zip(places, entries, strict=False)),
+        (0 if 0 in taken else 1) if shared is not None else int(codec.side() == "_columnwise"),
     )
 
 
-def _floats(t: Tensor | None, count: int) -> bool:
+def _has_amax(codec: Any) -> bool:
+    return codec.spec.block is None or codec.spec.scale == "e4m3"
+
+
+def _floats(t: Tensor, count: int) -> bool:
     """Whether a kernel can read ``count`` float32 of it."""
-    return t is None or (
-        type(t) in _PLAIN
-        and t.dtype == torch.float32
-        and t.is_cpu
-        and t.numel() == count
-        and t.is_contiguous()
-    )
+    plain = type(t) in _PLAIN and t.is_cpu and t.dtype == torch.float32
+    return plain and t.numel() == count and t.is_contiguous()
+
+
+def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int | None] | None:
+    """Addresses by place; None where a buffer is not that of a whole tensor: parts lack padding, which kernels count on."""
+    pointers: list[int | None] = [None] * 8
+    for slot, place, size in site.slots:
+        buffer = buffers[slot]
+        if buffer.shape != size or not buffer.is_contiguous():
+            return None
+        pointers[place] = buffer.data_ptr()
+    return pointers
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:
@@ -208,49 +209,60 @@ def quantize_(
     Returns:
         False, with nothing written, where the arguments need the reference's checks or a dtype that is not served.
     """
-    code, bound = _DTYPES.get(x.dtype), _bind(codec)
-    if code is None or bound is None or type(x) not in _PLAIN or not x.numel():
+    code, site = _DTYPES.get(x.dtype), _site(codec, x.shape)
+    if code is None or site is None or type(x) not in _PLAIN:
         return False
     kernels = library()
-    if isinstance(kernels, str):
+    pointers = _pointers(site, buffers)
+    if (
+        isinstance(kernels, str)
+        or pointers is None
+        or not _take_given(codec, site, pointers, scale, amax)
+    ):
         return False
-    rows, cols = rows_cols(x.shape)
-    matrix = x if x.ndim == 2 else x.reshape(rows, cols)
-    stride = matrix.stride(0)
-    if matrix.stride(1) != 1 or stride < cols:
-        matrix, stride = matrix.contiguous(), cols
-    pointers: list[int | None] = [None] * 8
-    if not _fit(codec, buffers, x.shape):
-        return False
-    for slot, place in bound.places:
-        pointers[place] = buffers[slot].data_ptr()
-    scale_inv = None
-    if bound.scale_inv is not None:
-        scale_inv = buffers[bound.scale_inv]
-        if not _floats(scale, scale_inv.numel()) or (codec.needs_scale and scale is None):
-            return False
-    elif scale is not None:
-        return False
-    if amax:
-        shapes = codec.amax_shapes(x.shape)
-        for given, place, shape in zip(amax, bound.given, shapes, strict=True):
-            if not _floats(given, shape[0] * (shape[1] if len(shape) > 1 else 1)):
-                return False
-            pointers[place] = given.data_ptr()
+    cols, matrix, stride = site.cols, x, site.cols
+    if not x.is_contiguous():
+        matrix = x if x.ndim == 2 else x.reshape(site.rows, cols)
+        stride = matrix.stride(0)
+        if matrix.stride(1) != 1 or stride < cols:
+            matrix, stride = matrix.contiguous(), cols
     kernels.quantize(
-        bound.address,
+        site.address,
         matrix.data_ptr(),
         code,
-        rows,
+        site.rows,
         cols,
         stride,
-        torch.get_num_threads() if rows * cols > ONE_THREAD else 1,
+        torch.get_num_threads() if site.rows * cols > ONE_THREAD else 1,
         *pointers,
-        None if scale_inv is None else scale_inv.data_ptr(),
+        None if site.scale_inv is None else buffers[site.scale_inv].data_ptr(),
         None if scale is None else scale.data_ptr(),
         buffers[-1].data_ptr() if codec.returns_amax and len(buffers) > len(codec.slots) else None,
         0 if seed is None or not codec.stochastic_rounding else int(seed),
     )
+    return True
+
+
+def _take_given(
+    codec: Any,
+    site: Site,
+    pointers: list[int | None],
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+) -> bool:
+    """Whether factors and maxima that come with a call are as the kernels read them; adds the addresses of the maxima."""
+    if scale is None:
+        if codec.needs_scale:
+            return False
+    elif site.scale_inv is None or not _floats(scale, site.factors):
+        return False
+    if amax:
+        if len(amax) != len(site.given):
+            return False
+        for value, (place, count) in zip(amax, site.given, strict=True):
+            if not _floats(value, count):
+                return False
+            pointers[place] = value.data_ptr()
     return True
 
 
@@ -273,43 +285,80 @@ def dequantize_(
     Returns:
         False, with nothing written, for what the reference has to do.
     """
-    code, bound = _DTYPES.get(out.dtype), _bind(codec)
-    if code is None or bound is None or not out.numel() or not out.is_contiguous():
+    code, site = _DTYPES.get(out.dtype), _site(codec, torch.Size(shape))
+    if code is None or site is None or not out.is_contiguous():
         return False
     kernels = library()
-    if isinstance(kernels, str):
+    pointers = _pointers(site, buffers)
+    if isinstance(kernels, str) or pointers is None:
         return False
-    reads = bound.reads
-    if part.columnwise is not None and bound.scale_inv is None:
-        side = 0 if codec.side(part.columnwise) == "_rowwise" else 4
-        reads = tuple(place for _, place in bound.places if side <= place < side + 4)
-    pointers: list[int | None] = [None] * 8
-    if not _fit(codec, buffers, shape):
-        return False
-    for slot, place in bound.places:
-        if place in reads:
-            pointers[place] = buffers[slot].data_ptr()
-    rows, cols = rows_cols(shape)
-    count = rows - part.first if part.count is None else part.count
+    side = site.side
+    if part.columnwise is not None and site.scale_inv is None:
+        side = int(codec.side(part.columnwise) == "_columnwise")
+    count = site.rows - part.first if part.count is None else part.count
+    # Exactly one direction is handed over.
+    row = pointers[:3] if side == 0 else (None, None, None)
+    column = pointers[4:7] if side == 1 else (None, None, None)
+    factor = None if site.scale_inv is None else buffers[site.scale_inv].data_ptr()
     kernels.dequantize(
-        bound.address,
+        site.address,
         out.data_ptr(),
         code,
-        rows,
-        cols,
+        site.rows,
+        site.cols,
         part.first,
         count,
-        torch.get_num_threads() if count * cols > ONE_THREAD else 1,
-        pointers[0],
-        pointers[1],
-        pointers[2],
-        pointers[4],
-        pointers[5],
-        pointers[6],
-        _ONE_ADDRESS
-        if part.codes_only
-        else None
-        if bound.scale_inv is None
-        else buffers[bound.scale_inv].data_ptr(),
+        torch.get_num_threads() if count * site.cols > ONE_THREAD else 1,
+        *row,
+        *column,
+        _ONE_ADDRESS if part.codes_only else factor,
     )
     return True
+
+
+def linear_(
+    codec: Any,
+    buffers: Sequence[Tensor],
+    shape: Shape,
+    x: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> bool:
+    """``out = x @ weight.T * factor + bias`` from the rowwise buffers of a weight, decoded to bfloat16 in the cache.
+
+    Args:
+        codec: the quantizer of the weight.
+        buffers: of the weight, in slot order.
+        shape: (N, K) of the weight.
+        x: (..., K) bfloat16, contiguous.
+        factor: float32 of the rows of ``x`` (or one for all), or None.
+        bias: (N,) float32, or None.
+        out: (..., N), contiguous.
+
+    Returns:
+        False, with nothing written, where the CPU has no bfloat16 dot products or the weight no kernel.
+    """
+    code, site = _DTYPES.get(out.dtype), _site(codec, torch.Size(shape))
+    if code is None or site is None or not x.numel() or not out.is_contiguous():
+        return False
+    kernels = library()
+    pointers = _pointers(site, buffers)
+    if isinstance(kernels, str) or pointers is None or pointers[0] is None:
+        return False
+    status = kernels.linear(
+        site.address,
+        x.data_ptr(),
+        x.numel() // site.cols,
+        site.cols,
+        site.rows,
+        torch.get_num_threads(),
+        *pointers[:3],
+        None if site.scale_inv is None else buffers[site.scale_inv].data_ptr(),
+        None if factor is None else factor.data_ptr(),
+        int(factor is not None and factor.numel() > 1),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        code,
+    )
+    return bool(status == 0)

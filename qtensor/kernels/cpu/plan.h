@@ -59,6 +59,19 @@ struct QuantizeCall {
     i64 seed;
 };
 
+// x (m, k) bfloat16 @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
+struct LinearCall {
+    const u16* x;
+    i64 m, k, n;
+    Buffers weight;
+    const float* scale_inv;    // of the weight, fp8 without blocks
+    const float* row_factors;  // of x: one, or one a row (row_factor_step 1)
+    i64 row_factor_step;
+    const float* bias;
+    void* y;
+    i32 dtype, threads;
+};
+
 struct DequantizeCall {
     void* y;
     i32 dtype, threads;

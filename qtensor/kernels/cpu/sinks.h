@@ -24,4 +24,11 @@ INLINE Sink sink_of(const Plan& p, const Buffers& side, i64 lines, i64 length, b
     return s;
 }
 
+// The same for reading: stored square factors of float32 have one line for 128 lines.
+INLINE Sink source_of(const Plan& p, const Buffers& side, i64 lines, i64 length, bool columnwise) {
+    Sink s = sink_of(p, side, lines, length, columnwise);
+    if (p.square && p.scale == SCALE_F32) s.shift = 7;
+    return s;
+}
+
 }  // namespace QT_NAMESPACE

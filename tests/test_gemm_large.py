@@ -1,0 +1,126 @@
+"""Products with a weight that is decoded by tiles: the same bound as small ones, whoever multiplies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from formats import FormatCase, formats
+from test_gemm import assert_product, values
+
+import qtensor
+from qtensor.kernels.cpu import native
+from qtensor.library import tiles
+
+N, K = 515, 1030
+"""More than ``tiles.SMALL`` elements, ragged for every block; K is even, as dot products of pairs need."""
+
+
+@pytest.fixture(params=["dot products", "float32 tiles"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "float32 tiles":
+        monkeypatch.setattr(native, "linear_", lambda *args: False)
+        monkeypatch.setattr(tiles, "TILE_BYTES", 100 * K * 4)
+    return request.param
+
+
+def operands(case: FormatCase, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(13, K).to(dtype)
+    return x, case.quantize(torch.randn(N, K).to(dtype), **options)
+
+
+def test_the_weight_is_large():
+    assert tiles.is_large((N, K))
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weight_only(case: FormatCase, dtype: torch.dtype, path: str):
+    x, w = operands(case, dtype)
+    bias = torch.randn(N).to(dtype)
+    want = values(x), values(w).T
+    assert_product(F.linear(x, w), *want)
+    assert_product(F.linear(x, w, bias), *want, bias)
+    assert_product(qtensor.gemm(x, w, "TN", dtype=torch.float32), *want)
+    assert_product(F.linear(x.view(13, 1, K), w).flatten(0, 1), *want)
+
+
+@formats
+def test_both_quantized(case: FormatCase, path: str):
+    x, w = operands(case, torch.bfloat16)
+    q = case.quantize(x)
+    bias = torch.randn(N)
+    want = values(q), values(w).T
+    assert_product(qtensor.gemm(q, w, "TN", bias), *want, bias)
+    assert_product(qtensor.gemm(q, w, "TN", dtype=torch.float32), *want)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("fp8", {"dtype": "e5m2"}),
+        ("fp8_rowwise", {"axis": 0}),
+        ("fp8_blockwise", {"block_scaling_dim": 2}),
+        ("fp8_blockwise", {"force_pow_2_scales": False}),
+        ("mxfp8", {"swizzled": True}),
+        ("mxfp6", {"packed": True}),
+        ("nvfp4", {"row_scaled": True}),
+        ("nvfp4", {"with_2d_quantization": True}),
+        ("nvfp4", {"with_rht": True, "rht_side": "rowwise"}),
+        ("mxfp8", {"columnwise": True}),
+        ("nvfp4", {"columnwise": True}),
+    ],
+)
+def test_options(fmt: str, options: dict[str, Any], path: str):
+    torch.manual_seed(1)
+    x, w = torch.randn(6, K).bfloat16(), qtensor.quantize(torch.randn(N, K), fmt, **options)
+    assert_product(F.linear(x, w), values(x), values(w).T)
+
+
+def test_tiny_factors_are_kept():
+    """Values below the smallest normal bfloat16 number, which its dot products take for zero."""
+    x = torch.full((4, K), 2.0**100).bfloat16()
+    w = qtensor.quantize(torch.full((N, K), 2.0**-128), "mxfp8")
+    got = qtensor.gemm(x, w, "TN", dtype=torch.float32)
+    assert got.count_nonzero() == got.numel()
+    assert_product(got, values(x), values(w).T)
+
+
+def test_non_finite_values_reach_their_row_alone():
+    x = torch.randn(3, K).bfloat16()
+    w = torch.randn(N, K)
+    w[7, 3] = float("nan")
+    product = F.linear(x, qtensor.quantize(w, "mxfp8"))
+    assert product[:, 7].isnan().all()
+    assert product.isnan().sum() == 3
+
+
+PEAK = """
+import resource, sys, torch, qtensor
+import torch.nn.functional as F
+torch.set_num_threads(1)
+quantizer = qtensor.quantizer(sys.argv[1])
+x = torch.ones(8, 8192, dtype=torch.bfloat16)
+weights = [quantizer.make_empty((n, 8192), dtype=torch.bfloat16) for n in (64, 8192)]
+for weight in weights:
+    for buffer in weight.buffers():
+        buffer.zero_()
+F.linear(x, weights[0])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+F.linear(x, weights[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@formats
+def test_no_full_size_copy_of_the_weight(case: FormatCase):
+    """A bfloat16 copy would be 128 MiB, a float32 one 256."""
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, case.name], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) * 1024 < 64 << 20
