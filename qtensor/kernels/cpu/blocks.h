@@ -62,8 +62,11 @@ struct BlockQuantizer {
                     const Lines<T> m = row_lines(r, n, k, width);
                     quantize_lines<D, E, B, Codes>(m, row, 0, blocks_of(m));
                 }
+                // Only a whole tile follows a whole tile row for row.
+                const i64 r1 = (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
+                const bool whole = t + 1 < b && r1 + MX <= c.rows && k1 + width <= c.cols;
                 columns->run({x + r * c.stride + k, n, width, c.stride, c.column.data + r / Codes * unit * stride + k, stride,
-                              k, r / MX});
+                              k, r / MX, whole ? x + r1 * c.stride + k1 : nullptr});
             }
             delete columns;
         });
@@ -80,6 +83,11 @@ struct BlockQuantizer {
                 const i64 r = t / across * TILE, k = t % across * TILE;
                 const i64 n = c.rows - r < TILE ? c.rows - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
                 transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
+                if (t + 1 < b) {
+                    const i64 r1 = (t + 1) / across * TILE, k1 = (t + 1) % across * TILE;
+                    const i64 n1 = c.rows - r1 < TILE ? c.rows - r1 : TILE, w1 = c.cols - k1 < TILE ? c.cols - k1 : TILE;
+                    prefetch(x + r1 * c.stride + k1, n1, c.stride * i64(sizeof(T)), w1 * i64(sizeof(T)));
+                }
                 const Lines<T> m{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total};
                 f(m, r, n, k, width);
             }

@@ -15,6 +15,7 @@ struct Columns {
     u8* out;                 // the first row of codes of this band
     i64 out_stride;
     i64 column0, block0;
+    const T* next;           // rows of the same stride that are read after these, or null
 };
 
 template <class D, class E, int Codes>
@@ -47,7 +48,7 @@ struct ColumnQuantizer {
         T x[MX * GROUP] = {};
         u8 out[MX * GROUP];
         for (i64 r = 0; r < m.rows; r++) memcpy(x + r * GROUP, m.x + r * m.stride + first, sizeof(T) * n);
-        tile({x, m.rows, GROUP, GROUP, out, GROUP, m.column0 + first, m.block0}, false, n);
+        tile({x, m.rows, GROUP, GROUP, out, GROUP, m.column0 + first, m.block0, nullptr}, false, n);
         const i64 lines = (m.rows + Codes - 1) / Codes * (Codes == 4 ? 3 : 1);
         for (i64 r = 0; r < lines; r++) memcpy(m.out + r * m.out_stride + first, out + r * GROUP, n);
     }
@@ -132,6 +133,7 @@ struct ColumnQuantizer {
         constexpr int lines = Codes == 4 ? 3 : 1;
         const bool pow2 = !Safe && use_pow2(groups);
         for (i64 r = 0; r < m.rows; r += Codes) {
+            if (m.next) prefetch(m.next + r * m.stride, Codes, m.stride * i64(sizeof(T)), m.cols * i64(sizeof(T)));
             for (int k = 0; k < Codes; k++) {
                 if (r + k >= m.rows) {
                     memset(codes[k], 0, size_t(m.cols));

@@ -38,14 +38,15 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
     const int step = p.family == COLUMN;
     if (!c.row.data) {
         by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+            VF f[4 * TILE / GROUP];
+            for (i64 i = 0; p.family == ROW && i < (n + GROUP - 1) / GROUP * 4; i++)
+                for (int k = 0; k < W; k++) {
+                    const i64 e = c.first + first + i / 4 * GROUP + position<D>(int(i % 4), k);
+                    f[i][k] = e < c.rows ? c.scale_inv[e] : 0.0f;
+                }
             for (i64 l = 0; l < lines; l++) {
-                VF f[4 * TILE / GROUP];
-                for (i64 i = 0; i < (n + GROUP - 1) / GROUP * 4; i++)
-                    for (int k = 0; k < W; k++) {
-                        const i64 e = c.first + first + i / 4 * GROUP + position<D>(int(i % 4), k);
-                        f[i][k] = p.family == TENSOR ? *c.scale_inv : p.family == COLUMN ? c.scale_inv[line + l] : e < c.rows ? c.scale_inv[e] : 0;
-                    }
-                decode_run<D, E>(c.row.data ? nullptr : c.column.data + (line + l) * c.rows + c.first + first, n, f, 1, out + l * ld, false);
+                if (p.family != ROW) f[0] = f[1] = f[2] = f[3] = all(c.scale_inv[p.family == TENSOR ? 0 : line + l]);
+                decode_run<D, E>(c.column.data + (line + l) * c.rows + c.first + first, n, f, p.family == ROW, out + l * ld, false);
             }
         });
     } else if (p.family == TENSOR) {
@@ -61,6 +62,24 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
         });
     }
     operator delete[](factors, std::align_val_t(64));
+}
+
+// Row k of the 2 or 4 rows whose codes share bytes; each sum of shifts is one loop, which compilers vectorise.
+template <int Codes>
+static void unpack_row(const u8* line, i64 n, int k, u8* codes) {
+    const u8 *second = line + n, *third = second + n;
+    if (Codes == 2) {
+        const int shift = 4 * k;
+        for (i64 i = 0; i < n; i++) codes[i] = line[i] >> shift & 15;
+    } else if (k == 0) {
+        for (i64 i = 0; i < n; i++) codes[i] = line[i] & 63;
+    } else if (k == 1) {
+        for (i64 i = 0; i < n; i++) codes[i] = u8((line[i] >> 6 | second[i] << 2) & 63);
+    } else if (k == 2) {
+        for (i64 i = 0; i < n; i++) codes[i] = u8((second[i] >> 4 | third[i] << 4) & 63);
+    } else {
+        for (i64 i = 0; i < n; i++) codes[i] = third[i] >> 2;
+    }
 }
 
 // MX columnwise: rows share the factors of their band.
@@ -83,11 +102,7 @@ static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
             for (i64 r = row0; r < row0 + n; r++) {
                 const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
                 const int k = int(r % Codes);
-                for (i64 i = 0; Codes == 2 && i < c.cols; i++) codes[i] = k ? line[i] >> 4 : line[i] & 15;
-                for (i64 i = 0; Codes == 4 && i < c.cols; i++) {
-                    const u32 w = line[i] | u32(line[c.cols + i]) << 8 | u32(line[2 * c.cols + i]) << 16;
-                    codes[i] = u8(w >> 6 * k & 63);
-                }
+                if (Codes > 1) unpack_row<Codes>(line, c.cols, k, codes);
                 decode_run<D, E>(Codes == 1 ? line : codes, c.cols, factors, 1, (T*)c.y + (r - c.first) * c.cols, stream);
             }
         }

@@ -102,8 +102,9 @@ struct LineDecoder {
 
     void run(i64 first, i64 end) {
         const bool flat = m.length % B == 0;
-        for (i64 at = first; at < end; at += W) {
-            const i64 line = at / blocks, block = at % blocks;
+        i64 line = first / blocks, block = first % blocks;
+        for (i64 at = first; at < end; at += W, block += W) {
+            for (; block >= blocks; block -= blocks) line++;
             const int lanes = int(end - at < W ? end - at : W);
             factors(line, block, lanes);
             const bool whole = lanes == W && (block + W) * B <= m.length;

@@ -8,10 +8,11 @@ namespace QT_NAMESPACE {
 #if QT_ISA == 512
 struct Order {
     alignas(64) u8 even[64], odd[64], e2m1[128], nibble[64];
-    alignas(64) u16 high[32];
-    constexpr Order() : even(), odd(), e2m1(), nibble(), high() {
+    alignas(64) u16 high[32], block[32];
+    constexpr Order() : even(), odd(), e2m1(), nibble(), high(), block() {
         for (int i = 0; i < 64; i++) even[i] = u8(2 * i), odd[i] = u8(2 * i + 1);
         for (int i = 0; i < 32; i++) high[i] = u16(2 * i + 1);
+        for (int i = 0; i < 16; i++) block[2 * i] = u16((i & 3) * 8 + (i >> 2));
         for (int i = 0; i < 8; i++) nibble[8 * i] = u8(8 * i), nibble[8 * i + 4] = u8(8 * i + 4);
         // floor(4y) + ceil(4y), modulo 128, tells a value of E2M1 from the ties: it is odd strictly between quarters.
         constexpr int bound[] = {2, 6, 10, 14, 20, 28, 40};  // 8 * the midpoints 0.25, 0.75, ... 5
@@ -74,11 +75,28 @@ INLINE VB group_of_pairs(const u16* x, const VF f[4]) {
     return (VB)_mm512_ternarylogic_epi32((__m512i)pack<true>(c), sign, _mm512_set1_epi8(char(0x80)), 0xf8);
 }
 
+// ---- maxima of 16 blocks of 16 bfloat16, by words and without a horizontal maximum -------------------------------------------
+INLINE VI maxima_of_pairs(const u16* x) {
+    __m512i z[8], p[4], q[2];
+    for (int i = 0; i < 8; i++) z[i] = _mm512_and_si512(load<__m512i>(x + 32 * i), _mm512_set1_epi16(0x7fff));
+    for (int i = 0; i < 4; i++)
+        p[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0x88), _mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0xdd));
+    for (int i = 0; i < 2; i++)
+        q[i] = _mm512_max_epu16(_mm512_unpacklo_epi16(p[2 * i], p[2 * i + 1]), _mm512_unpackhi_epi16(p[2 * i], p[2 * i + 1]));
+    __m512i r = _mm512_max_epu16(_mm512_unpacklo_epi32(q[0], q[1]), _mm512_unpackhi_epi32(q[0], q[1]));
+    r = _mm512_max_epu16(r, _mm512_shuffle_epi32(r, _MM_PERM_ENUM(0x4e)));
+    return (VI)_mm512_slli_epi32(_mm512_maskz_permutexvar_epi16(0x55555555u, _mm512_load_si512(ORDER.block), r), 16);
+}
+
 // ---- E2M1 by table --------------------------------------------------------------------------------------------------------
-// Without -0; y has no NaN.
+// Without -0; y has no NaN. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
+template <bool Small>
 INLINE VI e2m1_index(VF y) {
-    __m512 v = _mm512_max_ps(_mm512_set1_ps(-6), _mm512_min_ps((__m512)y, _mm512_set1_ps(6)));
-    v = _mm512_mul_ps(v, _mm512_set1_ps(4));
+    __m512 v = (__m512)y;
+    if (!Small) {
+        v = _mm512_max_ps(_mm512_set1_ps(-6), _mm512_min_ps(v, _mm512_set1_ps(6)));
+        v = _mm512_mul_ps(v, _mm512_set1_ps(4));
+    }
     __m512i down = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512i up = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
     return (VI)_mm512_and_si512(_mm512_add_epi32(down, up), _mm512_set1_epi32(0x7f));

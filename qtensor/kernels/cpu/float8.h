@@ -111,9 +111,9 @@ struct Float8Quantizer {
         }
         constexpr i64 band = 256;
         parallel(c.rows, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
-            u8* codes = c.column.data ? new u8[size_t(band * band)] : nullptr;
+            u8* codes = c.column.data ? new (std::align_val_t(64)) u8[size_t(2 * band * band)] : nullptr;
             for (i64 r = a; r < b; r += band) bands(r, b - r < band ? b - r : band, factors, step, by_row, safe, codes);
-            delete[] codes;
+            operator delete[](codes, std::align_val_t(64));
         });
     }
 
@@ -132,14 +132,32 @@ struct Float8Quantizer {
         const i64 tile = codes ? 256 : RUN;
         for (i64 k = 0; k < c.cols; k += tile) {
             const i64 width = c.cols - k < tile ? c.cols - k : tile;
+            if (codes && k + 2 * tile <= c.cols)
+                prefetch(x + row0 * c.stride + k + tile, n, c.stride * i64(sizeof(T)), tile * i64(sizeof(T)));
             for (i64 r = 0; r < n; r++) {
                 const VF four[4] = {of_row[r], of_row[r], of_row[r], of_row[r]};
                 u8* out = codes ? codes + r * 256 : c.row.data + (row0 + r) * c.cols + k;
                 run_of(x + (row0 + r) * c.stride + k, width, by_row ? four : factors + k / W * step, by_row ? 0 : step, out,
                        safe);
-                if (codes && c.row.data) memcpy(c.row.data + (row0 + r) * c.cols + k, out, size_t(width));
+                if (codes && c.row.data) {
+                    u8* row = c.row.data + (row0 + r) * c.cols + k;
+                    if (nontemporal)
+                        stream_copy(row, out, width);
+                    else
+                        memcpy(row, out, size_t(width));
+                }
             }
-            if (codes) transpose<u8>(codes, 256, c.column.data + k * c.rows + row0, c.rows, n, width);
+            if (!codes) continue;
+            // Through a tile of its own, so that whole lines of memory leave at once.
+            u8* turned = codes + 256 * 256;
+            transpose<u8>(codes, 256, turned, 256, n, width);
+            for (i64 i = 0; i < width; i++) {
+                u8* out = c.column.data + (k + i) * c.rows + row0;
+                if (nontemporal)
+                    stream_copy(out, turned + i * 256, n);
+                else
+                    memcpy(out, turned + i * 256, size_t(n));
+            }
         }
     }
 };

@@ -32,6 +32,9 @@ struct Direction {
 
 template <class D, int B>
 INLINE VI strip_maxima(const typename D::T* x) {
+#if QT_ISA == 512
+    if constexpr (D::id == BF16 && B == 16) return maxima_of_pairs(x);
+#endif
     VI m[W];
     for (int b = 0; b < W; b++) {
         const typename D::T* p = x + b * B;
@@ -87,7 +90,7 @@ INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
     D::group(x, v);
 #if QT_ISA == 512
     if constexpr (E::width == 4 && Unsigned && !Safe) {
-        for (int j = 0; j < 4; j++) c[j] = e2m1_index((VF)v[j] * f[j]);
+        for (int j = 0; j < 4; j++) c[j] = e2m1_index<false>((VF)v[j] * f[j]);
         return e2m1_codes(pack<D::pairs>(c));
     }
 #endif
@@ -107,6 +110,25 @@ INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, 
 }
 
 #if QT_ISA == 512
+// NVFP4 where no value is far beyond the grid. Four times the factor: the table counts quarters.
+template <class D, class E, int B, int Codes>
+INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
+    if constexpr (B == NV) {
+        const VI fits = ((VI)((VF)amax * encode <= all(7.5f))) & (VI)(encode >= all(0x1p-14f)) & (VI)(encode <= all(0x1p120f));
+        if (any(~fits)) return false;
+        alignas(64) float factors[W];
+        store(factors, encode * all(4.0f));
+        for (int at = 0; at < W * B; at += GROUP) {
+            VI v[4], c[4];
+            D::group(x + at, v);
+            for (int j = 0; j < 4; j++) c[j] = e2m1_index<true>((VF)v[j] * spread<D, B>(factors, at, j));
+            store_codes<E, Codes>(out + at / Codes, e2m1_codes(pack<D::pairs>(c)), stream);
+        }
+        return true;
+    }
+    return false;
+}
+
 // The same for bfloat16 with factors 2^(127 - code), where every code allows it.
 template <class D, class E, int B, int Codes>
 INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream) {
@@ -166,18 +188,26 @@ struct Strips {
     const T* source(i64 line, i64 block) const { return m.x + line * m.stride + block * B; }
     u8* target(i64 line, i64 block) const { return m.out + line * m.out_stride + block * bytes; }
     void gather(i64 line, i64 block, T* scratch) const {
-        memset(scratch, 0, sizeof(T) * W * B);
-        for (int b = 0; b < W && line < m.count; b++) {
-            i64 n = m.length - block * B;
-            memcpy(scratch + b * B, source(line, block), sizeof(T) * (n < B ? n : B));
+        for (int b = 0; b < W; b++) {
+            const i64 n = line < m.count ? m.length - block * B : 0;
+            if (n >= B) {
+                memcpy(scratch + b * B, source(line, block), sizeof(T) * B);
+            } else {
+                memset(scratch + b * B, 0, sizeof(T) * B);
+                if (n > 0) memcpy(scratch + b * B, source(line, block), sizeof(T) * size_t(n));
+            }
             if (++block == blocks) block = 0, line++;
         }
     }
-    void scatter(i64 line, i64 block, const u8* scratch, bool whole) const {
+    void scatter(i64 line, i64 block, const u8* scratch, bool whole, bool stream) const {
         for (int b = 0; b < W && line < m.count; b++) {
-            i64 n = m.length - block * B;
-            n = n < B && !whole ? (n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1) : bytes;
-            memcpy(target(line, block), scratch + b * bytes, n);
+            const i64 n = m.length - block * B;
+            if (n < B && !whole)
+                memcpy(target(line, block), scratch + b * bytes, size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
+            else if (bytes % GROUP == 0 && stream)
+                stream_copy(target(line, block), scratch + b * bytes, bytes);
+            else
+                memcpy(target(line, block), scratch + b * bytes, bytes);
             if (++block == blocks) block = 0, line++;
         }
     }
@@ -224,22 +254,26 @@ struct LineQuantizer {
     }
 
     void run(i64 first, i64 end) {
-        for (i64 at = first; at < end; at += W) {
-            i64 line = at / strips.blocks, block = at % strips.blocks;
+        i64 line = first / strips.blocks, block = first % strips.blocks;
+        for (i64 at = first; at < end; at += W, block += W) {
+            for (; block >= strips.blocks; block -= strips.blocks) line++;
             int lanes = int(end - at < W ? end - at : W);
             bool direct_in = lanes == W && strips.direct(line, block, strips.flat_in);
             bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
             if (!direct_in) strips.gather(line, block, gathered);
             const T* x = direct_in ? strips.source(line, block) : gathered;
-            u8* out = direct ? strips.target(line, block) : scattered;
-            bool stream = direct && d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
+            u8* target = direct ? strips.target(line, block) : scattered;
+            bool stream = direct && d.nontemporal && (uintptr_t(target) & (GROUP - 1)) == 0;
+            // Packed codes leave in pieces too small to go around the cache one by one.
+            u8* out = stream && Codes > 1 ? scattered : target;
             if (d.line_amax)
                 for (int b = 0; b < W; b++) {
                     i64 l = (at + b) / strips.blocks;
                     global.set(b, nvfp4_global(d.line_amax[m.line0 + (l < m.count ? l : line)], p.e4m3_max));
                 }
             VI stored = strip(x, out, at, stream);
-            if (!direct) strips.scatter(line, block, scattered, d.whole_groups);
+            if (!direct) strips.scatter(line, block, scattered, d.whole_groups, d.nontemporal);
+            if (out != target) stream_copy(target, out, W * strips.bytes);
             put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
         }
     }
@@ -253,6 +287,7 @@ struct LineQuantizer {
             return f.stored;
         }
 #if QT_ISA == 512
+        if (encode_small<D, E, B, Codes>(x, amax, f.encode, out, stream)) return f.stored;
         if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f.encode, out, stream)) return f.stored;
 #endif
         encode_strip<D, E, B, Codes, false>(x, q.encode, out, stream);

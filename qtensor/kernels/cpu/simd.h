@@ -96,6 +96,18 @@ INLINE void store_bytes(u8* p, VB v, bool stream) {
 #endif
     store(p, v);
 }
+// n bytes around the cache, where the address allows it.
+INLINE void stream_copy(u8* to, const u8* from, i64 n) {
+    i64 i = 0;
+    if ((uintptr_t(to) & (GROUP - 1)) == 0)
+        for (; i + GROUP <= n; i += GROUP) store_bytes(to + i, load<VB>(from + i), true);
+    if (i < n) memcpy(to + i, from + i, size_t(n - i));
+}
+// Ask for rows of memory that are read soon.
+INLINE void prefetch(const void* first, i64 rows, i64 stride, i64 bytes) {
+    for (i64 r = 0; r < rows; r++)
+        for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch((const u8*)first + r * stride + i, 0, 2);
+}
 INLINE void fence() {
 #if QT_ISA > 0
     _mm_sfence();

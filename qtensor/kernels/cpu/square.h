@@ -124,16 +124,25 @@ struct SquareQuantizer {
             for (int at = 0; Codes > 1 && at < width; at += GROUP)
                 store_codes<E, Codes>(packed + at * (Codes == 4 ? 3 : 1) / Codes, load<VB>(c + at), false);
             // Codes behind the last column are those of zeros: a packed group may end with them.
-            memcpy(out + r * stride, Codes > 1 ? packed : c, size_t(size));
+            if (row.nontemporal)
+                stream_copy(out + r * stride, Codes > 1 ? packed : c, size);
+            else
+                memcpy(out + r * stride, Codes > 1 ? packed : c, size_t(size));
         }
     }
 
     void store_columns(u8* out, i64 stride, i64 rows, i64 row0, i64 column0, i64 n) {
+        transpose<u8>(codes, width, turned, B, B, width);
         if (Codes == 1) {
-            transpose<u8>(codes, width, out + column0 * stride + row0, stride, rows, n);
+            for (i64 c = 0; c < n; c++) {
+                u8* to = out + (column0 + c) * stride + row0;
+                if (row.nontemporal)
+                    stream_copy(to, turned + c * B, rows);
+                else
+                    memcpy(to, turned + c * B, size_t(rows));
+            }
             return;
         }
-        transpose<u8>(codes, width, turned, B, B, width);
         const i64 size = (rows + 1) / 2;
         for (i64 c = 0; c < n; c++) {
             u8 packed[B / 2];
