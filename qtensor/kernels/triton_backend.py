@@ -1,0 +1,53 @@
+"""The Triton kernels by format: what is served, and the three calls."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.kernels import triton_mx
+from qtensor.kernels.triton_common import FLOAT_DTYPES
+
+MODULES: dict[str, ModuleType] = {
+    "mxfp8": triton_mx,
+    "mxfp6": triton_mx,
+    "mxfp4": triton_mx,
+}
+
+
+def supports(codec: Any, dtype: torch.dtype) -> str | None:
+    """None where a quantizer is served for inputs (or decoded outputs) of ``dtype``, else the reason in one sentence."""
+    module = MODULES.get(codec.format)
+    if module is None:
+        return f"no Triton kernel serves {codec.format}; those that do: {', '.join(MODULES)}."
+    if dtype not in FLOAT_DTYPES:
+        return f"Triton kernels take float32, bfloat16 and float16, not {dtype}."
+    return None
+
+
+def quantize_(
+    codec: Any,
+    out: dict[str, Tensor],
+    x: Tensor,
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    """Write every buffer of ``out`` from ``x``: the meaning of ``Quantizer.encode_``.
+
+    Args:
+        codec: the quantizer, one that ``supports`` accepts.
+        out: buffers by attribute; padding is zero and stays so.
+        x: float32, bfloat16 or float16, any shape and strides.
+        scale: encode factors to use (FP8), float32.
+        amax: maxima to use, float32, one for each usage (NVFP4) or one (FP8).
+        seed: int64 (1,) for stochastic rounding.
+    """
+    flat = {name: buffer.contiguous() for name, buffer in out.items()}
+    MODULES[codec.format].quantize_(codec, flat, x, scale, amax, seed)
+    for name, buffer in out.items():
+        if flat[name] is not buffer:
+            buffer.copy_(flat[name])
