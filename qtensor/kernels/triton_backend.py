@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import triton_mx
+from qtensor.kernels import triton_float8, triton_mx, triton_nvfp4
 from qtensor.kernels.triton_common import FLOAT_DTYPES
 
 MODULES: dict[str, ModuleType] = {
+    "fp8": triton_float8,
+    "fp8_delayed": triton_float8,
+    "fp8_rowwise": triton_float8,
+    "fp8_blockwise": triton_float8,
     "mxfp8": triton_mx,
     "mxfp6": triton_mx,
     "mxfp4": triton_mx,
+    "nvfp4": triton_nvfp4,
 }
 
 

@@ -18,6 +18,13 @@ from torch import Tensor
 from qtensor.layout import ceil_div, rows_cols
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIDES = (
+    "_rowwise_data",
+    "_rowwise_scale_inv",
+    "_columnwise_data",
+    "_columnwise_scale_inv",
+)
+"""The buffers of a block format, in the order in which its kernels take them."""
 
 
 def float_bits(value: float) -> int:
@@ -73,7 +80,7 @@ def round_bfloat16(values):
 @triton.jit
 def tile_indices(rows, cols, BM: tl.constexpr, BK: tl.constexpr):
     """First row, first column (int64) of this program's tile."""
-    across = tl.cdiv(cols, BK)
+    across = tl.maximum(tl.cdiv(cols, BK), 1)
     program = tl.program_id(0).to(tl.int64)
     return program // across * BM, program % across * BK
 

@@ -43,6 +43,12 @@ def magnitude_bits(values):
 
 
 @triton.jit
+def finite_bits(bits):
+    """Bits of magnitudes with NaN as 0 and inf as the largest finite float32."""
+    return tl.where(bits > 0x7F800000, 0, tl.minimum(bits, 0x7F7FFFFF))
+
+
+@triton.jit
 def encode(values, KEEP_ZERO_SIGN: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
     """Values to codes, int32: nearest, ties to even, saturating; NaN is 0x7F (FP8) or 0.
 
@@ -62,6 +68,12 @@ def encode(values, KEEP_ZERO_SIGN: tl.constexpr, EXPONENT: tl.constexpr, MANTISS
     negative = as_bits(values) < 0 if KEEP_ZERO_SIGN else values < 0.0
     codes = codes | (negative.to(tl.int32) << (EXPONENT + MANTISSA))
     return tl.where(magnitude > 0x7F800000, NAN, codes)
+
+
+@triton.jit
+def encode_e4m3(values):
+    """E4M3 codes, int32."""
+    return encode(values, True, 4, 3, 0x43E00000)
 
 
 @triton.jit

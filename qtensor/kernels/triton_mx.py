@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtensor.kernels.triton_common import (
+    SIDES,
     as_matrix,
     block_max,
     launch,
@@ -85,11 +85,6 @@ def quantize_mx_kernel(  # noqa: D417
             )
 
 
-def supports(codec: Any, dtype: torch.dtype) -> str | None:
-    """Every option of ``mxfp8``, ``mxfp6`` and ``mxfp4`` is served."""
-    return None
-
-
 def pack_of(codec: Any) -> int:
     """Codes of a packed group: 1, 2 (in a byte) or 4 (in three)."""
     if codec.element.bits == 4:
@@ -107,14 +102,12 @@ def quantize_(
 ) -> None:
     """Write codes and factors of each usage."""
     matrix = as_matrix(x)
-    rows, cols = matrix.shape
     launch(
         quantize_mx_kernel,
-        tiles(rows, cols, TILE),
+        tiles(*matrix.shape, TILE),
         matrix,
-        *(out.get(f"{side}_{name}") for side in ("_rowwise", "_columnwise") for name in ("data", "scale_inv")),
-        rows,
-        cols,
+        *(out.get(name) for name in SIDES),
+        *matrix.shape,
         *matrix.stride(),
         ROWWISE=codec.rowwise,
         COLUMNWISE=codec.columnwise,
@@ -125,4 +118,4 @@ def quantize_(
         **element_constants(codec.element),
         BM=TILE[0],
         BK=TILE[1],
-    )  # fmt: skip
+    )
