@@ -3,6 +3,7 @@
 import pytest
 from formats import FORMATS
 from triton_checks import (
+    check_dequantize,
     check_quantize,
     check_shapes,
     check_strides,
@@ -46,3 +47,8 @@ def test_shapes(run, name):
 @each_format
 def test_strides(run, name):
     run(check_strides, name)
+
+
+@each_option
+def test_dequantize(run, name, options):
+    run(check_dequantize, name, (70, 100), options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import triton_float8, triton_mx, triton_nvfp4
+from qtensor.kernels import triton_dequantize, triton_float8, triton_mx, triton_nvfp4
 from qtensor.kernels.triton_common import FLOAT_DTYPES
 
 MODULES: dict[str, ModuleType] = {
@@ -56,3 +56,23 @@ def quantize_(
     for name, buffer in out.items():
         if flat[name] is not buffer:
             buffer.copy_(flat[name])
+
+
+def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
+    """Write the values of ``buffers`` into ``out``: the meaning of ``Quantizer.decode``, rounded once to its dtype.
+
+    Args:
+        codec: the quantizer, one that ``supports`` accepts.
+        buffers: by attribute; those of the side that ``codec.side()`` names are read.
+        out: float32, bfloat16 or float16, the logical shape.
+    """
+    flat = out.contiguous()
+    triton_dequantize.dequantize_(codec, {n: b.contiguous() for n, b in buffers.items()}, flat)
+    if flat is not out:
+        out.copy_(flat)
+
+
+def amax_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
+    """Write what ``Quantizer.amax`` returns: float32 maxima behind tensor-wide factors, none for local ones."""
+    if outputs:
+        MODULES[codec.format].amax_outputs_(codec, outputs, x)

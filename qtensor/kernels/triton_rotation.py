@@ -13,13 +13,25 @@ SIGN_MASK = tl.constexpr(0xD7E8)
 
 
 @triton.jit
-def hadamard_line(i: tl.constexpr, SIGNS: tl.constexpr):
-    """Entries (i, 0..15) of diag(signs) @ H16 / 4, float32: negative where i and j share an odd number of bits."""
+def _shared_bits(i: tl.constexpr):
+    """Parity of the bits that i shares with 0..15: the signs of a line of H16, or of a column."""
     shared = i & tl.arange(0, 16)
     shared = shared ^ (shared >> 2)
-    shared = (shared ^ (shared >> 1)) & 1
+    return (shared ^ (shared >> 1)) & 1
+
+
+@triton.jit
+def hadamard_line(i: tl.constexpr, SIGNS: tl.constexpr):
+    """Entries (i, 0..15) of diag(signs) @ H16 / 4, float32."""
     flipped: tl.constexpr = ((SIGN_MASK >> i) & 1) if SIGNS else 0
-    return tl.where(shared == flipped, 0.25, -0.25)
+    return tl.where(_shared_bits(i) == flipped, 0.25, -0.25)
+
+
+@triton.jit
+def hadamard_column(i: tl.constexpr, SIGNS: tl.constexpr):
+    """Entries (0..15, i) of diag(signs) @ H16 / 4, float32."""
+    flipped = (SIGN_MASK >> tl.arange(0, 16)) & 1 if SIGNS else tl.zeros((16,), tl.int32)
+    return tl.where(_shared_bits(i) == flipped, 0.25, -0.25)
 
 
 @triton.jit
