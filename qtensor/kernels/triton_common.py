@@ -157,7 +157,7 @@ def round_up(n, multiple: tl.constexpr):
 
 
 @triton.jit
-def store_codes(out_ptr, codes, line0, unit0, lines, length, stride_line, stride_unit, PACK: tl.constexpr):  # fmt: skip
+def store_codes(out_ptr, codes, line0, unit0, lines, groups, stride_line, stride_unit, PACK: tl.constexpr):  # fmt: skip
     """Write codes, int32, packed ``PACK`` to a group along the last dim: one a byte, 2 in a byte or 4 in 3 bytes.
 
     Args:
@@ -166,7 +166,7 @@ def store_codes(out_ptr, codes, line0, unit0, lines, length, stride_line, stride
         line0: index of the first line.
         unit0: index of the first code in its line, a multiple of ``PACK``.
         lines: lines of the matrix.
-        length: codes of a line of the matrix; a tail is filled up with code 0.
+        groups: groups of a line, from the host, so that Triton sees how they are aligned; a tail is filled with code 0.
         stride_line: bytes from a line to the next.
         stride_unit: bytes from a stored byte of a line to the next.
         PACK: 1, 2 or 4.
@@ -175,9 +175,8 @@ def store_codes(out_ptr, codes, line0, unit0, lines, length, stride_line, stride
     N: tl.constexpr = codes.shape[1]
     line = line0 + tl.arange(0, L)
     group = unit0 // PACK + tl.arange(0, N // PACK)
-    groups = tl.cdiv(length, PACK)
     if PACK == 1:
-        store_tile(out_ptr, codes, line, group, lines, length, stride_line, stride_unit)
+        store_tile(out_ptr, codes, line, group, lines, groups, stride_line, stride_unit)
     elif PACK == 2:
         low, high = tl.split(tl.reshape(codes, (L, N // 2, 2)))
         byte = low | (high << 4)
@@ -191,3 +190,38 @@ def store_codes(out_ptr, codes, line0, unit0, lines, length, stride_line, stride
             byte = (word >> (8 * i)) & 0xFF
             start = out_ptr + i * stride_unit
             store_tile(start, byte, line, group, lines, groups, stride_line, 3 * stride_unit)
+
+
+@triton.jit
+def split_16(values):
+    """(L, N) values to 16 tensors (L, N / 16): the elements 0, 1, .. of each group along the last dim."""
+    L: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    even, odd = tl.split(tl.reshape(values, (L, N // 16, 2, 2, 2, 2)))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    b0, b4 = tl.split(a0)
+    b1, b5 = tl.split(a1)
+    b2, b6 = tl.split(a2)
+    b3, b7 = tl.split(a3)
+    c0, c8 = tl.split(b0)
+    c1, c9 = tl.split(b1)
+    c2, c10 = tl.split(b2)
+    c3, c11 = tl.split(b3)
+    c4, c12 = tl.split(b4)
+    c5, c13 = tl.split(b5)
+    c6, c14 = tl.split(b6)
+    c7, c15 = tl.split(b7)
+    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
+
+
+@triton.jit
+def join_16(c):
+    """Inverse of ``split_16``."""
+    L: tl.constexpr = c[0].shape[0]
+    B: tl.constexpr = c[0].shape[1]
+    a0 = tl.join(tl.join(c[0], c[8]), tl.join(c[4], c[12]))
+    a1 = tl.join(tl.join(c[1], c[9]), tl.join(c[5], c[13]))
+    a2 = tl.join(tl.join(c[2], c[10]), tl.join(c[6], c[14]))
+    a3 = tl.join(tl.join(c[3], c[11]), tl.join(c[7], c[15]))
+    return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), (L, B * 16))

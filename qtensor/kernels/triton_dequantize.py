@@ -25,7 +25,7 @@ from qtensor.kernels.triton_common import (
 from qtensor.kernels.triton_elements import decode, e8m0_factor
 from qtensor.kernels.triton_mx import pack_of
 from qtensor.kernels.triton_nvfp4 import is_rotated
-from qtensor.kernels.triton_rotation import hadamard_column
+from qtensor.kernels.triton_rotation import product_16
 from qtensor.layout import ceil_div, round_up
 
 TILE = (64, 128)
@@ -33,31 +33,26 @@ TILE = (64, 128)
 
 @triton.jit
 def _load_codes(ptr, line, unit, lines, length, stride_line, stride_unit, PACK: tl.constexpr):
-    """Codes (len(line), len(unit)), int32, of the given elements; one load an element, two where codes cross bytes."""
+    """Codes (len(line), len(unit)), int32, of the given elements; PACK 4: two loads each, since codes cross bytes."""
     inside = (line < lines)[:, None] & (unit < length)[None, :]
     if PACK == 1:
         offsets = offsets_2d(line, unit, stride_line, stride_unit)
         return tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
-    elif PACK == 2:
-        offsets = offsets_2d(line, unit // 2, stride_line, stride_unit)
-        byte = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
-        return (byte >> (unit % 2 * 4).to(tl.int32)[None, :]) & 0xF
     else:
         bit = unit % 4 * 6
         start = unit // 4 * 3
-        first, second = start + bit // 8, start + tl.minimum(bit // 8 + 1, 2)
-        offsets = offsets_2d(line, first, stride_line, stride_unit)
+        offsets = offsets_2d(line, start + bit // 8, stride_line, stride_unit)
         low = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
-        offsets = offsets_2d(line, second, stride_line, stride_unit)
+        offsets = offsets_2d(line, start + tl.minimum(bit // 8 + 1, 2), stride_line, stride_unit)
         high = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
         return ((low | (high << 8)) >> (bit % 8).to(tl.int32)[None, :]) & 0x3F
 
 
 @triton.jit
-def _load_pairs(ptr, line, unit0, lines, length, stride_line, stride_unit, N: tl.constexpr):
-    """Codes (len(line), N), int32, two a byte, from one load a byte."""
+def _load_pairs(ptr, line, unit0, lines, pairs, stride_line, stride_unit, N: tl.constexpr):
+    """Codes (len(line), N), int32, two a byte, ``pairs`` bytes a line, from one load a byte."""
     byte_index = unit0 // 2 + tl.arange(0, N // 2)
-    inside = (line < lines)[:, None] & (byte_index < tl.cdiv(length, 2))[None, :]
+    inside = (line < lines)[:, None] & (byte_index < pairs)[None, :]
     offsets = offsets_2d(line, byte_index, stride_line, stride_unit)
     byte = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
     return tl.reshape(tl.join(byte & 0xF, byte >> 4), (line.shape[0], N))
@@ -111,7 +106,7 @@ def _store_values(out_ptr, values, line, unit, lines, length, stride_line, strid
 
 @triton.jit
 def dequantize_kernel(
-    data_ptr, factor_ptr, amax_ptr, out_ptr, lines, length, data_line, data_unit,
+    data_ptr, factor_ptr, amax_ptr, out_ptr, lines, length, pairs, data_line, data_unit,
     factor_line, factor_unit, out_line, out_unit, DL: tl.constexpr, DU: tl.constexpr,
     SCALE: tl.constexpr, SWIZZLED: tl.constexpr, PACK: tl.constexpr, TWO_LEVEL: tl.constexpr,
     ROW_SCALED: tl.constexpr, E4M3_MAX: tl.constexpr, EXPONENT: tl.constexpr,
@@ -121,7 +116,7 @@ def dequantize_kernel(
     line0, unit0 = tile_indices(lines, length, BM, BK)
     line, unit = line0 + tl.arange(0, BM), unit0 + tl.arange(0, BK)
     if PACK == 2:
-        codes = _load_pairs(data_ptr, line, unit0, lines, length, data_line, data_unit, BK)
+        codes = _load_pairs(data_ptr, line, unit0, lines, pairs, data_line, data_unit, BK)
     else:
         codes = _load_codes(data_ptr, line, unit, lines, length, data_line, data_unit, PACK)
     factors = _load_factors(
@@ -147,15 +142,10 @@ def dequantize_rotated_kernel(
         factor_ptr, line, unit0, lines, stored, factor_line, 1, BK, 1, 16, "e4m3", SWIZZLED
     )  # fmt: skip
     level = _load_global(amax_ptr, line, lines, E4M3_MAX, False)
-    group = unit0 + 16 * tl.arange(0, BK // 16)
-    total = tl.zeros((BM, BK // 16, 16), tl.float32)
-    for i in tl.static_range(16):
-        codes = _load_codes(data_ptr, line, group + i, lines, stored, data_line, 1, 2)
-        values = decode(codes, 2, 1) * factors * level
-        term = values[:, :, None] * hadamard_column(i, SIGNS)[None, None, :]
-        total = term if i == 0 else total + term
-    total = tl.reshape(total, (BM, BK))
-    _store_values(out_ptr, total, line, unit, lines, length, out_line, out_unit)
+    codes = _load_pairs(data_ptr, line, unit0, lines, data_line, data_line, 1, BK)
+    values = decode(codes, 2, 1) * spread(factors, 1, 16) * level
+    values = product_16(values, SIGNS, True)
+    _store_values(out_ptr, values, line, unit, lines, length, out_line, out_unit)
 
 
 def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
@@ -178,6 +168,7 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
         matrix,
         lines,
         length,
+        ceil_div(length, 2),
         *options.pop("data_strides"),
         *options.pop("factor_strides"),
         *strides,

@@ -28,6 +28,7 @@ from qtensor.kernels.triton_elements import (
     encode,
     magnitude_bits,
 )
+from qtensor.layout import ceil_div
 
 TILE = (64, 64)
 
@@ -45,8 +46,8 @@ def _codes(x, DM: tl.constexpr, DK: tl.constexpr, MODE: tl.constexpr, EXPONENT: 
 @triton.jit
 def quantize_mx_kernel(  # noqa: D417
     x_ptr, row_ptr, row_factor_ptr, col_ptr, col_factor_ptr, rows, cols, stride_m, stride_k,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    MODE: tl.constexpr, PACK: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    row_groups, col_groups, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
+    SWIZZLED: tl.constexpr, MODE: tl.constexpr, PACK: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of (BM, BK), multiples of 32, in both directions."""
@@ -57,8 +58,8 @@ def quantize_mx_kernel(  # noqa: D417
     if ROWWISE:
         DM: tl.constexpr = 32 if SQUARE else 1
         codes, factors = _codes(x, DM, 32, MODE, EXPONENT, MANTISSA, LARGEST)
-        pitch = tl.cdiv(cols, PACK) * (3 if PACK == 4 else 1)
-        store_codes(row_ptr, codes, m0, k0, rows, cols, pitch, 1, PACK)
+        pitch = row_groups * (3 if PACK == 4 else 1)
+        store_codes(row_ptr, codes, m0, k0, rows, row_groups, pitch, 1, PACK)
         block = k0 // 32 + tl.arange(0, BK // 32)
         store_factors(
             row_factor_ptr, spread(factors, DM, 1), m, block, rows, blocks_k,
@@ -71,7 +72,7 @@ def quantize_mx_kernel(  # noqa: D417
             store_codes(col_ptr, codes, m0, k0, rows, cols, cols, 1, 1)
         else:
             # Packing runs along the blocks, so a line is a column of the matrix.
-            store_codes(col_ptr, tl.trans(codes), k0, m0, cols, rows, 1, cols, PACK)
+            store_codes(col_ptr, tl.trans(codes), k0, m0, cols, col_groups, 1, cols, PACK)
         block = m0 // 32 + tl.arange(0, BM // 32)
         factors = spread(factors, 1, DK)
         if SWIZZLED:
@@ -102,6 +103,7 @@ def quantize_(
 ) -> None:
     """Write codes and factors of each usage."""
     matrix = as_matrix(x)
+    pack = pack_of(codec)
     launch(
         quantize_mx_kernel,
         tiles(*matrix.shape, TILE),
@@ -109,12 +111,14 @@ def quantize_(
         *(out.get(name) for name in SIDES),
         *matrix.shape,
         *matrix.stride(),
+        ceil_div(matrix.shape[1], pack),
+        ceil_div(matrix.shape[0], pack),
         ROWWISE=codec.rowwise,
         COLUMNWISE=codec.columnwise,
         SQUARE=codec.with_2d_quantization,
         SWIZZLED=codec.swizzled,
         MODE=codec.scale_mode,
-        PACK=pack_of(codec),
+        PACK=pack,
         **element_constants(codec.element),
         BM=TILE[0],
         BK=TILE[1],

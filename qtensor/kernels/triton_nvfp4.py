@@ -21,6 +21,7 @@ from qtensor.kernels.triton_common import (
     launch,
     load_tile,
     round_up,
+    split_16,
     spread,
     store_codes,
     store_factors,
@@ -36,8 +37,10 @@ from qtensor.kernels.triton_elements import (
     magnitude_bits,
     reciprocal,
 )
-from qtensor.kernels.triton_rotation import load_rotated, rotated_amax_kernel
+from qtensor.kernels.triton_rotation import rotate, rotated_amax_kernel
 from qtensor.kernels.triton_rounding import noise_bytes, stochastic_codes
+from qtensor.layout import ceil_div
+from qtensor.layout import round_up as round_up_host
 
 TILE = (64, 64)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -49,19 +52,6 @@ def _finite(values):
     """NaN as 0, inf as the largest finite float32."""
     bits = values.to(tl.int32, bitcast=True)
     return as_float(finite_bits(bits & 0x7FFFFFFF) | (bits & ~0x7FFFFFFF))
-
-
-@triton.jit
-def _load_side(x_ptr, line, unit0, lines, length, stride_line, stride_unit, N: tl.constexpr, ROTATED: tl.constexpr, SIGNS: tl.constexpr):  # fmt: skip
-    """What a side quantizes: float32 (lines of the tile, N), without NaN or inf."""
-    if ROTATED:
-        values = load_rotated(
-            x_ptr, line, unit0, lines, length, stride_line, stride_unit, N, SIGNS
-        )  # fmt: skip
-    else:
-        unit = unit0 + tl.arange(0, N)
-        values = load_tile(x_ptr, line, unit, lines, length, stride_line, stride_unit)
-    return _finite(values)
 
 
 @triton.jit
@@ -79,12 +69,10 @@ def _block_error(v, factors, global_scale, amax, DM: tl.constexpr, SQUARED: tl.c
     codes = encode(v * spread(_encode_factor(factors, global_scale), DM, 16), False, 2, 1, E2M1_LARGEST)
     decoded = decode(codes, 2, 1) * spread(decode(factors, 4, 3), DM, 16)
     difference = tl.div_rn(decoded * amax, tl.zeros_like(decoded) + 6.0 * E4M3_MAX) - v
-    terms = tl.reshape(difference * difference if SQUARED else tl.abs(difference), (L, NB, 16))
-    column = tl.arange(0, 16)[None, None, :]
-    # All but one term of each of these sums are 0: it picks a column.
-    error = tl.sum(tl.where(column == 0, terms, 0.0), 2)
+    terms = split_16(difference * difference if SQUARED else tl.abs(difference))
+    error = terms[0]
     for i in tl.static_range(1, 16):
-        error = error + tl.sum(tl.where(column == i, terms, 0.0), 2)
+        error = error + terms[i]
     if DM == 16:
         error = tl.sum(tl.reshape(error, (L // 16, 2, 8, NB)), 1)
         error = tl.sum(tl.reshape(error, (L // 16, 2, 4, NB)), 1)
@@ -122,9 +110,9 @@ def _quantize(v, amax, noise, DM: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVE
 
 
 @triton.jit
-def _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, length, SWIZZLED: tl.constexpr):  # fmt: skip
-    """Write the codes (L, N) and the factors (L, N / 16) of a side."""
-    store_codes(data_ptr, codes, line0, unit0, lines, length, tl.cdiv(length, 2), 1, 2)
+def _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, length, pairs, SWIZZLED: tl.constexpr):  # fmt: skip
+    """Write the codes (L, N), ``pairs`` bytes a line, and the factors (L, N / 16) of a side."""
+    store_codes(data_ptr, codes, line0, unit0, lines, pairs, pairs, 1, 2)
     blocks = tl.cdiv(length, 16)
     line = line0 + tl.arange(0, codes.shape[0])
     block = unit0 // 16 + tl.arange(0, codes.shape[1] // 16)
@@ -135,32 +123,32 @@ def _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, lengt
 
 @triton.jit
 def _side(
-    x_ptr, data_ptr, factor_ptr, amax_ptr, seed_ptr, line0, unit0, lines, length,
-    stride_line, stride_unit, L: tl.constexpr, N: tl.constexpr, STREAM: tl.constexpr,
-    ROTATED: tl.constexpr, SIGNS: tl.constexpr, ROW_SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    SWIZZLED: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
-    SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    x, data_ptr, factor_ptr, amax_ptr, seed_ptr, line0, unit0, lines, length, pairs,
+    STREAM: tl.constexpr, DTYPE: tl.constexpr, ROTATED: tl.constexpr, SIGNS: tl.constexpr,
+    ROW_SCALED: tl.constexpr, ALIGNED: tl.constexpr, SWIZZLED: tl.constexpr,
+    E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, SQUARED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a side with 1-D blocks: L lines, N elements of each."""
-    line = line0 + tl.arange(0, L)
-    v = _load_side(
-        x_ptr, line, unit0, lines, length, stride_line, stride_unit, N, ROTATED, SIGNS
-    )  # fmt: skip
+    """One tile of a side with 1-D blocks: lines, elements of each."""
+    v = _finite(rotate(x, SIGNS, DTYPE) if ROTATED else x)
+    line = line0 + tl.arange(0, x.shape[0])
     # A rotated side keeps whole groups of 16.
     stored = round_up(length, 16) if ROTATED else length
     if ROW_SCALED:
         amax = tl.load(amax_ptr + line, mask=line < lines, other=0.0)[:, None]
     else:
         amax = tl.load(amax_ptr + tl.arange(0, 1))[:, None]
+    N: tl.constexpr = x.shape[1]
     noise = noise_bytes(seed_ptr, line, unit0, stored, STREAM, N, ALIGNED) if STOCHASTIC else 0
     codes, factors = _quantize(v, amax, noise, 1, E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC)
-    _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, stored, SWIZZLED)
+    _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, stored, pairs, SWIZZLED)
 
 
 @triton.jit
 def quantize_nvfp4_kernel(
     x_ptr, row_ptr, row_factor_ptr, col_ptr, col_factor_ptr, row_amax_ptr, col_amax_ptr, seed_ptr,
-    rows, cols, stride_m, stride_k, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    rows, cols, stride_m, stride_k, row_pairs, col_pairs,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     ROW_ROTATED: tl.constexpr, COL_ROTATED: tl.constexpr, SIGNS: tl.constexpr,
     ROW_SCALED: tl.constexpr, ROW_ALIGNED: tl.constexpr, COL_ALIGNED: tl.constexpr,
     SWIZZLED: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
@@ -168,16 +156,18 @@ def quantize_nvfp4_kernel(
 ):  # fmt: skip
     """One tile of (BM, BK), multiples of 16, in both directions, each with blocks of its own."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
+    m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
+    x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
     if ROWWISE:
         _side(
-            x_ptr, row_ptr, row_factor_ptr, row_amax_ptr, seed_ptr, m0, k0, rows, cols,
-            stride_m, stride_k, BM, BK, 0, ROW_ROTATED, SIGNS, ROW_SCALED, ROW_ALIGNED,
-            SWIZZLED, E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC,
+            x, row_ptr, row_factor_ptr, row_amax_ptr, seed_ptr, m0, k0, rows, cols, row_pairs, 0,
+            x_ptr.dtype.element_ty, ROW_ROTATED, SIGNS, ROW_SCALED, ROW_ALIGNED, SWIZZLED,
+            E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC,
         )  # fmt: skip
     if COLUMNWISE:
         _side(
-            x_ptr, col_ptr, col_factor_ptr, col_amax_ptr, seed_ptr, k0, m0, cols, rows,
-            stride_k, stride_m, BK, BM, 1, COL_ROTATED, SIGNS, ROW_SCALED, COL_ALIGNED,
+            tl.trans(x), col_ptr, col_factor_ptr, col_amax_ptr, seed_ptr, k0, m0, cols, rows,
+            col_pairs, 1, x_ptr.dtype.element_ty, COL_ROTATED, SIGNS, ROW_SCALED, COL_ALIGNED,
             SWIZZLED, E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC,
         )  # fmt: skip
 
@@ -185,7 +175,8 @@ def quantize_nvfp4_kernel(
 @triton.jit
 def quantize_nvfp4_square_kernel(
     x_ptr, row_ptr, row_factor_ptr, col_ptr, col_factor_ptr, amax_ptr, seed_ptr,
-    rows, cols, stride_m, stride_k, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    rows, cols, stride_m, stride_k, row_pairs, col_pairs,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     ALIGNED: tl.constexpr, SWIZZLED: tl.constexpr, E4M3_MAX: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr, SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
@@ -199,12 +190,13 @@ def quantize_nvfp4_square_kernel(
     codes, factors = _quantize(v, amax, noise, 16, E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC)
     if ROWWISE:
         _store_side(
-            row_ptr, row_factor_ptr, codes, spread(factors, 16, 1), m0, k0, rows, cols, SWIZZLED
+            row_ptr, row_factor_ptr, codes, spread(factors, 16, 1), m0, k0, rows, cols, row_pairs,
+            SWIZZLED,
         )  # fmt: skip
     if COLUMNWISE:
         _store_side(
             col_ptr, col_factor_ptr, tl.trans(codes), tl.trans(spread(factors, 1, 16)),
-            k0, m0, cols, rows, SWIZZLED,
+            k0, m0, cols, rows, col_pairs, SWIZZLED,
         )  # fmt: skip
 
 
@@ -220,29 +212,31 @@ def usages(codec: Any) -> list[str]:
 
 def amax_outputs_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns: a maximum for each usage, after the rotation."""
-    plain: Tensor | None = None
-    for side, out in zip(usages(codec), outputs, strict=True):
-        if is_rotated(codec, side):
-            _rotated_amax_(codec, out, x, side)
-        elif codec.row_scaled:
+    by_side = dict(zip(usages(codec), outputs, strict=True))
+    if codec.with_rht and codec.rht_side in by_side:
+        rotated = by_side.pop(codec.rht_side)
+        _rotated_amax_(codec, rotated, next(iter(by_side.values()), None), x)
+    elif codec.row_scaled:
+        for side, out in by_side.items():
             amax_(out, x, -1 if side == "rowwise" else 0, finite=True)
-        elif plain is None:
-            amax_(out, x, finite=True)
-            plain = out
-        else:
-            out.copy_(plain)
+    else:
+        amax_(outputs[0], x, finite=True)
+        for out in outputs[1:]:
+            out.copy_(outputs[0])
 
 
-def _rotated_amax_(codec: Any, out: Tensor, x: Tensor, side: str) -> None:
+def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
     matrix = as_matrix(x)
-    lines = matrix if side == "rowwise" else matrix.t()
+    lines = matrix if codec.rht_side == "rowwise" else matrix.t()
     launch(
         rotated_amax_kernel,
         tiles(*lines.shape, TILE),
         lines,
-        out.zero_().view(torch.int32),
+        rotated.zero_().view(torch.int32),
+        None if plain is None else plain.zero_().view(torch.int32),
         *lines.shape,
         *lines.stride(),
+        PLAIN=plain is not None,
         SIGNS=codec.with_random_sign_mask,
         BM=TILE[0],
         BK=TILE[1],
@@ -280,15 +274,16 @@ def quantize_(
     }
     buffers = [out.get(name) for name in SIDES]
     seed = seed.to(x.device) if stochastic and seed is not None else None
+    rotated = {side: is_rotated(codec, side) for side in ("rowwise", "columnwise")}
+    # A rotated side keeps whole groups of 16; the groups of 16 random bytes fall on blocks where lines have whole ones.
+    row_length = round_up_host(cols, 16 if rotated["rowwise"] else 1)
+    col_length = round_up_host(rows, 16 if rotated["columnwise"] else 1)
+    sizes = (rows, cols, *matrix.stride(), ceil_div(row_length, 2), ceil_div(col_length, 2))
     count = tiles(rows, cols, TILE)
     if codec.two_dimensional:
         options["ALIGNED"] = cols % 16 == 0
-        launch(
-            quantize_nvfp4_square_kernel, count, matrix, *buffers, maxima[0], seed,
-            rows, cols, *matrix.stride(), **options,
-        )  # fmt: skip
+        launch(quantize_nvfp4_square_kernel, count, matrix, *buffers, maxima[0], seed, *sizes, **options)
         return
-    rotated = {side: is_rotated(codec, side) for side in ("rowwise", "columnwise")}
     launch(
         quantize_nvfp4_kernel,
         count,
@@ -297,15 +292,12 @@ def quantize_(
         out.get("_amax_rowwise"),
         out.get("_amax_columnwise"),
         seed,
-        rows,
-        cols,
-        *matrix.stride(),
+        *sizes,
         ROW_ROTATED=rotated["rowwise"],
         COL_ROTATED=rotated["columnwise"],
         SIGNS=codec.with_random_sign_mask,
         ROW_SCALED=codec.row_scaled,
-        # Groups of 16 random bytes fall on blocks where lines have whole groups.
-        ROW_ALIGNED=cols % 16 == 0 or rotated["rowwise"],
-        COL_ALIGNED=rows % 16 == 0 or rotated["columnwise"],
+        ROW_ALIGNED=row_length % 16 == 0,
+        COL_ALIGNED=col_length % 16 == 0,
         **options,
     )

@@ -5,74 +5,83 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import load_tile, round_bfloat16, tile_indices
+from qtensor.kernels.triton_common import (
+    join_16,
+    load_tile,
+    round_bfloat16,
+    split_16,
+    tile_indices,
+)
 from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
 
-SIGN_MASK = tl.constexpr(0xD7E8)
-"""Bit i is set where sign i is -1."""
+@triton.jit
+def _signed_sum(t, j: tl.constexpr, SHARED: tl.constexpr, SIGNS: tl.constexpr, BACK: tl.constexpr):
+    """One after the other, 16 terms with the signs of column j of diag(signs) @ H16 (``BACK``: of its transpose).
+
+    Bit k of ``SHARED``: k and j share an odd number of bits, so H16 is -1 there. Sign i is -1 where bit i of 0xD7E8 is set.
+    """
+    FLIPS: tl.constexpr = (0xFFFF * ((0xD7E8 >> j) & 1) if BACK else 0xD7E8) if SIGNS else 0
+    NEGATIVE: tl.constexpr = SHARED ^ FLIPS
+    total = -t[0] if NEGATIVE & 1 else t[0]
+    for k in tl.static_range(1, 16):
+        total = total - t[k] if (NEGATIVE >> k) & 1 else total + t[k]
+    return total
 
 
 @triton.jit
-def _shared_bits(i: tl.constexpr):
-    """Parity of the bits that i shares with 0..15: the signs of a line of H16, or of a column."""
-    shared = i & tl.arange(0, 16)
-    shared = shared ^ (shared >> 2)
-    return (shared ^ (shared >> 1)) & 1
+def product_16(values, SIGNS: tl.constexpr, BACK: tl.constexpr):
+    """Groups of 16 along the last dim times diag(signs) @ H16 / 4, or (``BACK``) times its transpose.
+
+    A product with -0.25 is exactly minus that with 0.25, so one product an element serves all sums.
+    """
+    t = split_16(values * 0.25)
+    return join_16(
+        (
+            _signed_sum(t, 0, 0x0000, SIGNS, BACK), _signed_sum(t, 1, 0xAAAA, SIGNS, BACK),
+            _signed_sum(t, 2, 0xCCCC, SIGNS, BACK), _signed_sum(t, 3, 0x6666, SIGNS, BACK),
+            _signed_sum(t, 4, 0xF0F0, SIGNS, BACK), _signed_sum(t, 5, 0x5A5A, SIGNS, BACK),
+            _signed_sum(t, 6, 0x3C3C, SIGNS, BACK), _signed_sum(t, 7, 0x9696, SIGNS, BACK),
+            _signed_sum(t, 8, 0xFF00, SIGNS, BACK), _signed_sum(t, 9, 0x55AA, SIGNS, BACK),
+            _signed_sum(t, 10, 0x33CC, SIGNS, BACK), _signed_sum(t, 11, 0x9966, SIGNS, BACK),
+            _signed_sum(t, 12, 0x0FF0, SIGNS, BACK), _signed_sum(t, 13, 0xA55A, SIGNS, BACK),
+            _signed_sum(t, 14, 0xC33C, SIGNS, BACK), _signed_sum(t, 15, 0x6996, SIGNS, BACK),
+        )
+    )  # fmt: skip
 
 
 @triton.jit
-def hadamard_line(i: tl.constexpr, SIGNS: tl.constexpr):
-    """Entries (i, 0..15) of diag(signs) @ H16 / 4, float32."""
-    flipped: tl.constexpr = ((SIGN_MASK >> i) & 1) if SIGNS else 0
-    return tl.where(_shared_bits(i) == flipped, 0.25, -0.25)
-
-
-@triton.jit
-def hadamard_column(i: tl.constexpr, SIGNS: tl.constexpr):
-    """Entries (0..15, i) of diag(signs) @ H16 / 4, float32."""
-    flipped = (SIGN_MASK >> tl.arange(0, 16)) & 1 if SIGNS else tl.zeros((16,), tl.int32)
-    return tl.where(_shared_bits(i) == flipped, 0.25, -0.25)
-
-
-@triton.jit
-def flush_subnormals(values):
+def _flush_subnormals(values):
     """Bfloat16 subnormals as zero."""
     return tl.where(magnitude_bits(values) < 0x00800000, 0.0, values)
 
 
 @triton.jit
-def load_rotated(x_ptr, line, unit0, lines, length, stride_line, stride_unit, N: tl.constexpr, SIGNS: tl.constexpr):  # fmt: skip
-    """Lines (len(line), N) of a matrix rotated in groups of 16, rounded to the dtype of the input.
-
-    One element of each group is read at a time: the sum runs over them in order.
-    """
-    L: tl.constexpr = line.shape[0]
-    BFLOAT16: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    FLOAT16: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-    group = unit0 + 16 * tl.arange(0, N // 16)
-    total = tl.zeros((L, N // 16, 16), tl.float32)
-    for i in tl.static_range(16):
-        values = load_tile(x_ptr, line, group + i, lines, length, stride_line, stride_unit)
-        if BFLOAT16:
-            values = flush_subnormals(values)
-        term = values[:, :, None] * hadamard_line(i, SIGNS)[None, None, :]
-        total = term if i == 0 else total + term
-    rotated = tl.reshape(total, (L, N))
-    if BFLOAT16:
+def rotate(values, SIGNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Lines (L, N) rotated in groups of 16, rounded to the dtype of the input (int16: bfloat16)."""
+    if DTYPE == tl.int16:
+        rotated = product_16(_flush_subnormals(values), SIGNS, False)
         bits = round_bfloat16(rotated) << 16
-        rotated = flush_subnormals(bits.to(tl.float32, bitcast=True))
-    if FLOAT16:
-        rotated = rotated.to(tl.float16).to(tl.float32)
-    return rotated
+        return _flush_subnormals(bits.to(tl.float32, bitcast=True))
+    elif DTYPE == tl.float16:
+        return product_16(values, SIGNS, False).to(tl.float16).to(tl.float32)
+    else:
+        return product_16(values, SIGNS, False)
 
 
 @triton.jit
 def rotated_amax_kernel(
-    x_ptr, amax_ptr, lines, length, stride_line, stride_unit,
-    SIGNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    x_ptr, amax_ptr, plain_amax_ptr, lines, length, stride_line, stride_unit,
+    PLAIN: tl.constexpr, SIGNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Raise the maximum in ``amax_ptr`` (bits of float32, int32) to that of one rotated tile."""
+    """Raise the maximum in ``amax_ptr`` (bits of float32, int32) to that of one rotated tile.
+
+    ``PLAIN``: and that in ``plain_amax_ptr`` to the maximum of the tile as it is.
+    """
     line0, unit0 = tile_indices(lines, length, BM, BK)
-    line = line0 + tl.arange(0, BM)
-    values = load_rotated(x_ptr, line, unit0, lines, length, stride_line, stride_unit, BK, SIGNS)
-    tl.atomic_max(amax_ptr, tl.max(tl.max(finite_bits(magnitude_bits(values)), 1), 0))
+    line, unit = line0 + tl.arange(0, BM), unit0 + tl.arange(0, BK)
+    values = load_tile(x_ptr, line, unit, lines, length, stride_line, stride_unit)
+    if PLAIN:
+        bits = finite_bits(magnitude_bits(values))
+        tl.atomic_max(plain_amax_ptr, tl.max(tl.max(bits, 1), 0))
+    bits = finite_bits(magnitude_bits(rotate(values, SIGNS, x_ptr.dtype.element_ty)))
+    tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0))
