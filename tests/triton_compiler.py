@@ -59,7 +59,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
     warps = constants.pop("num_warps", 4)
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     # What is None or 1 is a constant to Triton.
-    fixed = {n for n, v in values.items() if n in constants or v is None or (type(v) is int and v == 1)}
+    fixed = {
+        n for n, v in values.items() if n in constants or v is None or (type(v) is int and v == 1)
+    }
     places = {name: (index,) for index, name in enumerate(kernel.arg_names)}
     source = source_of(
         kernel,

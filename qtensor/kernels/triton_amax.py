@@ -48,7 +48,7 @@ def amax_(out: Tensor, x: Tensor, axis: int | None = None, *, finite: bool = Fal
     # The bits of magnitudes are ordered like integers, so programs meet in an integer atomic.
     launch(
         amax_kernel,
-        tiles(*matrix.shape, TILE),
+        tiles(matrix.shape, TILE),
         matrix,
         out.zero_().view(torch.int32),
         *matrix.shape,

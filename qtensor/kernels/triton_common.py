@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
 
 
-def tiles(rows: int, cols: int, tile: tuple[int, int]) -> int:
-    """Tiles of an (M, K) matrix."""
-    return ceil_div(rows, tile[0]) * ceil_div(cols, tile[1])
+def tiles(shape: Sequence[int], tile: tuple[int, int]) -> int:
+    """Tiles of a matrix."""
+    return ceil_div(shape[0], tile[0]) * ceil_div(shape[1], tile[1])
 
 
 def raw(x: Tensor) -> Tensor:
@@ -95,9 +96,7 @@ def offsets_2d(m, k, stride_m, stride_k):
 def load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k):
     """Values (len(m), len(k)) float32, 0 outside the matrix."""
     inside = (m < rows)[:, None] & (k < cols)[None, :]
-    return to_float32(
-        tl.load(x_ptr + offsets_2d(m, k, stride_m, stride_k), mask=inside, other=0)
-    )
+    return to_float32(tl.load(x_ptr + offsets_2d(m, k, stride_m, stride_k), mask=inside, other=0))
 
 
 @triton.jit

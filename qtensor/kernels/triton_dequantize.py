@@ -161,7 +161,7 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
     data, factors, options = _layout(codec, buffers, lines, length)
     launch(
         dequantize_kernel,
-        tiles(lines, length, TILE),
+        tiles((lines, length), TILE),
         data,
         factors,
         buffers.get(f"_amax{codec.side()}"),
@@ -197,7 +197,7 @@ def _dequantize_rotated_(
     groups = ceil_div(size[1], 16)
     launch(
         dequantize_rotated_kernel,
-        tiles(*size, TILE),
+        tiles(size, TILE),
         buffers[f"{side}_data"],
         buffers[f"{side}_scale_inv"],
         buffers[f"_amax{side}"],

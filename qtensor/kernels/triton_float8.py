@@ -97,10 +97,14 @@ def quantize_blocks_kernel(
         if SQUARE:
             if ROWWISE:
                 pitch = round_up(blocks_k, 4)
-                store_tile(row_factor_ptr, scale_inv, block_m, block_k, blocks_m, blocks_k, pitch, 1)
+                store_tile(
+                    row_factor_ptr, scale_inv, block_m, block_k, blocks_m, blocks_k, pitch, 1
+                )
             if COLUMNWISE:
                 pitch = round_up(blocks_m, 4)
-                store_tile(col_factor_ptr, scale_inv, block_m, block_k, blocks_m, blocks_k, 1, pitch)
+                store_tile(
+                    col_factor_ptr, scale_inv, block_m, block_k, blocks_m, blocks_k, 1, pitch
+                )
                 store_tile(col_ptr, tl.trans(codes), k, m, cols, rows, rows, 1)
         else:
             # Stored factors of 1-D blocks are (blocks along K, M).
@@ -151,7 +155,7 @@ def quantize_(
     launch(
         cast_kernel,
         # A tensor without elements may have factors.
-        tiles(*(max(n, 1) for n in matrix.shape), TILE),
+        tiles([max(n, 1) for n in matrix.shape], TILE),
         matrix,
         factors.contiguous(),
         out.get("_data"),
@@ -177,7 +181,7 @@ def _quantize_blocks_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
     tile = (BLOCK, BLOCK) if along_m else (32, BLOCK)
     launch(
         quantize_blocks_kernel,
-        tiles(*matrix.shape, tile),
+        tiles(matrix.shape, tile),
         matrix,
         *(out.get(name) for name in SIDES),
         *matrix.shape,

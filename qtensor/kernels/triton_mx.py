@@ -44,7 +44,7 @@ def _codes(x, DM: tl.constexpr, DK: tl.constexpr, MODE: tl.constexpr, EXPONENT: 
 
 
 @triton.jit
-def quantize_mx_kernel(  # noqa: D417
+def quantize_mx_kernel(
     x_ptr, row_ptr, row_factor_ptr, col_ptr, col_factor_ptr, rows, cols, stride_m, stride_k,
     row_groups, col_groups, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
     SWIZZLED: tl.constexpr, MODE: tl.constexpr, PACK: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
@@ -106,7 +106,7 @@ def quantize_(
     pack = pack_of(codec)
     launch(
         quantize_mx_kernel,
-        tiles(*matrix.shape, TILE),
+        tiles(matrix.shape, TILE),
         matrix,
         *(out.get(name) for name in SIDES),
         *matrix.shape,

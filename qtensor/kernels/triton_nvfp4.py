@@ -66,7 +66,9 @@ def _block_error(v, factors, global_scale, amax, DM: tl.constexpr, SQUARED: tl.c
     """Error of each block if it had these factors: 16 elements in order, then 16 rows by halves 8, 4, 2, 1."""
     L: tl.constexpr = v.shape[0]
     NB: tl.constexpr = v.shape[1] // 16
-    codes = encode(v * spread(_encode_factor(factors, global_scale), DM, 16), False, 2, 1, E2M1_LARGEST)
+    codes = encode(
+        v * spread(_encode_factor(factors, global_scale), DM, 16), False, 2, 1, E2M1_LARGEST
+    )
     decoded = decode(codes, 2, 1) * spread(decode(factors, 4, 3), DM, 16)
     difference = tl.div_rn(decoded * amax, tl.zeros_like(decoded) + 6.0 * E4M3_MAX) - v
     terms = split_16(difference * difference if SQUARED else tl.abs(difference))
@@ -89,7 +91,11 @@ def _quantize(v, amax, noise, DM: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVE
         v: (L, N) without NaN or inf.
         amax: (L, 1) or (1, 1).
         noise: random bytes (L, N), int32, where ``STOCHASTIC``.
-        DM, E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC: options.
+        DM: lines of a block.
+        E4M3_MAX: an option of the format.
+        FOUR_OVER_SIX: an option of the format.
+        SQUARED: the error of ``FOUR_OVER_SIX`` is the squared one.
+        STOCHASTIC: round at random.
     """
     known = tl.where(amax > 0.0, amax, 6.0 * E4M3_MAX)
     global_scale = tl.minimum(tl.div_rn(tl.zeros_like(known) + 6.0 * E4M3_MAX, known), FLOAT32_MAX)
@@ -230,7 +236,7 @@ def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor)
     lines = matrix if codec.rht_side == "rowwise" else matrix.t()
     launch(
         rotated_amax_kernel,
-        tiles(*lines.shape, TILE),
+        tiles(lines.shape, TILE),
         lines,
         rotated.zero_().view(torch.int32),
         None if plain is None else plain.zero_().view(torch.int32),
@@ -279,10 +285,19 @@ def quantize_(
     row_length = round_up_host(cols, 16 if rotated["rowwise"] else 1)
     col_length = round_up_host(rows, 16 if rotated["columnwise"] else 1)
     sizes = (rows, cols, *matrix.stride(), ceil_div(row_length, 2), ceil_div(col_length, 2))
-    count = tiles(rows, cols, TILE)
+    count = tiles(matrix.shape, TILE)
     if codec.two_dimensional:
         options["ALIGNED"] = cols % 16 == 0
-        launch(quantize_nvfp4_square_kernel, count, matrix, *buffers, maxima[0], seed, *sizes, **options)
+        launch(
+            quantize_nvfp4_square_kernel,
+            count,
+            matrix,
+            *buffers,
+            maxima[0],
+            seed,
+            *sizes,
+            **options,
+        )
         return
     launch(
         quantize_nvfp4_kernel,

@@ -14,6 +14,7 @@ from qtensor.kernels.triton_common import (
 )
 from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
 
+
 @triton.jit
 def _signed_sum(t, j: tl.constexpr, SHARED: tl.constexpr, SIGNS: tl.constexpr, BACK: tl.constexpr):
     """One after the other, 16 terms with the signs of column j of diag(signs) @ H16 (``BACK``: of its transpose).
@@ -56,13 +57,13 @@ def _flush_subnormals(values):
 
 
 @triton.jit
-def rotate(values, SIGNS: tl.constexpr, DTYPE: tl.constexpr):
+def rotate(values, SIGNS: tl.constexpr, dtype: tl.constexpr):
     """Lines (L, N) rotated in groups of 16, rounded to the dtype of the input (int16: bfloat16)."""
-    if DTYPE == tl.int16:
+    if dtype == tl.int16:
         rotated = product_16(_flush_subnormals(values), SIGNS, False)
         bits = round_bfloat16(rotated) << 16
         return _flush_subnormals(bits.to(tl.float32, bitcast=True))
-    elif DTYPE == tl.float16:
+    elif dtype == tl.float16:
         return product_16(values, SIGNS, False).to(tl.float16).to(tl.float32)
     else:
         return product_16(values, SIGNS, False)
