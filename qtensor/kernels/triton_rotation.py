@@ -5,14 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import (
-    join_16,
-    load_tile,
-    round_bfloat16,
-    split_16,
-    tile_indices,
-)
-from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
+from qtensor.kernels.triton_common import join_16, round_bfloat16, split_16
+from qtensor.kernels.triton_elements import magnitude_bits
 
 
 @triton.jit
@@ -67,22 +61,3 @@ def rotate(values, SIGNS: tl.constexpr, dtype: tl.constexpr):
         return product_16(values, SIGNS, False).to(tl.float16).to(tl.float32)
     else:
         return product_16(values, SIGNS, False)
-
-
-@triton.jit
-def rotated_amax_kernel(
-    x_ptr, amax_ptr, plain_amax_ptr, lines, length, stride_line, stride_unit,
-    PLAIN: tl.constexpr, SIGNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Raise the maximum in ``amax_ptr`` (bits of float32, int32) to that of one rotated tile.
-
-    ``PLAIN``: and that in ``plain_amax_ptr`` to the maximum of the tile as it is.
-    """
-    line0, unit0 = tile_indices(lines, length, BM, BK)
-    line, unit = line0 + tl.arange(0, BM), unit0 + tl.arange(0, BK)
-    values = load_tile(x_ptr, line, unit, lines, length, stride_line, stride_unit)
-    if PLAIN:
-        bits = finite_bits(magnitude_bits(values))
-        tl.atomic_max(plain_amax_ptr, tl.max(tl.max(bits, 1), 0))
-    bits = finite_bits(magnitude_bits(rotate(values, SIGNS, x_ptr.dtype.element_ty)))
-    tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0))
