@@ -51,9 +51,12 @@ def device() -> str:
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """All kinds of values in bands of rows, then those that leave no band alone, as one tensor each."""
-    whole = [make(kind, shape, dtype) for kind in ("subnormal", "max_finite", "powers_of_two")]
-    return [mixed(shape, dtype), mixed(shape, dtype, finite=False), *whole]
+    """All kinds of values in bands of rows; in float32 also those that leave no band alone, as one tensor each."""
+    bands = [mixed(shape, dtype, finite=False)]
+    if dtype != torch.float32:
+        return bands
+    whole = [make(kind, shape, dtype) for kind in ("subnormal", "max_finite")]
+    return [*bands, mixed(shape, dtype), *whole]
 
 
 def call_of(codec: Any, x: Tensor) -> dict[str, Any]:
@@ -94,14 +97,15 @@ def compare_dequantize(codec: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_quantize(name: str, shape: tuple[int, int], options: dict[str, Any]) -> None:
-    """All usages; every dtype; all kinds of values."""
+    """All kinds of values in every dtype; each usage alone."""
     torch.manual_seed(0)
-    for rowwise, columnwise in USAGES:
-        codec = qtensor.quantizer(name, rowwise=rowwise, columnwise=columnwise, **options)
-        dtypes = DTYPES if rowwise and columnwise else DTYPES[:1]
-        for dtype in dtypes:
-            for x in inputs(shape, dtype) if rowwise and columnwise else [mixed(shape, dtype)]:
-                compare_quantize(codec, x.to(device()))
+    codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
+    for dtype in DTYPES:
+        for x in inputs(shape, dtype):
+            compare_quantize(codec, x.to(device()))
+    for rowwise, columnwise in USAGES[:2]:
+        alone = codec.with_usage(rowwise=rowwise, columnwise=columnwise)
+        compare_quantize(alone, mixed(shape, torch.bfloat16).to(device()))
 
 
 def check_shapes(name: str, shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
@@ -109,14 +113,32 @@ def check_shapes(name: str, shapes: list[tuple[int, ...]], options: dict[str, An
     torch.manual_seed(1)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
     for shape in shapes:
-        compare_quantize(codec, torch.randn(shape, device=device()).bfloat16())
+        x = torch.randn(shape).bfloat16()
+        compare_quantize(codec, x.to(device()))
+        compare_dequantize(codec, x.to(device()), torch.bfloat16)
+
+
+def check_given_factors(name: str, options: dict[str, Any]) -> None:
+    """Maxima from elsewhere (a process group, say), and what the kernels find themselves."""
+    torch.manual_seed(4)
+    codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
+    for x in (mixed((40, 70), torch.float32), make("nan", (40, 70), torch.float32)):
+        want = codec.amax(x)
+        got = [torch.empty_like(a, device=device()) for a in want]
+        backend().amax_(codec, got, x.to(device()))
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.cpu().nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0)), codec
+        doubled = [a.to(device()) * 2 for a in want]
+        compare_quantize(codec, x.to(device()), amax=doubled)
+        if codec.spec.block is None:
+            compare_quantize(codec, x.to(device()), scale=doubled[0] / 3)
 
 
 def check_strides(name: str) -> None:
     """Inputs that are not contiguous."""
     torch.manual_seed(2)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True)
-    base = torch.randn(40, 50, 6, device=device())
+    base = torch.randn(24, 34, 6, device=device())
     for x in (base[:, :, 1], base[:, :, 2].t(), base[::2, 3:], base.transpose(0, 1), base[0, 0, 0]):
         compare_quantize(codec, x)
 
@@ -127,5 +149,32 @@ def check_dequantize(name: str, shape: tuple[int, int], options: dict[str, Any])
     for rowwise, columnwise in USAGES[:2]:
         codec = qtensor.quantizer(name, rowwise=rowwise, columnwise=columnwise, **options)
         for dtype in DTYPES:
-            for x in (mixed(shape, torch.float32, finite=False), make("subnormal", shape, dtype)):
-                compare_dequantize(codec, x.to(device()), dtype)
+            compare_dequantize(codec, mixed(shape, dtype, finite=False).to(device()), dtype)
+        compare_dequantize(codec, make("subnormal", shape, dtype).to(device()), torch.float32)
+
+
+def check_reasons() -> None:
+    """Formats of others and other dtypes are refused in a sentence."""
+    codec = qtensor.quantizer("mxfp8")
+    assert all(backend().supports(codec, dtype) is None for dtype in DTYPES)
+    assert "float64" in backend().supports(codec, torch.float64)
+    unknown = type("Codec", (), {"format": "mine"})
+    assert "mine" in backend().supports(unknown, torch.float32)
+
+
+def check_sabotaged() -> None:
+    """A kernel that writes one wrong code must fail the comparison."""
+    real = backend()
+    codec = qtensor.quantizer("mxfp8")
+
+    class Wrong:
+        @staticmethod
+        def quantize_(codec: Any, out: dict[str, Tensor], x: Tensor, **call: Any) -> None:
+            real.quantize_(codec, out, x, **call)
+            out["_rowwise_data"].view(-1)[-1] ^= 1
+
+    globals()["backend"] = lambda: Wrong
+    try:
+        compare_quantize(codec, torch.ones(3, 40, device=device()))
+    finally:
+        globals()["backend"] = lambda: real

@@ -17,7 +17,8 @@ def _signed_sum(t, j: tl.constexpr, SHARED: tl.constexpr, SIGNS: tl.constexpr, B
     """
     FLIPS: tl.constexpr = (0xFFFF * ((0xD7E8 >> j) & 1) if BACK else 0xD7E8) if SIGNS else 0
     NEGATIVE: tl.constexpr = SHARED ^ FLIPS
-    total = -t[0] if NEGATIVE & 1 else t[0]
+    # A negation would be 0 - t, which loses the sign of zero.
+    total = t[0] * -1.0 if NEGATIVE & 1 else t[0]
     for k in tl.static_range(1, 16):
         total = total - t[k] if (NEGATIVE >> k) & 1 else total + t[k]
     return total
