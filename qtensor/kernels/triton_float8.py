@@ -62,7 +62,8 @@ def cast_kernel(
     scale = tl.load(factor_ptr + index, mask=index < size, other=1.0)
     if not GIVEN:
         scale = fp8_scale(magnitude_bits(scale), epsilon, FLOAT32_MAX, POWER_OF_TWO, LARGEST)
-    tl.store(scale_inv_ptr + index, reciprocal(scale), mask=(index < size) & first)
+    written = tl.where(first, size, 0)
+    tl.store(scale_inv_ptr + index, reciprocal(scale), mask=index < written)
     scale = scale[None, :] if AXIS == 0 else scale[:, None]
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
     codes = encode(x * scale, True, EXPONENT, MANTISSA, LARGEST)
