@@ -74,6 +74,22 @@ def test_strides(run, name):
 @pytest.mark.parametrize(
     ("name", "options"),
     named([
+        ("fp8_rowwise", {"force_pow_2_scales": True}),
+        ("fp8_blockwise", {}),
+        *(("mxfp8", {"scale_mode": mode}) for mode in ("rceil", "floor", "ceil", "even")),
+        ("mxfp4", {"scale_mode": "even"}),
+        ("nvfp4", {}),
+        ("nvfp4", {"e4m3_max": 256.0}),
+        ("nvfp4", {"use_4over6": True, "e4m3_max": 448.0}),
+    ]),
+)
+def test_factors_at_edges(run, name, options):
+    run(checks.check_factor_edges, name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    named([
         ("fp8", {}),
         ("fp8_delayed", {}),
         ("fp8_rowwise", {}),

@@ -118,6 +118,25 @@ def check_shapes(name: str, shapes: list[tuple[int, ...]], options: dict[str, An
         compare_dequantize(codec, x.to(device()), torch.bfloat16)
 
 
+def check_factor_edges(name: str, options: dict[str, Any]) -> None:
+    """Block maxima at the edges of the rules for factors, one a row: powers of two times the largest element, ties of E4M3."""
+    codec = qtensor.quantizer(name, **options)
+    powers = codec.element.max * torch.exp2(torch.arange(-150, 119).double())
+    e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    # With 4.2 as the maximum of the tensor (whose factor over 6 and times 1/6 differ) these ask for a factor between two.
+    ties = (e4m3[1:] + e4m3[:-1]) / 2 * 4.2 / getattr(codec, "e4m3_max", 1)
+    edges = (ties if name == "nvfp4" else powers).float()
+    values = torch.cat([
+        edges,
+        torch.nextafter(edges, edges * 2),
+        torch.nextafter(edges, edges / 2),
+    ])
+    values = torch.cat([values[values.isfinite()], torch.tensor([4.2])])
+    x = torch.zeros(len(values), codec.spec.block[1] if codec.spec.block else 1)
+    x[:, 0] = values
+    compare_quantize(codec, x.to(device()))
+
+
 def check_given_factors(name: str, options: dict[str, Any]) -> None:
     """Maxima from elsewhere (a process group, say), and what the kernels find themselves."""
     torch.manual_seed(4)
