@@ -149,6 +149,15 @@ def check_given_factors(name: str, options: dict[str, Any]) -> None:
             assert torch.equal(a.cpu().nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0)), codec
         doubled = [a.to(device()) * 2 for a in want]
         compare_quantize(codec, x.to(device()), amax=doubled)
+        if codec.needs_scale:
+            found = torch.full((1,), 9e9, device=device())
+            buffers = codec.alloc_tensors(x.shape, device=device())
+            backend().quantize_with_amax_(codec, buffers, x.to(device()), doubled[0], found)
+            assert torch.equal(found.cpu().nan_to_num(nan=-1.0), want[0].nan_to_num(nan=-1.0))
+            scaled = codec.alloc_tensors(x.shape)
+            codec.encode_(scaled, x, want[0] * 2, None, None)
+            for name in scaled:
+                assert_same_bytes(buffers[name].cpu(), scaled[name], name)
         if codec.spec.block is None:
             compare_quantize(codec, x.to(device()), scale=doubled[0] / 3)
 

@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_common import as_matrix, launch, load_tile, tile_indices, tiles
+from qtensor.kernels.triton_common import (
+    as_matrix,
+    launch,
+    load_tile,
+    tile_for,
+    tile_indices,
+    tiles,
+)
 from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
-
-TILE = (64, 64)
 
 
 @triton.jit
@@ -45,16 +50,17 @@ def amax_(out: Tensor, x: Tensor, axis: int | None = None, *, finite: bool = Fal
         finite: NaN does not count, and inf counts as the largest finite float32.
     """
     matrix = as_matrix(x)
+    tile = tile_for(matrix.shape)
     # The bits of magnitudes are ordered like integers, so programs meet in an integer atomic.
     launch(
         amax_kernel,
-        tiles(matrix.shape, TILE),
+        tiles(matrix.shape, tile),
         matrix,
         out.zero_().view(torch.int32),
         *matrix.shape,
         *matrix.stride(),
         FINITE=finite,
         AXIS=axis,
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
     )

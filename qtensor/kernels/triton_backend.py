@@ -53,9 +53,7 @@ def quantize_(
     """
     flat = {name: buffer.contiguous() for name, buffer in out.items()}
     MODULES[codec.format].quantize_(codec, flat, x, scale, amax, seed)
-    for name, buffer in out.items():
-        if flat[name] is not buffer:
-            buffer.copy_(flat[name])
+    _copy_back(out, flat)
 
 
 def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
@@ -76,3 +74,18 @@ def amax_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns: float32 maxima behind tensor-wide factors, none for local ones."""
     if outputs:
         MODULES[codec.format].amax_outputs_(codec, outputs, x)
+
+
+def quantize_with_amax_(
+    codec: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+) -> None:
+    """Delayed scaling: ``quantize_`` with ``scale``, and the maximum of |x| into ``amax`` (1,) float32, from one read."""
+    flat = {name: buffer.contiguous() for name, buffer in out.items()}
+    triton_float8.quantize_with_amax_(codec, flat, x, scale, amax)
+    _copy_back(out, flat)
+
+
+def _copy_back(out: dict[str, Tensor], flat: dict[str, Tensor]) -> None:
+    for name, buffer in out.items():
+        if flat[name] is not buffer:
+            buffer.copy_(flat[name])

@@ -51,6 +51,19 @@ def tiles(shape: Sequence[int], tile: tuple[int, int]) -> int:
     return ceil_div(shape[0], tile[0]) * ceil_div(shape[1], tile[1])
 
 
+def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """A tile of about 4096 elements that a matrix of this shape fills: square, flat for few rows, tall for few columns.
+
+    Few different tiles, since each is a compilation; none smaller than ``least``, which holds whole blocks.
+    """
+    rows, cols = shape
+    if cols <= 8 and least[1] <= 8:
+        return 512, 8
+    height = 1 if rows == 1 else 8 if rows <= 8 else 64
+    height = max(height, least[0])
+    return height, max(4096 // height, least[1])
+
+
 def raw(x: Tensor) -> Tensor:
     """bfloat16 as its bits, int16, which every Triton target reads and writes alike; other dtypes as they are."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x

@@ -19,6 +19,7 @@ from qtensor.kernels.triton_common import (
     round_bfloat16,
     spread,
     store_tile,
+    tile_for,
     tile_indices,
     tiles,
 )
@@ -27,8 +28,6 @@ from qtensor.kernels.triton_mx import pack_of
 from qtensor.kernels.triton_nvfp4 import is_rotated
 from qtensor.kernels.triton_rotation import product_16
 from qtensor.layout import ceil_div, round_up
-
-TILE = (64, 128)
 
 
 @triton.jit
@@ -159,9 +158,10 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
         _dequantize_rotated_(codec, buffers, matrix, (lines, length), strides)
         return
     data, factors, options = _layout(codec, buffers, lines, length)
+    tile = tile_for((lines, length), (1, max(options["DU"], 4)))
     launch(
         dequantize_kernel,
-        tiles((lines, length), TILE),
+        tiles((lines, length), tile),
         data,
         factors,
         buffers.get(f"_amax{codec.side()}"),
@@ -181,8 +181,8 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
         E4M3_MAX=float(getattr(codec, "e4m3_max", 0.0)),
         EXPONENT=codec.element.exponent_bits,
         MANTISSA=codec.element.mantissa_bits,
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
     )
 
 
@@ -195,9 +195,10 @@ def _dequantize_rotated_(
 ) -> None:
     side = codec.side()
     groups = ceil_div(size[1], 16)
+    tile = tile_for(size, (1, 16))
     launch(
         dequantize_rotated_kernel,
-        tiles(size, TILE),
+        tiles(size, tile),
         buffers[f"{side}_data"],
         buffers[f"{side}_scale_inv"],
         buffers[f"_amax{side}"],
@@ -209,8 +210,8 @@ def _dequantize_rotated_(
         SWIZZLED=codec.swizzled,
         SIGNS=codec.with_random_sign_mask,
         E4M3_MAX=float(codec.e4m3_max),
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
     )
 
 

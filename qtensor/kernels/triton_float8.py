@@ -1,7 +1,8 @@
 """FP8: one factor for the tensor, a row, a column or a block (docs/numerics.md, FP8).
 
 Per tensor, per row and per column are one pair of kernels: maxima into a line of float32 (atomic, so any number of
-programs takes part), then the codes in both directions with the factors derived from it. Blocks of 128 need one read.
+programs takes part), then the codes in both directions with the factors derived from it. Rows that fit into a program
+and blocks of 128 need one read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qtensor.kernels.triton_common import (
     round_up,
     spread,
     store_tile,
+    tile_for,
     tile_indices,
     tiles,
 )
@@ -34,22 +36,25 @@ from qtensor.kernels.triton_elements import (
     magnitude_bits,
     reciprocal,
 )
+from qtensor.layout import ceil_div
 
-TILE = (64, 64)
 BLOCK = 128
+LONGEST_ROW = 16384
+"""The longest row that one program holds."""
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
 def cast_kernel(
     x_ptr, factor_ptr, data_ptr, transpose_ptr, scale_inv_ptr, rows, cols, stride_m, stride_k,
-    epsilon, AXIS: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    epsilon, found_ptr, AXIS: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Codes of one tile in both directions; the first tile of a row (or column, or all) writes its decode factors.
 
     ``factor_ptr``: encode factors where ``GIVEN``, else maxima; for the tensor, rows (``AXIS`` -1) or columns (0).
+    ``found_ptr``: None, or the bits of a maximum, int32, that is raised to that of the tensor.
     """
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
@@ -66,11 +71,29 @@ def cast_kernel(
     tl.store(scale_inv_ptr + index, reciprocal(scale), mask=index < written)
     scale = scale[None, :] if AXIS == 0 else scale[:, None]
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
+    if found_ptr is not None:
+        tl.atomic_max(found_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0))
     codes = encode(x * scale, True, EXPONENT, MANTISSA, LARGEST)
     if ROWWISE:
         store_tile(data_ptr, codes, m, k, rows, cols, cols, 1)
     if COLUMNWISE:
         store_tile(transpose_ptr, tl.trans(codes), k, m, cols, rows, rows, 1)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, data_ptr, scale_inv_ptr, rows, cols, stride_m, stride_k, epsilon,
+    POWER_OF_TWO: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Codes and decode factors of BM whole rows, at most BK long."""
+    m, k = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BK).to(tl.int64)
+    x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
+    amax = tl.max(magnitude_bits(x), 1)
+    scale = fp8_scale(amax, epsilon, FLOAT32_MAX, POWER_OF_TWO, LARGEST)
+    tl.store(scale_inv_ptr + m, reciprocal(scale), mask=m < rows)
+    codes = encode(x * scale[:, None], True, EXPONENT, MANTISSA, LARGEST)
+    store_tile(data_ptr, codes, m, k, rows, cols, cols, 1)
 
 
 @triton.jit
@@ -149,14 +172,37 @@ def quantize_(
     )
     axis = getattr(codec, "axis", None)
     factors = scale if scale is not None else amax[0] if amax else None
+    if factors is None and axis == -1 and not codec.columnwise and 0 < x.shape[-1] <= LONGEST_ROW:
+        _quantize_rows_(codec, out, x)
+        return
     if factors is None:
         factors = torch.empty_like(out["_scale_inv"])
         amax_(factors, x, axis)
+    _cast_(codec, out, x, factors, given=scale is not None)
+
+
+def quantize_with_amax_(
+    codec: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+) -> None:
+    """Delayed scaling: codes and decode factors for ``scale``, and the maximum of |x| into ``amax`` (1,), in one read."""
+    _cast_(codec, out, x, scale, given=True, found=amax.zero_().view(torch.int32))
+
+
+def _cast_(
+    codec: Any,
+    out: dict[str, Tensor],
+    x: Tensor,
+    factors: Tensor,
+    *,
+    given: bool,
+    found: Tensor | None = None,
+) -> None:
     matrix = as_matrix(x)
+    tile = tile_for(matrix.shape)
     launch(
         cast_kernel,
         # A tensor without elements may have factors.
-        tiles([max(n, 1) for n in matrix.shape], TILE),
+        tiles([max(n, 1) for n in matrix.shape], tile),
         matrix,
         factors.contiguous(),
         out.get("_data"),
@@ -165,14 +211,36 @@ def quantize_(
         *matrix.shape,
         *matrix.stride(),
         getattr(codec, "amax_epsilon", 0.0),
-        AXIS=axis,
-        GIVEN=scale is not None,
+        found,
+        AXIS=getattr(codec, "axis", None),
+        GIVEN=given,
         POWER_OF_TWO=getattr(codec, "force_pow_2_scales", False),
         ROWWISE=codec.rowwise,
         COLUMNWISE=codec.columnwise,
         **element_constants(codec.element),
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
+    )
+
+
+def _quantize_rows_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
+    matrix = as_matrix(x)
+    width = triton.next_power_of_2(matrix.shape[1])
+    height = max(1, 4096 // width)
+    launch(
+        quantize_rows_kernel,
+        ceil_div(matrix.shape[0], height),
+        matrix,
+        out["_data"],
+        out["_scale_inv"],
+        *matrix.shape,
+        *matrix.stride(),
+        codec.amax_epsilon,
+        POWER_OF_TWO=codec.force_pow_2_scales,
+        **element_constants(codec.element),
+        BM=height,
+        BK=width,
+        num_warps=8 if width > 4096 else 4,
     )
 
 

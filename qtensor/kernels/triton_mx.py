@@ -18,6 +18,7 @@ from qtensor.kernels.triton_common import (
     spread,
     store_codes,
     store_factors,
+    tile_for,
     tile_indices,
     tiles,
 )
@@ -29,8 +30,6 @@ from qtensor.kernels.triton_elements import (
     magnitude_bits,
 )
 from qtensor.layout import ceil_div
-
-TILE = (64, 64)
 
 
 @triton.jit
@@ -104,9 +103,14 @@ def quantize_(
     """Write codes and factors of each usage."""
     matrix = as_matrix(x)
     pack = pack_of(codec)
+    square = codec.with_2d_quantization
+    tile = tile_for(
+        matrix.shape,
+        (32 if codec.columnwise or square else 1, 32 if codec.rowwise or square else 1),
+    )
     launch(
         quantize_mx_kernel,
-        tiles(matrix.shape, TILE),
+        tiles(matrix.shape, tile),
         matrix,
         *(out.get(name) for name in SIDES),
         *matrix.shape,
@@ -115,11 +119,11 @@ def quantize_(
         ceil_div(matrix.shape[0], pack),
         ROWWISE=codec.rowwise,
         COLUMNWISE=codec.columnwise,
-        SQUARE=codec.with_2d_quantization,
+        SQUARE=square,
         SWIZZLED=codec.swizzled,
         MODE=codec.scale_mode,
         PACK=pack,
         **element_constants(codec.element),
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
     )

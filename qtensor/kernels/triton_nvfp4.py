@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.triton_amax import amax_
-from qtensor.kernels.triton_common import SIDES, as_matrix, launch, tiles
+from qtensor.kernels.triton_common import SIDES, as_matrix, launch, tile_for, tiles
 from qtensor.kernels.triton_nvfp4_kernels import (
     quantize_nvfp4_kernel,
     quantize_nvfp4_square_kernel,
     rotated_amax_kernel,
 )
 from qtensor.layout import ceil_div, round_up
-
-TILE = (64, 64)
 
 
 def is_rotated(codec: Any, side: str) -> bool:
@@ -50,9 +48,10 @@ def amax_outputs_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
 def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
     matrix = as_matrix(x)
     lines = matrix if codec.rht_side == "rowwise" else matrix.t()
+    tile = tile_for(lines.shape, (1, 16))
     launch(
         rotated_amax_kernel,
-        tiles(lines.shape, TILE),
+        tiles(lines.shape, tile),
         lines,
         rotated.zero_().view(torch.int32),
         None if plain is None else plain.zero_().view(torch.int32),
@@ -60,8 +59,8 @@ def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor)
         *lines.stride(),
         PLAIN=plain is not None,
         SIGNS=codec.with_random_sign_mask,
-        BM=TILE[0],
-        BK=TILE[1],
+        BM=tile[0],
+        BK=tile[1],
     )
 
 
@@ -82,53 +81,42 @@ def quantize_(
         amax_outputs_(codec, maxima, x)
     matrix = as_matrix(x)
     rows, cols = matrix.shape
-    stochastic = codec.stochastic_rounding and seed is not None
-    options = {
-        "ROWWISE": codec.rowwise,
-        "COLUMNWISE": codec.columnwise,
-        "SWIZZLED": codec.swizzled,
-        "E4M3_MAX": float(codec.e4m3_max),
-        "FOUR_OVER_SIX": codec.use_4over6,
-        "SQUARED": codec.err_mode == "mse",
-        "STOCHASTIC": stochastic,
-        "BM": TILE[0],
-        "BK": TILE[1],
-    }
-    buffers = [out.get(name) for name in SIDES]
-    seed = seed.to(x.device) if stochastic and seed is not None else None
+    square, stochastic = codec.two_dimensional, codec.stochastic_rounding and seed is not None
+    least = 16 if codec.columnwise or square else 1, 16 if codec.rowwise or square else 1
+    tile = tile_for(matrix.shape, least)
     rotated = {side: is_rotated(codec, side) for side in ("rowwise", "columnwise")}
     # A rotated side keeps whole groups of 16; the groups of 16 random bytes fall on blocks where lines have whole ones.
     row_length = round_up(cols, 16 if rotated["rowwise"] else 1)
     col_length = round_up(rows, 16 if rotated["columnwise"] else 1)
-    sizes = (rows, cols, *matrix.stride(), ceil_div(row_length, 2), ceil_div(col_length, 2))
-    count = tiles(matrix.shape, TILE)
-    if codec.two_dimensional:
-        options["ALIGNED"] = cols % 16 == 0
-        launch(
-            quantize_nvfp4_square_kernel,
-            count,
-            matrix,
-            *buffers,
-            maxima[0],
-            seed,
-            *sizes,
-            **options,
-        )
-        return
+    buffers = [out.get(name) for name in SIDES]
+    buffers += maxima[:1] if square else [out.get("_amax_rowwise"), out.get("_amax_columnwise")]
+    one_dimensional = {
+        "ROW_ROTATED": rotated["rowwise"],
+        "COL_ROTATED": rotated["columnwise"],
+        "SIGNS": codec.with_random_sign_mask,
+        "ROW_SCALED": codec.row_scaled,
+        "ROW_ALIGNED": row_length % 16 == 0,
+        "COL_ALIGNED": col_length % 16 == 0,
+    }
     launch(
-        quantize_nvfp4_kernel,
-        count,
+        quantize_nvfp4_square_kernel if square else quantize_nvfp4_kernel,
+        tiles(matrix.shape, tile),
         matrix,
         *buffers,
-        out.get("_amax_rowwise"),
-        out.get("_amax_columnwise"),
-        seed,
-        *sizes,
-        ROW_ROTATED=rotated["rowwise"],
-        COL_ROTATED=rotated["columnwise"],
-        SIGNS=codec.with_random_sign_mask,
-        ROW_SCALED=codec.row_scaled,
-        ROW_ALIGNED=row_length % 16 == 0,
-        COL_ALIGNED=col_length % 16 == 0,
-        **options,
+        seed.to(x.device) if stochastic and seed is not None else None,
+        rows,
+        cols,
+        *matrix.stride(),
+        ceil_div(row_length, 2),
+        ceil_div(col_length, 2),
+        **({"ALIGNED": cols % 16 == 0} if square else one_dimensional),
+        ROWWISE=codec.rowwise,
+        COLUMNWISE=codec.columnwise,
+        SWIZZLED=codec.swizzled,
+        E4M3_MAX=float(codec.e4m3_max),
+        FOUR_OVER_SIX=codec.use_4over6,
+        SQUARED=codec.err_mode == "mse",
+        STOCHASTIC=stochastic,
+        BM=tile[0],
+        BK=tile[1],
     )
