@@ -14,6 +14,7 @@ CASES = [
     ("fp8", BOTH),
     ("fp8", {"force_pow_2_scales": True, "dtype": "e5m2"}),
     ("fp8_delayed", BOTH),
+    ("fp8_rowwise", {}),
     ("fp8_rowwise", BOTH),
     ("fp8_rowwise", {"axis": 0}),
     ("fp8_blockwise", BOTH),
@@ -25,7 +26,7 @@ CASES = [
     ("mxfp4", {"scale_mode": "even", **BOTH}),
     ("mxfp4", {"rowwise": False, **BOTH}),
     ("nvfp4", BOTH),
-    ("nvfp4", {"with_rht": True, "swizzled": True, "stochastic_rounding": True, **BOTH}),
+    ("nvfp4", {"with_rht": True, "stochastic_rounding": True, "columnwise_value": True, **BOTH}),
     ("nvfp4", {"with_2d_quantization": True, "stochastic_rounding": True, **BOTH}),
     ("nvfp4", {"with_2d_quantization": True, "use_4over6": True, "err_mode": "mse"}),
     ("nvfp4", {"row_scaled": True, "use_4over6": True}),
@@ -50,7 +51,13 @@ def test_a_round_trip_compiles(run, name, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("mxfp8", torch.float32), ("fp8", torch.float16), ("nvfp4", torch.float32)]
+    ("name", "dtype"),
+    [("mxfp8", torch.float32), ("fp8", torch.float16), ("nvfp4", torch.float32)],
+    ids=["mxfp8-f32", "fp8-f16", "nvfp4-f32"],
 )
 def test_other_dtypes_and_ragged_sizes_compile(run, name, dtype):
     assert run(triton_compiler.check, name, {}, dtype, (33, 70)) >= 4
+
+
+def test_every_kernel_is_compiled(run):
+    assert run(triton_compiler.unused, CASES) == set()

@@ -188,6 +188,10 @@ def check_reasons() -> None:
     assert "float64" in backend().supports(codec, torch.float64)
     unknown = type("Codec", (), {"format": "mine"})
     assert "mine" in backend().supports(unknown, torch.float32)
+    delayed, x = qtensor.quantizer("fp8_delayed"), torch.ones(2, device=device())
+    for scale in (None, torch.ones(2), torch.ones(1).double()):
+        with pytest.raises(qtensor.QTensorError, match="scale must be one float32"):
+            backend().quantize_(delayed, delayed.alloc_tensors((2,)), x, scale)
 
 
 def check_sabotaged() -> None:

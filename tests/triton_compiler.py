@@ -83,24 +83,54 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
     return texts
 
 
-def check(name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]) -> int:
-    """Compile all kernels of a round trip; returns how many there were."""
-    texts: list[str] = []
-
-    def record(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        texts.extend(compiled(kernel, args, constants))
-
+def _round_trip(
+    launch: Any, name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Quantize and dequantize with ``launch`` in the place of the real one."""
     for module in MODULES:
-        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = record
+        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = launch
     backend = importlib.import_module("qtensor.kernels.triton_backend")
     codec = qtensor.quantizer(name, **options)
     x = torch.zeros(shape, dtype=dtype)
     buffers = codec.alloc_tensors(shape)
-    scale = torch.ones(1) if codec.needs_scale else None
-    backend.quantize_(codec, buffers, x, scale, None, torch.zeros(1, dtype=torch.int64))
+    if codec.needs_scale:
+        backend.quantize_with_amax_(codec, buffers, x, torch.ones(1), torch.ones(1))
+    else:
+        backend.quantize_(codec, buffers, x, None, None, torch.zeros(1, dtype=torch.int64))
     backend.dequantize_(codec, buffers, x)
+
+
+def check(name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]) -> int:
+    """Compile all kernels of a round trip; returns how many PTX files there were."""
+    texts: list[str] = []
+    _round_trip(
+        lambda kernel, programs, *args, **constants: texts.extend(
+            compiled(kernel, args, constants)
+        ),
+        name,
+        options,
+        dtype,
+        shape,
+    )
     for text in texts:
         for pattern, meaning in FORBIDDEN.items():
             found = re.search(rf".*{pattern}.*", text)
-            assert found is None, f"{codec.canonical}: {meaning}: {found and found.group(0)}"
+            assert found is None, f"{name} {options}: {meaning}: {found and found.group(0)}"
     return len(texts)
+
+
+def unused(cases: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    """Kernels that no round trip of ``cases`` launches."""
+    used: set[str] = set()
+
+    def record(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        used.add(kernel.__name__)
+
+    for name, options in cases:
+        _round_trip(record, name, options, torch.bfloat16, (256, 512))
+    every: set[str] = set()
+    for module in (*MODULES, "nvfp4_kernels"):
+        names = vars(importlib.import_module(f"qtensor.kernels.triton_{module}"))
+        every |= {name for name in names if name.endswith("_kernel")}
+    assert len(every) >= 10
+    return every - used

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import fail
 from qtensor.kernels.triton_amax import amax_
 from qtensor.kernels.triton_common import (
     SIDES,
@@ -158,18 +158,18 @@ def quantize_(
     """Write codes and decode factors of each usage.
 
     Raises:
-        QTensorError: delayed scaling without its factor.
+        QTensorError: delayed scaling without its factor, or with one that is not one float32.
     """
     if codec.format == "fp8_blockwise":
         _quantize_blocks_(codec, out, x)
         return
-    check(
-        scale is not None or not codec.needs_scale,
-        f"quantize[{codec.format}]",
-        "scale must be one float32",
-        "none",
-        "Pass the stored factor of shape (1,)",
-    )
+    if codec.needs_scale and (scale is None or scale.numel() != 1 or scale.dtype != torch.float32):
+        fail(
+            f"quantize[{codec.format}]",
+            "scale must be one float32",
+            "none" if scale is None else f"{tuple(scale.shape)} {scale.dtype}",
+            "Pass the stored factor of shape (1,)",
+        )
     axis = getattr(codec, "axis", None)
     factors = scale if scale is not None else amax[0] if amax else None
     if factors is None and axis == -1 and not codec.columnwise and 0 < x.shape[-1] <= LONGEST_ROW:
