@@ -1,1 +1,1 @@
-"""Fast kernels beside ``reference/``: native CPU code now, each format's bytes the same as the reference's."""
+"""Fast kernels beside ``reference/``, with the same bytes: native code for CPUs, Triton for GPUs."""

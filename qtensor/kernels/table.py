@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.kernels import triton_calls
 from qtensor.kernels.cpu import native
 from qtensor.layout import Shape
 
@@ -34,7 +35,12 @@ class Backend:
     dequantize_: DequantizeKernel
 
 
-BACKENDS = {"cpu": Backend("native", native.supports, native.quantize_, native.dequantize_)}
+BACKENDS = {
+    "cpu": Backend("native", native.supports, native.quantize_, native.dequantize_),
+    "cuda": Backend(
+        "triton", triton_calls.supports, triton_calls.quantize_, triton_calls.dequantize_
+    ),
+}
 """Device type -> its kernels."""
 
 

@@ -1,0 +1,66 @@
+"""Maxima of |x| of a tensor, its rows or its columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtensor.kernels.triton_common import (
+    as_matrix,
+    launch,
+    load_tile,
+    tile_for,
+    tile_indices,
+    tiles,
+)
+from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, amax_ptr, rows, cols, stride_m, stride_k,
+    FINITE: tl.constexpr, AXIS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Raise the maxima in ``amax_ptr`` (bits of float32, int32) to those of one tile.
+
+    ``FINITE``: NaN does not count and inf counts as the largest finite float32; else both stay above all numbers.
+    """
+    m0, k0 = tile_indices(rows, cols, BM, BK)
+    m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
+    bits = magnitude_bits(load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k))
+    if FINITE:
+        bits = finite_bits(bits)
+    if AXIS == -1:
+        tl.atomic_max(amax_ptr + m, tl.max(bits, 1), mask=m < rows)
+    elif AXIS == 0:
+        tl.atomic_max(amax_ptr + k, tl.max(bits, 0), mask=k < cols)
+    else:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(bits, 1), 0))
+
+
+def amax_(out: Tensor, x: Tensor, axis: int | None = None, *, finite: bool = False) -> None:
+    """Maxima of |x| over the tensor, or over ``axis`` of its (M, K) view: -1 a row, 0 a column.
+
+    Args:
+        out: float32 of one, M or K entries, contiguous.
+        x: any shape; float32, bfloat16 or float16.
+        axis: what a maximum spans; None: the tensor.
+        finite: NaN does not count, and inf counts as the largest finite float32.
+    """
+    matrix = as_matrix(x)
+    tile = tile_for(matrix.shape)
+    # The bits of magnitudes are ordered like integers, so programs meet in an integer atomic.
+    launch(
+        amax_kernel,
+        tiles(matrix.shape, tile),
+        matrix,
+        out.zero_().view(torch.int32),
+        *matrix.shape,
+        *matrix.stride(),
+        FINITE=finite,
+        AXIS=axis,
+        BM=tile[0],
+        BK=tile[1],
+    )

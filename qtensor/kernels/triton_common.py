@@ -1,0 +1,239 @@
+"""What all kernels share: launching, tiles of any strides, block maxima, packing, the 128x4 layout of factors.
+
+A kernel reads a matrix (M, K) in tiles, one a program. ``m`` and ``k`` are the global indices of a tile's rows and
+columns, int64, so that offsets never wrap. What lies outside the matrix reads as 0 and is never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtensor.layout import ceil_div, rows_cols
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIDES = (
+    "_rowwise_data",
+    "_rowwise_scale_inv",
+    "_columnwise_data",
+    "_columnwise_scale_inv",
+)
+"""The buffers of a block format, in the order in which its kernels take them."""
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32 value."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Run ``programs`` programs of a kernel on the device of its first tensor.
+
+    A product and a sum are never contracted to one rounding: the reference rounds twice.
+    """
+    if not programs:
+        return
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+
+
+def tiles(shape: Sequence[int], tile: tuple[int, int]) -> int:
+    """Tiles of a matrix."""
+    return ceil_div(shape[0], tile[0]) * ceil_div(shape[1], tile[1])
+
+
+def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int, int]:
+    """A tile of about 4096 elements that a matrix of this shape fills: square, flat for few rows, tall for few columns.
+
+    Few different tiles, since each is a compilation; none smaller than ``least``, which holds whole blocks.
+    """
+    rows, cols = shape
+    if cols <= 8 and least[1] <= 8:
+        return 512, 8
+    height = 1 if rows == 1 else 8 if rows <= 8 else 64
+    height = max(height, least[0])
+    return height, max(4096 // height, least[1])
+
+
+def raw(x: Tensor) -> Tensor:
+    """bfloat16 as its bits, int16, which every Triton target reads and writes alike; other dtypes as they are."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """The (M, K) view of a tensor of any rank, ``raw``; a copy only where strides do not allow a view."""
+    return raw(x if x.ndim == 2 else x.reshape(rows_cols(x.shape)))
+
+
+@triton.jit
+def to_float32(values):
+    """Loaded values to float32, exactly; int16 holds the bits of bfloat16."""
+    if values.dtype == tl.int16:
+        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def round_bfloat16(values):
+    """float32 values to the bits of the nearest bfloat16, int32 (the upper half is not cleared); NaN stays NaN."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+
+
+@triton.jit
+def tile_indices(rows, cols, BM: tl.constexpr, BK: tl.constexpr):
+    """First row, first column (int64) of this program's tile."""
+    across = tl.maximum(tl.cdiv(cols, BK), 1)
+    program = tl.program_id(0).to(tl.int64)
+    return program // across * BM, program % across * BK
+
+
+@triton.jit
+def offsets_2d(m, k, stride_m, stride_k):
+    """Offsets (len(m), len(k)), int64."""
+    return m[:, None] * stride_m + k[None, :] * stride_k
+
+
+@triton.jit
+def load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k):
+    """Values (len(m), len(k)) float32, 0 outside the matrix."""
+    inside = (m < rows)[:, None] & (k < cols)[None, :]
+    return to_float32(tl.load(x_ptr + offsets_2d(m, k, stride_m, stride_k), mask=inside, other=0))
+
+
+@triton.jit
+def store_tile(out_ptr, values, m, k, rows, cols, stride_m, stride_k):
+    """Write values (len(m), len(k)), converted to the type of the buffer, where they lie inside the matrix."""
+    inside = (m < rows)[:, None] & (k < cols)[None, :]
+    pointers = out_ptr + offsets_2d(m, k, stride_m, stride_k)
+    tl.store(pointers, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def block_max(values, DM: tl.constexpr, DK: tl.constexpr):
+    """Largest of each (DM, DK) block of a tile: (BM / DM, BK / DK)."""
+    M: tl.constexpr = values.shape[0]
+    K: tl.constexpr = values.shape[1]
+    if DK > 1:
+        values = tl.max(tl.reshape(values, (M, K // DK, DK)), 2)
+    if DM > 1:
+        values = tl.max(tl.reshape(values, (M // DM, DM, K // DK)), 1)
+    return values
+
+
+@triton.jit
+def spread(grid, DM: tl.constexpr, DK: tl.constexpr):
+    """Each entry of a grid repeated over a (DM, DK) block."""
+    M: tl.constexpr = grid.shape[0]
+    K: tl.constexpr = grid.shape[1]
+    if DM > 1:
+        grid = tl.reshape(tl.broadcast_to(grid[:, None, :], (M, DM, K)), (M * DM, K))
+    if DK > 1:
+        grid = tl.reshape(tl.broadcast_to(grid[:, :, None], (M * DM, K, DK)), (M * DM, K * DK))
+    return grid
+
+
+@triton.jit
+def store_factors(out_ptr, factors, r, c, rows, cols, pitch, SWIZZLED: tl.constexpr):
+    """Write factors (len(r), len(c)) of a (rows, cols) grid into a buffer with lines of ``pitch`` (a multiple of 4)."""
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    pointers = out_ptr + factor_offsets(r, c, pitch, SWIZZLED)
+    tl.store(pointers, factors.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def factor_offsets(r, c, pitch, SWIZZLED: tl.constexpr):
+    """Offsets of factors (r, c), plain or in 128x4 tiles (docs/numerics.md, swizzled factors)."""
+    if SWIZZLED:
+        across = r // 128 * (pitch // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4
+        return across[:, None] + (c // 4 * 512 + c % 4)[None, :]
+    else:
+        return offsets_2d(r, c, pitch, 1)
+
+
+@triton.jit
+def round_up(n, multiple: tl.constexpr):
+    """``n`` rounded up to a multiple."""
+    return tl.cdiv(n, multiple) * multiple
+
+
+@triton.jit
+def store_codes(out_ptr, codes, line0, unit0, lines, groups, stride_line, stride_unit, PACK: tl.constexpr):  # fmt: skip
+    """Write codes, int32, packed ``PACK`` to a group along the last dim: one a byte, 2 in a byte or 4 in 3 bytes.
+
+    Args:
+        out_ptr: the buffer, uint8.
+        codes: (lines of the tile, codes of the tile).
+        line0: index of the first line.
+        unit0: index of the first code in its line, a multiple of ``PACK``.
+        lines: lines of the matrix.
+        groups: groups of a line, from the host, so that Triton sees how they are aligned; a tail is filled with code 0.
+        stride_line: bytes from a line to the next.
+        stride_unit: bytes from a stored byte of a line to the next.
+        PACK: 1, 2 or 4.
+    """
+    L: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    line = line0 + tl.arange(0, L)
+    group = unit0 // PACK + tl.arange(0, N // PACK)
+    if PACK == 1:
+        store_tile(out_ptr, codes, line, group, lines, groups, stride_line, stride_unit)
+    elif PACK == 2:
+        low, high = tl.split(tl.reshape(codes, (L, N // 2, 2)))
+        byte = low | (high << 4)
+        store_tile(out_ptr, byte, line, group, lines, groups, stride_line, stride_unit)
+    else:
+        even, odd = tl.split(tl.reshape(codes, (L, N // 4, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        word = first | (second << 6) | (third << 12) | (fourth << 18)
+        for i in tl.static_range(3):
+            byte = (word >> (8 * i)) & 0xFF
+            start = out_ptr + i * stride_unit
+            store_tile(start, byte, line, group, lines, groups, stride_line, 3 * stride_unit)
+
+
+@triton.jit
+def split_16(values):
+    """(L, N) values to 16 tensors (L, N / 16): the elements 0, 1, .. of each group along the last dim."""
+    L: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    even, odd = tl.split(tl.reshape(values, (L, N // 16, 2, 2, 2, 2)))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    b0, b4 = tl.split(a0)
+    b1, b5 = tl.split(a1)
+    b2, b6 = tl.split(a2)
+    b3, b7 = tl.split(a3)
+    c0, c8 = tl.split(b0)
+    c1, c9 = tl.split(b1)
+    c2, c10 = tl.split(b2)
+    c3, c11 = tl.split(b3)
+    c4, c12 = tl.split(b4)
+    c5, c13 = tl.split(b5)
+    c6, c14 = tl.split(b6)
+    c7, c15 = tl.split(b7)
+    return c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15
+
+
+@triton.jit
+def join_16(c):
+    """Inverse of ``split_16``."""
+    L: tl.constexpr = c[0].shape[0]
+    B: tl.constexpr = c[0].shape[1]
+    a0 = tl.join(tl.join(c[0], c[8]), tl.join(c[4], c[12]))
+    a1 = tl.join(tl.join(c[1], c[9]), tl.join(c[5], c[13]))
+    a2 = tl.join(tl.join(c[2], c[10]), tl.join(c[6], c[14]))
+    a3 = tl.join(tl.join(c[3], c[11]), tl.join(c[7], c[15]))
+    return tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), (L, B * 16))

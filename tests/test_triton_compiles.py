@@ -1,0 +1,63 @@
+"""Every Triton kernel compiles for Hopper and Blackwell, on any machine, to instructions that round as written."""
+
+import concurrent.futures
+import multiprocessing
+
+import pytest
+import torch
+import triton_compiler
+from triton_checks import needs_triton
+
+pytestmark = needs_triton
+BOTH = {"columnwise": True}
+CASES = [
+    ("fp8", BOTH),
+    ("fp8", {"force_pow_2_scales": True, "dtype": "e5m2"}),
+    ("fp8_delayed", BOTH),
+    ("fp8_rowwise", {}),
+    ("fp8_rowwise", BOTH),
+    ("fp8_rowwise", {"axis": 0}),
+    ("fp8_blockwise", BOTH),
+    ("fp8_blockwise", {"block_scaling_dim": 2, **BOTH}),
+    ("mxfp8", {}),
+    ("mxfp8", {"swizzled": True, **BOTH}),
+    ("mxfp8", {"with_2d_quantization": True, "dtype": "e5m2", **BOTH}),
+    ("mxfp6", {"packed": True, **BOTH}),
+    ("mxfp4", {"scale_mode": "even", **BOTH}),
+    ("mxfp4", {"rowwise": False, **BOTH}),
+    ("nvfp4", BOTH),
+    ("nvfp4", {"with_rht": True, "columnwise_value": True, **BOTH}),
+    ("nvfp4", {"with_2d_quantization": True, "stochastic_rounding": True, **BOTH}),
+    ("nvfp4", {"with_2d_quantization": True, "use_4over6": True, "err_mode": "mse"}),
+    ("nvfp4", {"row_scaled": True, "use_4over6": True}),
+]
+IDS = ["-".join([name, *map(str, options.items())]) for name, options in CASES]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Call a function in a process whose kernels compile."""
+    folder = str(tmp_path_factory.mktemp("triton"))
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        1, spawn, triton_compiler.compile_only, (folder,)
+    ) as executor:
+        yield lambda function, *args: executor.submit(function, *args).result(timeout=300)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_a_round_trip_compiles(run, name, options):
+    assert run(triton_compiler.check, name, options, torch.bfloat16, (256, 512)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("mxfp8", torch.float32), ("fp8", torch.float16), ("nvfp4", torch.float32)],
+    ids=["mxfp8-f32", "fp8-f16", "nvfp4-f32"],
+)
+def test_other_dtypes_and_ragged_sizes_compile(run, name, dtype):
+    assert run(triton_compiler.check, name, {}, dtype, (33, 70)) >= 4
+
+
+def test_every_kernel_is_compiled(run):
+    assert run(triton_compiler.unused, CASES) == set()

@@ -1,0 +1,136 @@
+"""Compiles what the kernels' host code would launch, for targets that need not be there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qtensor
+
+MODULES = ("amax", "dequantize", "float8", "mx", "nvfp4")
+TARGETS = (90, 100)
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+FORBIDDEN = {
+    r"\bfma\.": "a product and a sum in one rounding",
+    r"\bdiv\.(full|approx)": "a division that is not IEEE",
+    r"\b(rcp|sqrt|ex2|lg2)\.approx": "an approximation",
+    r"\.ftz\b": "subnormals flushed to zero",
+}
+
+
+def compile_only(folder: str) -> None:
+    """Kernels compile, whatever the parent's environment says."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = folder
+    torch.set_num_threads(1)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_aligned(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> list[str]:
+    """The PTX for each target, specialised as a launch would be."""
+    triton = importlib.import_module("triton")
+    source_of = importlib.import_module("triton.compiler").ASTSource
+    target_of = importlib.import_module("triton.backends.compiler").GPUTarget
+    warps = constants.pop("num_warps", 4)
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    # What is None or 1 is a constant to Triton.
+    fixed = {
+        n for n, v in values.items() if n in constants or v is None or (type(v) is int and v == 1)
+    }
+    places = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+    source = source_of(
+        kernel,
+        signature={n: "constexpr" if n in fixed else _type(values[n]) for n in kernel.arg_names},
+        constexprs={places[n]: values[n] for n in fixed},
+        attrs={
+            place: [["tt.divisibility", 16]]
+            for n, place in places.items()
+            if n not in fixed and _is_aligned(values[n])
+        },
+    )
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    texts = []
+    for target in TARGETS:
+        built = triton.compile(source, target=target_of("cuda", target, 32), options=options)
+        assert len(built.asm["cubin"]) > 1000
+        assert f".target sm_{target}" in built.asm["ptx"]
+        texts.append(built.asm["ptx"])
+    return texts
+
+
+def _round_trip(
+    launch: Any, name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Quantize and dequantize with ``launch`` in the place of the real one."""
+    for module in MODULES:
+        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = launch
+    backend = importlib.import_module("qtensor.kernels.triton_backend")
+    codec = qtensor.quantizer(name, **options)
+    x = torch.zeros(shape, dtype=dtype)
+    buffers = codec.alloc_tensors(shape)
+    if codec.needs_scale:
+        backend.quantize_with_amax_(codec, buffers, x, torch.ones(1), torch.ones(1))
+    else:
+        backend.quantize_(codec, buffers, x, None, None, torch.zeros(1, dtype=torch.int64))
+    backend.dequantize_(codec, buffers, x)
+
+
+def check(name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]) -> int:
+    """Compile all kernels of a round trip; returns how many PTX files there were."""
+    texts: list[str] = []
+    _round_trip(
+        lambda kernel, programs, *args, **constants: texts.extend(
+            compiled(kernel, args, constants)
+        ),
+        name,
+        options,
+        dtype,
+        shape,
+    )
+    for text in texts:
+        for pattern, meaning in FORBIDDEN.items():
+            found = re.search(rf".*{pattern}.*", text)
+            assert found is None, f"{name} {options}: {meaning}: {found and found.group(0)}"
+    return len(texts)
+
+
+def unused(cases: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    """Kernels that no round trip of ``cases`` launches."""
+    used: set[str] = set()
+
+    def record(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        used.add(kernel.__name__)
+
+    for name, options in cases:
+        _round_trip(record, name, options, torch.bfloat16, (256, 512))
+    every: set[str] = set()
+    for module in (*MODULES, "nvfp4_kernels"):
+        names = vars(importlib.import_module(f"qtensor.kernels.triton_{module}"))
+        every |= {name for name in names if name.endswith("_kernel")}
+    assert len(every) >= 10
+    return every - used
