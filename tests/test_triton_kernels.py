@@ -62,6 +62,11 @@ def test_combined_options(run, name, options):
 
 
 @each_format
+def test_table(run, name):
+    run(checks.check_table, name)
+
+
+@each_format
 def test_shapes(run, name):
     run(checks.check_shapes, name, SHAPES, {})
 

@@ -12,14 +12,16 @@ import importlib.util
 import multiprocessing
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from adversarial import SEED, make, mixed
-from formats import DTYPES, USAGES, assert_same_bytes
+from formats import BY_NAME, DTYPES, USAGES, assert_same_bytes
 from torch import Tensor
 
 import qtensor
+from qtensor.kernels import table
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(
@@ -210,3 +212,33 @@ def check_sabotaged() -> None:
         compare_quantize(codec, torch.ones(3, 40, device=device()))
     finally:
         globals()["backend"] = lambda: real
+
+
+def check_table(name: str) -> None:
+    """The table's row for GPUs, given CPU tensors: public calls end in these kernels, with the reference's bytes."""
+    case = BY_NAME[name]
+    x = mixed((40, 70), torch.bfloat16)
+    row = table.BACKENDS["cuda"]
+    assert row.supports(case.quantizer(), torch.float64) is not None
+    served: list[str] = []
+
+    def watched(kind: str, kernel: Any) -> Any:
+        def call(*args: Any) -> bool:
+            done = kernel(*args)
+            served.extend([kind] * done)
+            return done
+
+        return call
+
+    nobody = table.Backend("nobody", row.supports, lambda *_: False, lambda *_: False)
+    triton = table.Backend(
+        "triton", row.supports, watched("q", row.quantize_), watched("d", row.dequantize_)
+    )
+    results = []
+    for backend_row in (nobody, triton):
+        with mock.patch.dict(table.BACKENDS, {"cpu": backend_row}):
+            q = case.quantize(x, columnwise=True)
+            results.append([*q.buffers(), q.dequantize()])
+    assert served == ["q", "d"]
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_same_bytes(got, want)
