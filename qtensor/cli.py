@@ -23,6 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+kernels = typer.Typer(help="The native kernels: build, list or remove them.", no_args_is_help=True)
+app.add_typer(kernels, name="kernels")
 
 
 @contextmanager
@@ -99,6 +101,52 @@ def version() -> None:
 
     python = platform.python_version()
     typer.echo(f"qtensor {qtensor.__version__} (torch {torch.__version__}, Python {python})")
+
+
+@kernels.command("build")
+def kernels_build(
+    cpu: Annotated[
+        bool,
+        typer.Option("--cpu", help="Only those for CPUs, which are all that there are so far."),
+    ] = False,
+    isa: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ISA", help="avx512, avx2 or baseline. The best of this CPU by default."
+        ),
+    ] = None,
+) -> None:
+    """Compile the kernels now, so that the first quantization need not wait."""
+    with _plain_errors():
+        import time  # noqa: PLC0415 - quick --help
+
+        import qtensor.kernels  # noqa: PLC0415
+
+        began = time.monotonic()
+        path = qtensor.kernels.build(isa)
+        typer.echo(f"{path} ({time.monotonic() - began:.1f} s)")
+
+
+@kernels.command("list")
+def kernels_list() -> None:
+    """List the kernels in the cache, and what this CPU uses."""
+    with _plain_errors():
+        from qtensor.demo.kernel_list import show_kernels  # noqa: PLC0415 - quick --help
+        from qtensor.demo.render import make_console  # noqa: PLC0415
+
+        show_kernels(make_console())
+
+
+@kernels.command("clean")
+def kernels_clean() -> None:
+    """Remove every compiled kernel; what is needed again is built again."""
+    with _plain_errors():
+        from qtensor.build import cache_dir, clean  # noqa: PLC0415 - quick --help
+
+        removed = clean()
+        size = sum(entry.size for entry in removed) / 1e6
+        what = "library" if len(removed) == 1 else "libraries"
+        typer.echo(f"removed {len(removed)} {what}, {size:.1f} MB, from {cache_dir()}")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ REASONS: dict[str, str] = {
     "qtensor/library/gemm.py::_gemm_alloc": _FLAT,
     "qtensor/library/gemm.py::_gemm_fill": _FLAT,
     "qtensor/library/gemm.py::_decode_operands": _FLAT,
+    "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
     "qtensor/library/quantize.py::_quantize_inplace_fill": _FLAT,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/serialize.py::rebuild": "what a pickle names, flat, so that old files load by position",

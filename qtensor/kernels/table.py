@@ -69,6 +69,12 @@ def dequantize_(
     return backend is not None and backend.dequantize_(codec, buffers, shape, out, part)
 
 
+def serves(codec: Any, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether a device type has kernels for a format."""
+    backend = BACKENDS.get(device_type)
+    return backend is not None and backend.supports(codec, dtype) is None
+
+
 def explain(codec: Any, dtype: torch.dtype, device_type: str) -> str:
     """Who quantizes a format from ``dtype`` on a device type, and why not something faster."""
     backend = BACKENDS.get(device_type)

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
 from qtensor.layout import Shape
-from qtensor.library.codec import by_name, parse
+from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 
 
@@ -42,11 +42,35 @@ def _dequantize_alloc(
     return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
 
 
+def turned(codec: Codec, buffers: list[Tensor]) -> tuple[Codec, list[Tensor]]:
+    """The quantizer and buffers of the transpose of a matrix: views."""
+    twin, moves = codec.transpose_plan
+    named = by_name(codec, buffers)
+    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
+
+
+def decode_turned(
+    codec: Codec, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """A weight behind ``t()``: views of the buffers of its transpose, which the kernels read; None for anything else."""
+    if len(shape) != 2 or codec.rowwise or buffers[0].is_contiguous():
+        return None
+    if not table.serves(codec, dtype, buffers[0].device.type):
+        return None
+    twin, rows = turned(codec, buffers)
+    values = torch.empty(shape[::-1], dtype=dtype, device=buffers[0].device)
+    return values.t() if table.dequantize_(twin, rows, values.shape, values) else None
+
+
 def _dequantize_fill(
     out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
 ) -> None:
     codec = parse(quantizer)
     if table.dequantize_(codec, buffers, shape, out):
+        return
+    values = decode_turned(codec, buffers, tuple(shape), out.dtype)
+    if values is not None:
+        out.copy_(values)
         return
     with below_autograd():
         out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))

@@ -15,6 +15,7 @@ from qtensor.layout import Shape
 from qtensor.library import tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
+from qtensor.library.dequantize import decode_turned, turned
 from qtensor.reference.gemm import matmul
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -111,15 +112,8 @@ def _weight(
         return tiles.Operand(codec, buffers, (shape[0], shape[1])) if served else None
     if not (codec.columnwise if both else codec.side() == "_columnwise"):
         return None
-    twin, turned = _turn(codec, buffers)
-    return tiles.Operand(twin, turned, (shape[1], shape[0])) if twin.rowwise else None
-
-
-def _turn(codec: Codec, buffers: list[Tensor]) -> tuple[Codec, list[Tensor]]:
-    """The quantizer and buffers of the transpose of a matrix: views."""
-    twin, moves = codec.transpose_plan
-    named = by_name(codec, buffers)
-    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
+    twin, rows = turned(codec, buffers)
+    return tiles.Operand(twin, rows, (shape[1], shape[0])) if twin.rowwise else None
 
 
 def _decode_operands(
@@ -148,15 +142,6 @@ def _part(columnwise: bool | None, codes_only: bool) -> Part:
     return Part(columnwise=columnwise, codes_only=codes_only)
 
 
-def _decode_turned(codec: Codec, buffers: list[Tensor], shape: tuple[int, ...]) -> Tensor | None:
-    """A weight behind ``t()``: views of the buffers of its transpose, which the kernels read; None for anything else."""
-    if not codec.columnwise or codec.rowwise or buffers[0].is_contiguous():
-        return None
-    twin, turned = _turn(codec, buffers)
-    values = torch.empty(shape[::-1], dtype=torch.float32, device=buffers[0].device)
-    return values.t() if table.dequantize_(twin, turned, values.shape, values) else None
-
-
 def _values(
     codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -168,8 +153,11 @@ def _values(
     part = _part(columnwise, codec.per_tensor)
     if table.dequantize_(codec, buffers, size, values, part):
         return values, named["_scale_inv"] if codec.per_tensor else None
-    if len(size) == 2 and (turned := _decode_turned(codec, buffers, size)) is not None:
-        return turned, None
+    if (
+        len(size) == 2
+        and (values_t := decode_turned(codec, buffers, size, torch.float32)) is not None
+    ):
+        return values_t, None
     if codec.per_tensor:
         return codec.decode_codes(named, size)
     return codec.decode(named, size, columnwise), None

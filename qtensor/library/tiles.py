@@ -78,7 +78,7 @@ def _by_dot_products(out: Tensor, a: Operand, weight: Operand, bias: Tensor | No
     if left is None:
         return False
     added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
-    return native.linear_(weight.codec, weight.buffers, weight.shape, left, factor, added, out)
+    return native.linear_(weight, left, factor, added, out)
 
 
 def _is_exact(operand: Operand) -> bool:

@@ -128,7 +128,8 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
         const Sink s = source_of(p, c.column, c.cols, c.rows, true);
         const i64 stride = line_bytes(c.rows, rotated);
         by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
-            const DecodeLines<T> m{c.column.data + line * stride + first / Codes * unit_of(Codes), lines, n, stride, out, ld, line, first / B};
+            const i64 at = c.first + first;
+            const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes), lines, n, stride, out, ld, line, at / B};
             Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));
         });
     } else {

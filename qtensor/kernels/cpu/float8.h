@@ -61,7 +61,7 @@ struct Float8Quantizer {
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
         VF f[4] = {all(scale), all(scale), all(scale), all(scale)};
         const bool known = own || c.amax_out;
-        encode_all(f, 0, nullptr, known ? found >= INF_BITS : -1);
+        encode_all(f, 0, nullptr, is_odd(scale) ? 1 : known ? found >= INF_BITS : -1);
     }
 
     void rows() {
@@ -75,6 +75,9 @@ struct Float8Quantizer {
         if (!c.scale && !c.row.given) amax_columns<D>(c, false, amax);
         if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.cols));
         const i64 groups = (c.cols + GROUP - 1) / GROUP;
+        int safe = -1;
+        for (i64 k = 0; c.scale && k < c.cols; k++)
+            if (is_odd(c.scale[k])) safe = 1;
         VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
         for (i64 g = 0; g < groups; g++)
             for (int j = 0; j < 4; j++)
@@ -88,9 +91,12 @@ struct Float8Quantizer {
                     const i64 k = g * GROUP + position<D>(j, i);
                     if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
                 }
-        encode_all(factors, 1, nullptr, -1);
+        encode_all(factors, 1, nullptr, safe);
         operator delete[](factors, std::align_val_t(64));
     }
+
+    // A given factor that is no positive finite number: signs and NaN are those of the products.
+    static bool is_odd(float scale) { return !(scale > 0 && scale <= FLT_MAX); }
 
     // The factor of a row: given, from a given maximum, or from its own.
     float row_scale(i64 r) const {
@@ -136,9 +142,10 @@ struct Float8Quantizer {
                 prefetch(x + row0 * c.stride + k + tile, n, c.stride * i64(sizeof(T)), tile * i64(sizeof(T)));
             for (i64 r = 0; r < n; r++) {
                 const VF four[4] = {of_row[r], of_row[r], of_row[r], of_row[r]};
+                const int careful = by_row && is_odd(of_row[r][0]) ? 1 : safe;
                 u8* out = codes ? codes + r * 256 : c.row.data + (row0 + r) * c.cols + k;
                 run_of(x + (row0 + r) * c.stride + k, width, by_row ? four : factors + k / W * step, by_row ? 0 : step, out,
-                       safe);
+                       careful);
                 if (codes && c.row.data) {
                     u8* row = c.row.data + (row0 + r) * c.cols + k;
                     if (nontemporal)

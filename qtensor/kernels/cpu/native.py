@@ -71,7 +71,8 @@ def library() -> Library | str:
     return reason
 
 
-# Where a buffer goes among the eight of a call: data, factors, amax, given amax of rows, then of columns.
+_SHARED = 8
+# Where a buffer goes among those of a call: data, factors, amax, given amax of rows, then of columns, then what they share.
 _PLACES = {
     "_data": 0,
     "_rowwise_data": 0,
@@ -81,6 +82,7 @@ _PLACES = {
     "_columnwise_data": 4,
     "_columnwise_scale_inv": 5,
     "_amax_columnwise": 6,
+    "_scale_inv": _SHARED,
 }
 
 
@@ -112,8 +114,8 @@ class Site:
     address: int
     rows: int
     cols: int
-    slots: tuple[tuple[int, int, torch.Size], ...]
-    """(slot, place, shape) of each buffer of a direction."""
+    slots: tuple[tuple[int, int, torch.Size, torch.dtype], ...]
+    """(slot, place, shape, dtype) of each buffer; the one that both directions share has a place of its own."""
     scale_inv: int | None
     """The slot of the one buffer that both directions share."""
     factors: int
@@ -144,8 +146,10 @@ def _new_site(codec: Any, shape: Shape) -> Site:
     names = [slot.name for slot in codec.slots]
     sizes = [torch.Size(size) for size in buffer_shapes(codec.slots, shape)]
     shared = names.index("_scale_inv") if "_scale_inv" in names else None
-    slots = tuple((i, _PLACES[name], sizes[i]) for i, name in enumerate(names) if name in _PLACES)
-    taken = [place for _, place, _ in slots]
+    slots = tuple(
+        (i, _PLACES[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(codec.slots)
+    )
+    taken = [place for _, place, _, _ in slots]
     entries = (
         [torch.Size(size).numel() for size in codec.amax_shapes(shape)] if _has_amax(codec) else []
     )
@@ -177,10 +181,12 @@ def _floats(t: Tensor, count: int) -> bool:
 
 def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int | None] | None:
     """Addresses by place; None where a buffer is not that of a whole tensor: parts lack padding, which kernels count on."""
-    pointers: list[int | None] = [None] * 8
-    for slot, place, size in site.slots:
+    pointers: list[int | None] = [None] * 9
+    for slot, place, size, dtype in site.slots:
         buffer = buffers[slot]
-        if buffer.shape != size or not buffer.is_contiguous():
+        if buffer.shape != size or buffer.dtype is not dtype:
+            return None
+        if not (buffer.is_cpu and buffer.is_contiguous()):
             return None
         pointers[place] = buffer.data_ptr()
     return pointers
@@ -226,7 +232,7 @@ def quantize_(
         stride = matrix.stride(0)
         if matrix.stride(1) != 1 or stride < cols:
             matrix, stride = matrix.contiguous(), cols
-    kernels.quantize(
+    status = kernels.quantize(
         site.address,
         matrix.data_ptr(),
         code,
@@ -235,12 +241,11 @@ def quantize_(
         stride,
         torch.get_num_threads() if site.rows * cols > ONE_THREAD else 1,
         *pointers,
-        None if site.scale_inv is None else buffers[site.scale_inv].data_ptr(),
         None if scale is None else scale.data_ptr(),
         buffers[-1].data_ptr() if codec.returns_amax and len(buffers) > len(codec.slots) else None,
         0 if seed is None or not codec.stochastic_rounding else int(seed),
     )
-    return True
+    return bool(status == 0)
 
 
 def _take_given(
@@ -299,8 +304,9 @@ def dequantize_(
     # Exactly one direction is handed over.
     row = pointers[:3] if side == 0 else (None, None, None)
     column = pointers[4:7] if side == 1 else (None, None, None)
-    factor = None if site.scale_inv is None else buffers[site.scale_inv].data_ptr()
-    kernels.dequantize(
+    if out.numel() != count * site.cols or not 0 <= part.first <= site.rows - count:
+        return False
+    status = kernels.dequantize(
         site.address,
         out.data_ptr(),
         code,
@@ -311,15 +317,13 @@ def dequantize_(
         torch.get_num_threads() if count * site.cols > ONE_THREAD else 1,
         *row,
         *column,
-        _ONE_ADDRESS if part.codes_only else factor,
+        _ONE_ADDRESS if part.codes_only else pointers[_SHARED],
     )
-    return True
+    return bool(status == 0)
 
 
 def linear_(
-    codec: Any,
-    buffers: Sequence[Tensor],
-    shape: Shape,
+    weight: Any,
     x: Tensor,
     factor: Tensor | None,
     bias: Tensor | None,
@@ -328,9 +332,7 @@ def linear_(
     """``out = x @ weight.T * factor + bias`` from the rowwise buffers of a weight, decoded to bfloat16 in the cache.
 
     Args:
-        codec: the quantizer of the weight.
-        buffers: of the weight, in slot order.
-        shape: (N, K) of the weight.
+        weight: with the quantizer ``codec``, the ``buffers`` in slot order and the ``shape`` (N, K).
         x: (..., K) bfloat16, contiguous.
         factor: float32 of the rows of ``x`` (or one for all), or None.
         bias: (N,) float32, or None.
@@ -339,11 +341,11 @@ def linear_(
     Returns:
         False, with nothing written, where the CPU has no bfloat16 dot products or the weight no kernel.
     """
-    code, site = _DTYPES.get(out.dtype), _site(codec, torch.Size(shape))
+    code, site = _DTYPES.get(out.dtype), _site(weight.codec, torch.Size(weight.shape))
     if code is None or site is None or not x.numel() or not out.is_contiguous():
         return False
     kernels = library()
-    pointers = _pointers(site, buffers)
+    pointers = _pointers(site, weight.buffers)
     if isinstance(kernels, str) or pointers is None or pointers[0] is None:
         return False
     status = kernels.linear(
@@ -354,7 +356,7 @@ def linear_(
         site.rows,
         torch.get_num_threads(),
         *pointers[:3],
-        None if site.scale_inv is None else buffers[site.scale_inv].data_ptr(),
+        pointers[_SHARED],
         None if factor is None else factor.data_ptr(),
         int(factor is not None and factor.numel() > 1),
         None if bias is None else bias.data_ptr(),

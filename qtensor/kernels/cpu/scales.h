@@ -42,11 +42,11 @@ INLINE VI e8m0_code(VI amax, const Plan& p, i32 max_bits, i32 mantissa) {
         VF ratio = (VF)amax / all(bits<float>(max_bits));
         VI r = (VI)ratio;
         r = r > all(0x00400000) ? r : all(0);
-        code = (VI)((VU)(r + all(0x7fffff)) >> 23);
+        code = (VI)(((VU)r + (VU)all(0x7fffff)) >> 23);
     } else {
         i32 bias = p.mode == FLOOR ? 0 : p.mode == CEIL ? 0x7fffff : 1 << (22 - mantissa);
         i32 top = (max_bits >> 23) - 127;
-        code = max((VI)((VU)(amax + all(bias)) >> 23) - all(top), all(0));
+        code = max((VI)(((VU)amax + (VU)all(bias)) >> 23) - all(top), all(0));
     }
     return finite ? code : all(255);
 }

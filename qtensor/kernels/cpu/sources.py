@@ -53,14 +53,19 @@ def _capabilities() -> dict[str, bool]:
     return {name.replace("avx512", "avx512_", 1).replace("__", "_"): True for name in flags}
 
 
+def usable_isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU has, the best first."""
+    have = _capabilities()
+    return tuple(isa for isa in ISAS if all(have.get(part) for part in _NEEDS[isa]))
+
+
 def choose_isa() -> str:
     """The instruction set to build for: ``QTENSOR_CPU_ISA``, else the best that this CPU has.
 
     Raises:
         QTensorError: the variable names no instruction set, or one that the CPU lacks.
     """
-    have = _capabilities()
-    usable = [isa for isa in ISAS if all(have.get(part) for part in _NEEDS[isa])]
+    usable = usable_isas()
     wanted = os.environ.get("QTENSOR_CPU_ISA")
     if wanted is None:
         return usable[0]

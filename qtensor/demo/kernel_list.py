@@ -1,0 +1,52 @@
+"""``qtensor kernels list``: the compiled kernels in the cache, and which of them this machine uses."""
+
+import datetime
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qtensor.build import Built, cache_dir, library_path, list_built
+from qtensor.errors import QTensorError
+from qtensor.kernels.cpu import sources
+
+
+def show_kernels(console: Console) -> None:
+    """Print a table of the libraries, and below it what serves here."""
+    built = list_built()
+    current, problem = current_libraries()
+    if built:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("kernels", style="bold", no_wrap=True)
+        table.add_column("state", no_wrap=True)
+        table.add_column("size", justify="right", no_wrap=True)
+        table.add_column("built", no_wrap=True)
+        table.add_column("folder", style="dim", overflow="fold")
+        for entry in built:
+            table.add_row(*row(entry, current, known=problem is None))
+        console.print(table)
+    else:
+        console.print("No kernels are built. Run: qtensor kernels build")
+    console.print(f"cache: {escape(str(cache_dir()))}", soft_wrap=True)
+    console.print(f"this CPU has: {', '.join(sources.usable_isas())}", soft_wrap=True)
+    if problem:
+        console.print(f"[yellow]{escape(problem)}[/]", soft_wrap=True)
+
+
+def current_libraries() -> tuple[dict[Path, str], str | None]:
+    """Paths that this version and compiler use, with what uses them; and what stands in the way of knowing."""
+    try:
+        chosen = sources.choose_isa()
+        paths = {isa: library_path(sources.recipe(isa)) for isa in sources.ISAS}
+    except QTensorError as error:
+        return {}, str(error)
+    return {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}, None
+
+
+def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:
+    """Cells of a library. One that nothing of this version asks for is out of date."""
+    state = current.get(entry.path, "out of date" if known else "unknown")
+    when = datetime.datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M")
+    return entry.name, state, f"{entry.size / 1e6:.1f} MB", when, escape(entry.path.parent.name)

@@ -1,0 +1,271 @@
+"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes, one warning that says why."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiler_scripts import SECONDS, runs, script, wait_for, waiting
+from native_cases import by_reference
+
+import qtensor
+from qtensor.build import build
+from qtensor.compilers import find_cxx
+from qtensor.kernels.cpu import plan, sources
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and locks as Linux has them")
+
+FORMATS = ("fp8", "mxfp8", "nvfp4")
+PROGRAM = f"""
+import json, sys, warnings
+import torch, qtensor
+from qtensor.kernels.cpu import native
+
+x = torch.linspace(-3, 3, 512).reshape(8, 64)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    tensors = [qtensor.quantize(x, name) for name in {FORMATS}]
+    values = [q.dequantize().tolist() for q in tensors]
+json.dump(
+    {{
+        "bytes": [[b.view(torch.uint8).flatten().tolist() for b in q.buffers()] for q in tensors],
+        "values": values,
+        "warnings": [[w.category.__name__, str(w.message)] for w in caught],
+        "native": not isinstance(native.library(), str),
+    }},
+    sys.stdout,
+)
+"""
+
+
+@functools.cache
+def wanted() -> dict[str, Any]:
+    """What every process has to compute."""
+    x = torch.linspace(-3, 3, 512).reshape(8, 64)
+    made = []
+    for name in FORMATS:
+        codec = qtensor.quantizer(name)
+        buffers = by_reference(codec, x)
+        named = dict(zip([s.name for s in codec.slots], buffers, strict=True))
+        made.append((buffers, codec.decode(named, (8, 64))))
+    return {
+        "bytes": [[b.view(torch.uint8).flatten().tolist() for b in buffers] for buffers, _ in made],
+        "values": [values.tolist() for _, values in made],
+    }
+
+
+def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """The program in a process of its own, with a cache and temporary files of its own."""
+    (folder / "temporary").mkdir(exist_ok=True)
+    names = ("QTENSOR_NATIVE", "QTENSOR_CPU_ISA", "QTENSOR_CXX", "CXX")
+    given = {k: v for k, v in os.environ.items() if k not in names}
+    given |= {"QTENSOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder / "temporary")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, env=given | environment, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the program said; its bytes and values are right, whoever computed them."""
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert {name: told.pop(name) for name in ("bytes", "values")} == wanted()
+    return told | {"stderr": err}
+
+
+def falls_back(folder: Path, *reasons: str, **environment: str) -> None:
+    """One RuntimeWarning, with these texts, and the bytes of the reference."""
+    told = finish(start(folder, **environment))
+    assert not told["native"]
+    (category, text), *more = told["warnings"]
+    assert not more
+    assert category == "RuntimeWarning"
+    assert text.startswith("qtensor runs without its native CPU kernels (same bytes, many times")
+    for reason in reasons:
+        assert reason in text
+
+
+@pytest.fixture(scope="session")
+def real_library() -> Path:
+    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they take."""
+    return build(sources.recipe(sources.choose_isa()))
+
+
+def copier(folder: Path, library: Path, before: str = "") -> Path:
+    """A compiler whose objects are empty and whose library is that one."""
+    body = (
+        'for word; do [ "$previous" = -o ] && out=$word; previous=$word; done\n'
+        f"{before}\n"
+        f'case "$*" in *-shared*) cp {shlex.quote(str(library))} "$out";; *) echo >"$out";; esac\n'
+        "exit"
+    )
+    return script(folder, body)
+
+
+# ---- no compiler -------------------------------------------------------------------------------
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    falls_back(
+        tmp_path,
+        "a compiler must be on PATH or in QTENSOR_CXX",
+        "QTENSOR_CXX='/nonexistent': no program of that name",
+        "apt install g++",
+        QTENSOR_CXX="/nonexistent",
+    )
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    """Its own words reach the user, and the second call does not run it again."""
+    broken = script(tmp_path, 'echo "fatal error: no such thing" >&2; exit 3')
+    falls_back(
+        tmp_path,
+        "must compile; got exit status 3",
+        "fatal error: no such thing",
+        QTENSOR_CXX=str(broken),
+    )
+    assert 1 <= len(runs(tmp_path)) <= len(sources.recipe("baseline").units)
+
+
+def test_a_library_that_does_not_load(tmp_path: Path) -> None:
+    """Undefined symbols are found by the loader, not by the compiler."""
+    source = tmp_path / "half.cpp"
+    source.write_text('extern "C" int missing(); extern "C" int qt_abi() { return missing(); }\n')
+    falls_back(tmp_path, "undefined symbol", QTENSOR_CXX=str(stub(tmp_path, source, "-Wl,-z,now")))
+
+
+def test_a_library_of_another_interface(tmp_path: Path) -> None:
+    source = tmp_path / "old.cpp"
+    source.write_text('extern "C" int qt_abi() { return 7; }\n')
+    expected = f"has interface 7, this qtensor {plan.ABI * 1000 + ctypes.sizeof(plan.Plan)}"
+    falls_back(tmp_path, expected, QTENSOR_CXX=str(stub(tmp_path, source)))
+
+
+def stub(folder: Path, source: Path, *flags: str) -> Path:
+    """A compiler that makes its library from that source, whatever it is given."""
+    library = folder / "stub.so"
+    cxx = [*find_cxx().command, "-shared", "-fPIC", *flags, str(source), "-o", str(library)]
+    subprocess.run(cxx, check=True, timeout=SECONDS)
+    return copier(folder, library)
+
+
+# ---- switches ----------------------------------------------------------------------------------
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    """Nothing is compiled, and nothing said: the user asked for it."""
+    compiler = script(tmp_path)
+    told = finish(start(tmp_path, QTENSOR_NATIVE="0", QTENSOR_CXX=str(compiler)))
+    assert (told["native"], told["warnings"], told["stderr"]) == (False, [], "")
+    assert runs(tmp_path) == []
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("isa", ["avx1024", "", "AVX2"])
+def test_an_unknown_instruction_set(tmp_path: Path, isa: str) -> None:
+    falls_back(
+        tmp_path,
+        "QTENSOR_CPU_ISA: it must name an instruction set of this CPU",
+        "baseline",
+        f"got {isa!r}",
+        "Unset it to take the best",
+        QTENSOR_CPU_ISA=isa,
+        QTENSOR_CXX="/nonexistent",
+    )
+
+
+def test_the_instruction_set_that_is_asked_for(tmp_path: Path, real_library: Path) -> None:
+    """Its flags reach the compiler and its name the cache."""
+    told = finish(
+        start(tmp_path, QTENSOR_CPU_ISA="baseline", QTENSOR_CXX=str(copier(tmp_path, real_library)))
+    )
+    assert told["native"]
+    assert any("-DQT_ISA=0" in run for run in runs(tmp_path))
+    assert not any("-mavx" in run for run in runs(tmp_path))
+    assert [p.name for p in (tmp_path / "cache").rglob("*.so")] == ["cpu_baseline.so"]
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, real_library: Path) -> None:
+    """A file in its place stops root, too. The kernels go to a private folder and serve."""
+    (tmp_path / "cache").touch()
+    told = finish(start(tmp_path, QTENSOR_CXX=str(copier(tmp_path, real_library))))
+    assert told["native"]
+    ((category, text),) = told["warnings"]
+    assert category == "RuntimeWarning"
+    assert f"cannot write its cache {tmp_path / 'cache'}" in text
+    assert len(list((tmp_path / "temporary").rglob("cpu_*.so"))) == 1
+    again = finish(start(tmp_path, QTENSOR_CXX=str(tmp_path / "cxx")))
+    assert (again["native"], again["warnings"]) == (True, [])
+
+
+def test_a_read_only_folder(tmp_path: Path, real_library: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    if os.access(tmp_path / "cache", os.W_OK):
+        pytest.skip("this user, root perhaps, may write to read-only folders")
+    told = finish(start(tmp_path, QTENSOR_CXX=str(copier(tmp_path, real_library))))
+    assert told["native"]
+    assert [w[0] for w in told["warnings"]] == ["RuntimeWarning"]
+
+
+def test_neither_cache_nor_temporary_folder(tmp_path: Path, real_library: Path) -> None:
+    (tmp_path / "cache").touch()
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "temporary" / f"qtensor-{os.geteuid()}").touch()
+    falls_back(tmp_path, "Set QTENSOR_CACHE_DIR", QTENSOR_CXX=str(copier(tmp_path, real_library)))
+
+
+def test_a_process_killed_while_it_builds(tmp_path: Path, real_library: Path) -> None:
+    """The next one builds from the start, computes right and leaves one whole library."""
+    compiler = copier(tmp_path, real_library, waiting("go"))
+    killed = start(tmp_path, QTENSOR_CXX=str(compiler))
+    try:
+        wait_for(lambda: runs(tmp_path))
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate(timeout=SECONDS)
+    assert not list((tmp_path / "cache").rglob("cpu_*.so"))
+    (tmp_path / "go").touch()
+    told = finish(start(tmp_path, QTENSOR_CXX=str(compiler)))
+    assert (told["native"], told["warnings"]) == (True, [])
+    assert len(list((tmp_path / "cache" / "libraries").glob("cpu_*/cpu_*.so"))) == 1
+
+
+def test_two_processes_build_once(tmp_path: Path, real_library: Path) -> None:
+    """The second waits, says so and loads what the first made."""
+    compiler = copier(tmp_path, real_library, waiting("go"))
+    first = start(tmp_path, QTENSOR_CXX=str(compiler))
+    wait_for(lambda: runs(tmp_path))
+    second = start(tmp_path, QTENSOR_CXX=str(compiler))
+    assert second.stderr is not None
+    heard = second.stderr.readline()
+    assert heard == ("qtensor: waiting for another process that compiles its native CPU kernels\n")
+    (tmp_path / "go").touch()
+    assert all(finish(process)["native"] for process in (first, second))
+    units = sources.recipe(sources.choose_isa()).units
+    assert len(runs(tmp_path)) == len(units) + 1
+
+
+def test_a_damaged_library_is_built_again(tmp_path: Path, real_library: Path) -> None:
+    compiler = copier(tmp_path, real_library)
+    assert finish(start(tmp_path, QTENSOR_CXX=str(compiler)))["native"]
+    (built,) = (tmp_path / "cache").rglob("cpu_*.so")
+    count = len(runs(tmp_path))
+    with built.open("r+b") as file:
+        file.truncate(100)
+    told = finish(start(tmp_path, QTENSOR_CXX=str(compiler)))
+    assert (told["native"], told["warnings"]) == (True, [])
+    assert len(runs(tmp_path)) == 2 * count

@@ -1,0 +1,82 @@
+"""Each instruction set that this CPU has gives the same bytes. Each library is built once and stays in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from formats import DTYPES, FormatCase, formats, layouts
+from native_cases import (
+    INPUTS,
+    assert_same_values,
+    call_of,
+    check,
+    check_random,
+    data,
+    dirty,
+    loaded,
+    threads,
+)
+
+from qtensor.build import build
+from qtensor.kernels.cpu import native, sources
+
+
+@pytest.fixture(scope="session", params=sources.ISAS)
+def library(request: pytest.FixtureRequest) -> native.Library:
+    """The kernels of one instruction set; processes that ask at once wait for one build."""
+    if request.param not in sources.usable_isas():
+        pytest.skip(f"this CPU has no {request.param}")
+    return native.Library(str(build(sources.recipe(request.param))))
+
+
+@pytest.fixture(autouse=True)
+def _serves(library: native.Library) -> Iterator[None]:
+    with loaded(library):
+        yield
+
+
+def test_the_library_is_that_of_the_instruction_set(
+    library: native.Library, request: pytest.FixtureRequest
+) -> None:
+    isa = request.node.callspec.params["library"]
+    path = build(sources.recipe(isa))
+    assert path.name == f"cpu_{isa}.so"
+    assert f"qt_{isa}".encode() in path.read_bytes(), "names carry the namespace"
+    assert native.library() is library
+
+
+@layouts
+def test_each_layout(case: FormatCase, options: dict[str, Any]) -> None:
+    codec = case.quantizer(columnwise=True, **options)
+    for turn, shape in enumerate([(37, 83), (257, 33), (33, 1025), (128, 256), (2, 3, 40), ()]):
+        check(codec, data("randn", shape, DTYPES[turn % 3]), **call_of(case, options))
+        with threads(2):
+            check(codec, data("ties", shape, DTYPES[turn % 3]), **call_of(case, options))
+
+
+@formats
+def test_each_option_and_kind_of_input(case: FormatCase) -> None:
+    for options in case.each_option():
+        codec = case.quantizer(columnwise=True, **options)
+        for kind in INPUTS:
+            for dtype in DTYPES:
+                check(codec, data(kind, (17, 100), dtype), **call_of(case, options))
+
+
+@formats
+def test_any_byte_decodes_alike(case: FormatCase) -> None:
+    for options in case.each_option():
+        codec = case.quantizer(columnwise=True, **options)
+        buffers = dirty(codec, (130, 257))[: len(codec.slots)]
+        for slot, buffer in zip(codec.slots, buffers, strict=True):
+            narrow = case.name == "mxfp6" and not codec.packed and slot.name.endswith("data")
+            buffer.view(torch.uint8).random_(0, 64 if narrow else 256)
+        assert_same_values(codec, buffers, (130, 257))
+
+
+def test_random_cases() -> None:
+    for seed in range(5000, 5600):
+        check_random(seed)

@@ -1,0 +1,120 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: no read or write outside a buffer, no undefined step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qtensor.build import Recipe, Unit, build
+from qtensor.compilers import find_cxx
+from qtensor.kernels.cpu import sources
+
+FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g1",
+    "-O1",
+)
+CASES = 1500
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import sys
+import torch
+from formats import FORMATS, USAGES, assert_same_bytes
+from native_cases import check, check_random, data, call_of, loaded, threads
+from qtensor.kernels.cpu.native import Library
+
+with loaded(Library(sys.argv[1])):
+    # Each format, usage and option that moves bytes; sizes around tiles, blocks and single elements.
+    for case in FORMATS:
+        for options in case.each_option():
+            for rowwise, columnwise in USAGES:
+                codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
+                for shape in ((1, 1), (3, 17), (33, 50), (130, 257), (1, 1025), (257, 2)):
+                    dtype = (torch.float32, torch.bfloat16, torch.float16)[sum(shape) % 3]
+                    with threads(1 + sum(shape) % 2):
+                        check(codec, data("nan", shape, dtype), **call_of(case, options))
+    for seed in range(int(sys.argv[2])):
+        check_random(seed)
+print("compared")
+"""
+
+
+def sanitizer() -> str:
+    """The runtime of AddressSanitizer, which has to be loaded before everything else."""
+    if platform.system() != "Linux":
+        pytest.skip("sanitizers are preloaded as Linux does it")
+    found = []
+    for name in ("libasan.so", "libubsan.so"):
+        asked = (*find_cxx().command, f"-print-file-name={name}")
+        path = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        if not os.path.isabs(path) or not Path(path).exists():
+            pytest.skip(f"the compiler has no {name}")
+        found.append(os.path.realpath(path))
+    return found[0]
+
+
+def sanitized(recipe: Recipe) -> Recipe:
+    """The same sources with checks in place of speed, under another name in the cache."""
+    units = tuple(
+        dataclasses.replace(unit, flags=(*(f for f in unit.flags if f != "-O3"), *FLAGS))
+        for unit in recipe.units
+    )
+    link = (*recipe.link_flags, FLAGS[0])
+    name = f"{recipe.name}_sanitized"
+    return dataclasses.replace(recipe, name=name, units=units, link_flags=link, effort=0.0)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "LD_PRELOAD": sanitizer(),
+        # CPython and torch free little at exit. Torch's allocator asks for huge blocks at times.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+
+
+@pytest.mark.slow
+def test_the_kernels_stay_inside_their_buffers() -> None:
+    sanitizer()
+    isa = "avx2" if "avx2" in sources.usable_isas() else "baseline"
+    library = build(sanitized(sources.recipe(isa)))
+    done = run(PROGRAM, str(library), str(CASES))
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout == "compared\n"
+    assert "runtime error" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("char* p = new char[n]; int r = p[n]; delete[] p; return r;", "heap-buffer-overflow"),
+        ("return 0x7fffffff + n;", "signed integer overflow"),
+        ("int a[4] = {1, 2, 3, 4}; return a[n];", "out of bounds"),
+    ],
+    ids=["heap", "overflow", "index"],
+)
+def test_the_check_sees_a_mistake(body: str, told: str, tmp_path: Path) -> None:
+    sanitizer()
+    source = tmp_path / "wrong.cpp"
+    source.write_text(f'extern "C" int wrong(int n) {{ {body} }}\n')
+    unit = Unit(source, FLAGS, "wrong")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QTENSOR_CACHE_DIR", str(tmp_path / "cache"))
+        library = build(Recipe("wrong", (unit,), find_cxx(), (), (FLAGS[0],)))
+    done = run("import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).wrong(8))", str(library))
+    assert done.returncode != 0
+    assert told in done.stderr
