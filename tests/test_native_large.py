@@ -143,16 +143,14 @@ def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iter
 
 def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
     """What ``native.quantize_`` does, of a row that stands for all: it would copy an input that overlaps."""
-    bound = native._bind(codec)
+    site = native._site(codec, torch.Size((rows, ROW)))
     library = native.library()
-    assert bound is not None
+    assert site is not None
     assert isinstance(library, native.Library)
-    pointers: list[int | None] = [None] * 8
-    for slot, place in bound.places:
-        pointers[place] = buffers[slot].data_ptr()
-    factor = None if bound.scale_inv is None else buffers[bound.scale_inv].data_ptr()
-    call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, factor, None, None, 0)
-    assert library.quantize(bound.address, *call) == 0
+    pointers = native._pointers(site, buffers)
+    assert pointers is not None
+    call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, None, None, 0)
+    assert library.quantize(site.address, *call) == 0
 
 
 def test_the_largest_dims_of_a_small_tensor() -> None:

@@ -114,7 +114,9 @@ INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, 
 template <class D, class E, int B, int Codes>
 INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
     if constexpr (B == NV) {
-        const VI fits = ((VI)((VF)amax * encode <= all(7.5f))) & (VI)(encode >= all(0x1p-14f)) & (VI)(encode <= all(0x1p120f));
+        // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
+        const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
+        const VI fits = ((VI)((VF)amax * encode <= all(7.5f))) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f));
         if (any(~fits)) return false;
         alignas(64) float factors[W];
         store(factors, encode * all(4.0f));
