@@ -14,11 +14,13 @@ static i32 amax_run(const typename D::T* x, i64 n) {
     i64 i = 0;
     if (D::pairs) {
         VH h[4] = {};
-        for (; i + 8 * W <= n; i += 8 * W)
+        for (; i + 8 * W <= n; i += 8 * W) {
+            look_ahead<16 * W>(x + i);
             for (int k = 0; k < 4; k++) {
                 VH next = load<VH>(x + i + 2 * W * k) & (VH)all(0x7fff7fff);
                 h[k] = h[k] > next ? h[k] : next;
             }
+        }
         for (int k = 0; k < 4; k++) m[k] = max((VI)h[k] << 16, (VI)h[k] & all(i32(0xffff0000)));
     } else {
         for (; i + GROUP <= n; i += GROUP)

@@ -75,10 +75,26 @@ INLINE VB group_of_pairs(const u16* x, const VF f[4]) {
     return (VB)_mm512_ternarylogic_epi32((__m512i)pack<true>(c), sign, _mm512_set1_epi8(char(0x80)), 0xf8);
 }
 
-// ---- maxima of 16 blocks of 16 bfloat16, by words and without a horizontal maximum -------------------------------------------
+// ---- maxima of 16 blocks of bfloat16, by words and without a horizontal maximum ----------------------------------------------
+template <int B>
+INLINE __m512i folded(const u16* x) {
+    __m512i m = _mm512_and_si512(load<__m512i>(x), _mm512_set1_epi16(0x7fff));
+    for (int i = 32; i < B; i += 32)
+        m = _mm512_max_epu16(m, _mm512_and_si512(load<__m512i>(x + i), _mm512_set1_epi16(0x7fff)));
+    return m;
+}
+template <int B>
 INLINE VI maxima_of_pairs(const u16* x) {
-    __m512i z[8], p[4], q[2];
-    for (int i = 0; i < 8; i++) z[i] = _mm512_and_si512(load<__m512i>(x + 32 * i), _mm512_set1_epi16(0x7fff));
+    __m512i z[8], p[4], q[2];  // each z: 16 words of one block, then 16 of the next
+    for (int i = 0; i < 8; i++) {
+        const __m512i a = folded<B>(x + 2 * i * B);
+        if (B == 16) {
+            z[i] = a;
+        } else {
+            const __m512i b = folded<B>(x + (2 * i + 1) * B);
+            z[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
+        }
+    }
     for (int i = 0; i < 4; i++)
         p[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0x88), _mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0xdd));
     for (int i = 0; i < 2; i++)

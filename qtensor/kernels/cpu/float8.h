@@ -12,7 +12,10 @@ static void encode_run(const typename D::T* x, i64 n, const VF* factors, int ste
     using T = typename D::T;
     stream = stream && (uintptr_t(out) & (GROUP - 1)) == 0;
     i64 i = 0;
-    for (; i + GROUP <= n; i += GROUP) store_bytes(out + i, encode_group<D, E, Safe, false>(x + i, factors + i / W * step), stream);
+    for (; i + GROUP <= n; i += GROUP) {
+        look_ahead<GROUP * sizeof(T)>(x + i);
+        store_bytes(out + i, encode_group<D, E, Safe, false>(x + i, factors + i / W * step), stream);
+    }
     if (i < n) {
         T t[GROUP] = {};
         u8 codes[GROUP];
@@ -110,15 +113,19 @@ struct Float8Quantizer {
         if (!c.column.data && !by_row && !step && (c.stride == c.cols || c.rows == 1)) {
             parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
                 // Backwards: what the pass for the maximum read last is still in the cache.
-                for (i64 at = a + (b - a - 1) / RUN * RUN; at >= a; at -= RUN)
-                    run_of(x + at, b - at < RUN ? b - at : RUN, factors, 0, c.row.data + at, safe);
+                constexpr i64 part = 16 * RUN;
+                for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
+                    for (i64 i = at; i < b && i < at + part; i += RUN)
+                        run_of(x + i, b - i < RUN ? b - i : RUN, factors, 0, c.row.data + i, safe);
             });
             return;
         }
         constexpr i64 band = 256;
         parallel(c.rows, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
             u8* codes = c.column.data ? new (std::align_val_t(64)) u8[size_t(2 * band * band)] : nullptr;
-            for (i64 r = a; r < b; r += band) bands(r, b - r < band ? b - r : band, factors, step, by_row, safe, codes);
+            // Without a transpose a row is encoded while it is still in the cache.
+            const i64 step_rows = codes ? band : 1;
+            for (i64 r = a; r < b; r += step_rows) bands(r, b - r < step_rows ? b - r : step_rows, factors, step, by_row, safe, codes);
             operator delete[](codes, std::align_val_t(64));
         });
     }
@@ -136,6 +143,7 @@ struct Float8Quantizer {
             c.scale_inv[row0 + r] = 1.0f / s;
         }
         const i64 tile = codes ? 256 : RUN;
+        if (by_row && !codes && row0 + 1 < c.rows) prefetch(x + (row0 + 1) * c.stride, 1, 0, (c.cols < 16384 ? c.cols : 16384) * i64(sizeof(T)));
         for (i64 k = 0; k < c.cols; k += tile) {
             const i64 width = c.cols - k < tile ? c.cols - k : tile;
             if (codes && k + 2 * tile <= c.cols)

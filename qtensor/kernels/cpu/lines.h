@@ -33,7 +33,7 @@ struct Direction {
 template <class D, int B>
 INLINE VI strip_maxima(const typename D::T* x) {
 #if QT_ISA == 512
-    if constexpr (D::id == BF16 && B == 16) return maxima_of_pairs(x);
+    if constexpr (D::id == BF16) return maxima_of_pairs<B>(x);
 #endif
     VI m[W];
     for (int b = 0; b < W; b++) {
@@ -264,6 +264,7 @@ struct LineQuantizer {
             bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
             if (!direct_in) strips.gather(line, block, gathered);
             const T* x = direct_in ? strips.source(line, block) : gathered;
+            if (direct_in) prefetch(x + W * B, 1, 0, sizeof(T) * W * B);
             u8* target = direct ? strips.target(line, block) : scattered;
             bool stream = direct && d.nontemporal && (uintptr_t(target) & (GROUP - 1)) == 0;
             // Packed codes leave in pieces too small to go around the cache one by one.
@@ -273,7 +274,7 @@ struct LineQuantizer {
                     i64 l = (at + b) / strips.blocks;
                     global.set(b, nvfp4_global(d.line_amax[m.line0 + (l < m.count ? l : line)], p.e4m3_max));
                 }
-            VI stored = strip(x, out, at, stream);
+            VI stored = strip_of(*this, x, out, at, stream);
             if (!direct) strips.scatter(line, block, scattered, d.whole_groups, d.nontemporal);
             if (out != target) stream_copy(target, out, W * strips.bytes);
             put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
@@ -296,11 +297,11 @@ struct LineQuantizer {
         return f.stored;
     }
 
-    VI strip(const T* x, u8* out, i64 at, bool stream) {
-        if (special) return special_strip(x, out, at);
+    INLINE VI strip_of(LineQuantizer& q, const T* x, u8* out, i64 at, bool stream) {
+        if (q.special) return q.special_strip(x, out, at);
         VI amax = strip_maxima<D, B>(x);
-        if (nv && any(amax >= all(INF_BITS))) return special_strip(x, out, at);
-        return plain_strip(*this, x, out, amax, stream);
+        if (q.nv && any(amax >= all(INF_BITS))) return q.special_strip(x, out, at);
+        return plain_strip(q, x, out, amax, stream);
     }
 
     // NVFP4 with a rotation, random rounding, two candidates, or values that are not finite.

@@ -103,6 +103,12 @@ INLINE void stream_copy(u8* to, const u8* from, i64 n) {
         for (; i + GROUP <= n; i += GROUP) store_bytes(to + i, load<VB>(from + i), true);
     if (i < n) memcpy(to + i, from + i, size_t(n - i));
 }
+// Ask for what is read AHEAD bytes later: the prefetchers of the CPU stop at page borders.
+constexpr i64 AHEAD = 2048;
+template <int Bytes>
+INLINE void look_ahead(const void* p) {
+    for (int i = 0; i < Bytes; i += 64) __builtin_prefetch((const u8*)p + AHEAD + i);
+}
 // Ask for rows of memory that are read soon.
 INLINE void prefetch(const void* first, i64 rows, i64 stride, i64 bytes) {
     for (i64 r = 0; r < rows; r++)
