@@ -33,7 +33,8 @@ def operands(script):
 def test_the_document_is_current():
     """In a process of its own: other tests register formats."""
     command = [sys.executable, str(DOCS / "generate_op_matrix.py"), "--check"]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # What each op does is the same with and without kernels, and compiling them would speak on stderr.
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QTENSOR_NATIVE": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import triton_calls
 from qtensor.kernels.cpu import native
+from qtensor.kernels.triton_calls import dequantize_ as triton_dequantize_
+from qtensor.kernels.triton_calls import quantize_ as triton_quantize_
+from qtensor.kernels.triton_calls import supports as triton_supports
 from qtensor.layout import Shape
 
 QuantizeKernel = Callable[
@@ -37,9 +39,7 @@ class Backend:
 
 BACKENDS = {
     "cpu": Backend("native", native.supports, native.quantize_, native.dequantize_),
-    "cuda": Backend(
-        "triton", triton_calls.supports, triton_calls.quantize_, triton_calls.dequantize_
-    ),
+    "cuda": Backend("triton", triton_supports, triton_quantize_, triton_dequantize_),
 }
 """Device type -> its kernels."""
 

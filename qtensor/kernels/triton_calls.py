@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -24,10 +25,9 @@ def backend() -> ModuleType | str:
         return "switched off by QTENSOR_TRITON=0"
     try:
         # Triton takes a second to import, and only GPUs need it.
-        from qtensor.kernels import triton_backend  # noqa: PLC0415
+        return importlib.import_module("qtensor.kernels.triton_backend")
     except ImportError as error:
         return f"Triton cannot be imported ({error}); install qtensor[triton]"
-    return triton_backend
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:
