@@ -331,7 +331,11 @@ def test_run_passes_the_options_on():
 
 
 def test_the_plot_takes_the_largest_size(tmp_path):
-    plot = pytest.importorskip("benchmarks.plot", exc_type=ImportError)
+    plot = pytest.importorskip(
+        "benchmarks.plot",
+        reason="matplotlib is not installed (extra 'bench')",
+        exc_type=ImportError,
+    )
     rows = tuple(
         {
             "size": f"{n}x{n}",

@@ -73,7 +73,7 @@ def test_a_file_in_place_of_the_cache(tmp_path):
 def make_read_only(folder):
     folder.chmod(0o500)
     if os.access(folder, os.W_OK):
-        pytest.skip("this user, root perhaps, may write to read-only folders")
+        pytest.skip(reason="this user, root perhaps, may write to read-only folders")
 
 
 def test_a_read_only_cache(tmp_path, libraries):

@@ -215,7 +215,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, real_library: Path) -> N
 def test_a_read_only_folder(tmp_path: Path, real_library: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o500)
     if os.access(tmp_path / "cache", os.W_OK):
-        pytest.skip("this user, root perhaps, may write to read-only folders")
+        pytest.skip(reason="this user, root perhaps, may write to read-only folders")
     told = finish(start(tmp_path, QTENSOR_CXX=str(copier(tmp_path, real_library))))
     assert told["native"]
     assert [w[0] for w in told["warnings"]] == ["RuntimeWarning"]

@@ -28,7 +28,7 @@ from qtensor.kernels.cpu import native, sources
 def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set; processes that ask at once wait for one build."""
     if request.param not in sources.usable_isas():
-        pytest.skip(f"this CPU has no {request.param}")
+        pytest.skip(reason=f"this CPU has no {request.param}")
     return native.Library(str(build(sources.recipe(request.param))))
 
 

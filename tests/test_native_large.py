@@ -32,7 +32,9 @@ def untouched(elements: int, dtype: torch.dtype) -> Tensor:
     try:
         return torch.empty(elements, dtype=dtype)
     except RuntimeError as error:
-        pytest.skip(f"this machine reserves no {elements * dtype.itemsize >> 30} GiB: {error}")
+        pytest.skip(
+            reason=f"this machine reserves no {elements * dtype.itemsize >> 30} GiB: {error}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -113,7 +115,7 @@ def test_a_whole_pass(name: str) -> None:
     """2^31 elements and more are written; the input is one row again and again, which is what each row has to give."""
     free = _free_memory()
     if free is None or free < 6 << 30:
-        pytest.skip("a whole pass takes 3 GiB")
+        pytest.skip(reason="a whole pass takes 3 GiB")
     codec = qtensor.quantizer(name.split()[0], **WHOLE[name])
     rows, row = MANY // ROW + 160, rand(1, ROW, dtype=torch.bfloat16)
     buffers = alloc_slots(codec.slots, (rows, ROW), torch.device("cpu"))

@@ -51,13 +51,13 @@ print("compared")
 def sanitizer() -> str:
     """The runtime of AddressSanitizer, which has to be loaded before everything else."""
     if platform.system() != "Linux":
-        pytest.skip("sanitizers are preloaded as Linux does it")
+        pytest.skip(reason="sanitizers are preloaded as Linux does it")
     found = []
     for name in ("libasan.so", "libubsan.so"):
         asked = (*find_cxx().command, f"-print-file-name={name}")
         path = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         if not os.path.isabs(path) or not Path(path).exists():
-            pytest.skip(f"the compiler has no {name}")
+            pytest.skip(reason=f"the compiler has no {name}")
         found.append(os.path.realpath(path))
     return found[0]
 

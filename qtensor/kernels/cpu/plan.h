@@ -26,7 +26,6 @@ struct Plan {
     i32 scale;
     i32 mode;           // of E8M0
     i32 transposed;     // columnwise buffers are those of the transpose
-    i32 scale_major;    // float32 block factors: 0 = (lines, blocks), 1 = (blocks, lines)
     i32 swizzled;
     i32 pow2;
     float epsilon;

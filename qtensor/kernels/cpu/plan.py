@@ -41,7 +41,6 @@ class Plan(ctypes.Structure):
         ("scale", ctypes.c_int32),
         ("mode", ctypes.c_int32),
         ("transposed", ctypes.c_int32),
-        ("scale_major", ctypes.c_int32),
         ("swizzled", ctypes.c_int32),
         ("pow2", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
