@@ -22,6 +22,10 @@ REASONS: dict[str, str] = {
     "qtensor/library/gemm.py::_decode_operands": _FLAT,
     "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
     "qtensor/library/quantize.py::_quantize_inplace_fill": _FLAT,
+    "qtensor/library/norm.py::_norm_alloc": _FLAT,
+    "qtensor/library/norm.py::_norm_backward_alloc": _FLAT,
+    "qtensor/library/norm.py::_norm_backward_fill": _FLAT,
+    "qtensor/library/norm.py::_norm_fill": _FLAT,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/serialize.py::rebuild": "what a pickle names, flat, so that old files load by position",
 }

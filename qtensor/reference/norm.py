@@ -1,0 +1,103 @@
+"""LayerNorm and RMSNorm over the last dim, forward and backward, in float32 with sums in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtensor.reference.arithmetic import column_sums, row_sums, square_root, write_
+from qtensor.reference.constants import table
+from qtensor.reference.scaling import quotient
+
+KINDS = ("layernorm", "rmsnorm")
+
+
+def matrix(t: Tensor) -> Tensor:
+    """The (M, K) view of a tensor as float32, K the last dim."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1]).to(torch.float32)
+
+
+def gain(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
+    """What the normalized values are multiplied by: ``weight``, or 1 + ``weight``, in float32."""
+    if weight is None:
+        return None
+    weight = weight.to(torch.float32)
+    return 1.0 + weight if zero_centered else weight
+
+
+def _mean(values: Tensor) -> Tensor:
+    """(M, K) to (M, 1)."""
+    return quotient(row_sums(values), table(float(values.shape[1]), values.device))
+
+
+def norm_(
+    outputs: tuple[Tensor, Tensor, Tensor],
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+) -> None:
+    """Write y, mean and rstd: y = ((x - mean) * rstd) * gamma + bias, rstd = 1 / sqrt(variance + eps).
+
+    Args:
+        outputs: y like x; mean (leading dims, or (0,) for "rmsnorm") and rstd (leading dims), float32.
+        x: (..., K).
+        gamma: (K,) float32, of ``gain``.
+        bias: (K,).
+        kind: of ``KINDS``; "rmsnorm" takes 0 for the mean.
+        eps: taken as float32.
+    """
+    y, mean, rstd = outputs
+    values = matrix(x)
+    if kind == "layernorm":
+        average = _mean(values)
+        write_(mean, average.reshape(mean.shape))
+        values = values - average
+    variance = _mean(values * values) + table(eps, x.device)
+    inverse = quotient(1.0, square_root(variance))
+    write_(rstd, inverse.reshape(rstd.shape))
+    values = values * inverse
+    if gamma is not None:
+        values = values * gamma
+    if bias is not None:
+        values = values + bias.to(torch.float32)
+    write_(y, values.reshape(y.shape))
+
+
+def norm_backward_(
+    outputs: tuple[Tensor, Tensor, Tensor],
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    stats: tuple[Tensor | None, Tensor],
+) -> None:
+    """Write dx, dweight and dbias, the last two where they are not empty.
+
+    With n the normalized values, g = dy * gamma, and means over the row,
+    dx = (g - (n * mean(g * n) + mean(g))) * rstd, without mean(g) for "rmsnorm";
+    dweight = sum of dy * n over the rows, dbias = sum of dy.
+
+    Args:
+        outputs: dx like x; dweight and dbias (K,) or (0,).
+        dy: (..., K).
+        x: (..., K).
+        gamma: (K,) float32, of ``gain``.
+        stats: mean, None for "rmsnorm", and rstd.
+    """
+    dx, dweight, dbias = outputs
+    mean, rstd = stats
+    grad, normalized = matrix(dy), matrix(x)
+    if mean is not None:
+        normalized = normalized - mean.reshape(-1, 1)
+    inverse = rstd.reshape(-1, 1)
+    normalized = normalized * inverse
+    g = grad if gamma is None else grad * gamma
+    projection = normalized * _mean(g * normalized)
+    if mean is not None:
+        projection = projection + _mean(g)
+    write_(dx, ((g - projection) * inverse).reshape(dx.shape))
+    if dweight.numel():
+        write_(dweight, column_sums(grad * normalized))
+    if dbias.numel():
+        write_(dbias, column_sums(grad))
