@@ -1,7 +1,10 @@
 """Quantized tensors for PyTorch: FP8, MXFP8, MXFP6, MXFP4, NVFP4, with the same bytes on every device."""
 
+from qtensor import recipes
 from qtensor.api import dequantize, formats, quantize, quantizer
+from qtensor.autocast import autocast
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.modules.linear import Linear
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -39,6 +42,7 @@ __all__ = [
     "Float8RowwiseQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "Linear",
     "MXFP4Quantizer",
     "MXFP4Tensor",
     "MXFP4TensorStorage",
@@ -58,6 +62,7 @@ __all__ = [
     "TensorProto",
     "UnsupportedError",
     "__version__",
+    "autocast",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -66,6 +71,7 @@ __all__ = [
     "gemm",
     "quantize",
     "quantizer",
+    "recipes",
     "record_amax_",
     "to_tensor_proto",
 ]

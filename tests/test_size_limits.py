@@ -14,6 +14,7 @@ CODE = sorted(p for f in ("qtensor", "docs", "benchmarks") for p in (ROOT / f).r
 FILES = sorted({*CODE, *(ROOT / "tests").rglob("*.py")})
 
 _FLAT = "an op's schema is flat: tensors, strings and numbers, no object that bundles them"
+_OPTIONS = "options of a layer, named as users of nn.Linear and Transformer Engine know them"
 _BYTES = "each parameter is one number of the contract; a bundle would be built for one caller"
 
 REASONS: dict[str, str] = {
@@ -22,10 +23,14 @@ REASONS: dict[str, str] = {
     "qtensor/library/gemm.py::_decode_operands": _FLAT,
     "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
     "qtensor/library/quantize.py::_quantize_inplace_fill": _FLAT,
+    "qtensor/library/delayed.py::_begin_fill": _FLAT,
+    "qtensor/library/gradient.py::_accumulate_fill": _FLAT,
+    "qtensor/library/gradient.py::_postpone_fill": _FLAT,
     "qtensor/library/norm.py::_norm_alloc": _FLAT,
     "qtensor/library/norm.py::_norm_backward_alloc": _FLAT,
     "qtensor/library/norm.py::_norm_backward_fill": _FLAT,
     "qtensor/library/norm.py::_norm_fill": _FLAT,
+    "qtensor/modules/linear.py::Linear.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/serialize.py::rebuild": "what a pickle names, flat, so that old files load by position",
 }

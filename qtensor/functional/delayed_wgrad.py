@@ -1,0 +1,29 @@
+"""Weight gradients that were put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qtensor.functional.operands import Operand, multiply
+from qtensor.library.gradient import GEMM_ACCUMULATE, take_postponed
+
+
+def backward_dw(weight: Any, key: int, into_main_grad: bool) -> None:
+    """Compute the oldest postponed weight gradient of the layer ``key`` and accumulate it.
+
+    Raises:
+        QTensorError: none is postponed.
+    """
+    left, right = take_postponed(key)
+    with torch.no_grad():
+        if into_main_grad:
+            overwrite = bool(getattr(weight, "overwrite_main_grad", False))
+            GEMM_ACCUMULATE(weight.main_grad, *left, *right, "NT", overwrite)
+            return
+        grad = multiply(Operand(*left), Operand(*right), "NT", weight.dtype)
+        if weight.grad is None:
+            weight.grad = grad
+        else:
+            weight.grad.add_(grad)

@@ -1,0 +1,84 @@
+"""Operands of GEMMs: quantize, take the part that a GEMM reads, multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.functional.plan import parts
+from qtensor.layout import Shape
+from qtensor.library.direct import direct
+from qtensor.library.gemm import GEMM
+from qtensor.library.quantize import QUANTIZE, RANDOM_SEED
+
+quantize_buffers = direct(QUANTIZE, 0)
+gemm_buffers = direct(GEMM, 0, 3)
+random_seed = direct(RANDOM_SEED, 0)
+
+
+class Operand(NamedTuple):
+    """Buffers, the canonical text of the quantizer whose they are ("" for a plain tensor), and the logical shape."""
+
+    buffers: Sequence[Tensor]
+    canonical: str
+    shape: Shape
+
+
+def plain_operand(t: Tensor) -> Operand:
+    """A tensor in high precision."""
+    return Operand([t], "", t.shape)
+
+
+def quantize_operand(
+    x: Tensor, canonical: str, scale: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Operand, Tensor | None]:
+    """Quantize ``x`` (M, K); a tensor that is quantized so already answers with its own buffers.
+
+    No ``isinstance`` and no look at a tensor's quantizer: in a compiled region neither can be relied on.
+
+    Returns:
+        The operand, and its amax (1,) where ``scale`` says delayed scaling.
+    """
+    if not canonical:
+        return plain_operand(x), None
+    buffers = quantize_buffers(x, canonical, scale, None, seed)
+    if scale is None:
+        return Operand(buffers, canonical, x.shape), None
+    return Operand(buffers[:-1], canonical, x.shape), buffers[-1]
+
+
+def row_part(operand: Operand) -> Operand:
+    """What fprop reads of an input or weight, and dgrad of a gradient."""
+    found = parts(operand.canonical)
+    if len(found.row) == found.total:
+        return operand
+    return Operand([operand.buffers[i] for i in found.row], found.row_canonical, operand.shape)
+
+
+def column_part(operand: Operand) -> Operand:
+    """What wgrad reads of an input or gradient, and dgrad of a weight; whole where there are no columnwise data."""
+    found = parts(operand.canonical)
+    if len(found.column) == found.total or not found.column:
+        return operand
+    buffers = [operand.buffers[i] for i in found.column]
+    return Operand(buffers, found.column_canonical, operand.shape)
+
+
+def multiply(
+    a: Operand, b: Operand, layout: str, dtype: torch.dtype, bias: Tensor | None = None
+) -> Any:
+    """The product in one of the layouts of the ``gemm`` op."""
+    return gemm_buffers(
+        a.buffers,
+        a.canonical,
+        a.shape,
+        b.buffers,
+        b.canonical,
+        b.shape,
+        layout,
+        dtype,
+        bias,
+    )

@@ -1,0 +1,39 @@
+"""Which quantizer a module's output takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qtensor.errors import fail
+from qtensor.library.codec import parse
+from qtensor.recipes import Role, compile_constant, parse_recipe
+
+
+@compile_constant
+def output_canonical(key: str, asked: str, module: str, name: str) -> str:
+    """Canonical text of a quantized output.
+
+    Args:
+        key: of the recipe in force.
+        asked: a canonical text, or "" for the recipe's "output" role.
+        module: for the recipe's roles.
+        name: of the module.
+
+    Raises:
+        QTensorError: no recipe that could say, or a format that needs state.
+    """
+    label = f"{module}[{name}] output" if name else f"{module} output"
+    if asked:
+        found: Any = parse(asked)
+    elif key:
+        found = parse_recipe(key).quantizer(Role("output", module, name))
+        found = None if found is None else found.with_usage(rowwise=True, columnwise=False)
+    else:
+        found = None
+    if found is None:
+        rule = "a quantized output needs a recipe, or the format to take"
+        fail(label, rule, "neither", 'Pass quantized_output="fp8", say, or enter qtensor.autocast')
+    if found.needs_scale:
+        rule = "an output has no delayed-scaling state"
+        fail(label, rule, found.canonical, 'Pass quantized_output="fp8"')
+    return found.canonical

@@ -1,0 +1,188 @@
+"""What a recipe means for one call of a GEMM module: canonical texts, by direction of use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qtensor.errors import check, fail
+from qtensor.library.codec import Codec, parse
+from qtensor.recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    compile_constant,
+    parse_recipe,
+    role_quantizers,
+)
+
+
+class Parts(NamedTuple):
+    """A quantizer's buffers by the GEMMs that read them."""
+
+    total: int
+    """Buffers; a delayed-scaling amax comes behind them."""
+    row: tuple[int, ...]
+    """Places of the buffers whose blocks run along the last dim; () where there are none."""
+    row_canonical: str
+    column: tuple[int, ...]
+    """Places of those whose blocks run along the leading dims."""
+    column_canonical: str
+
+
+class LinearPlan(NamedTuple):
+    """Canonical texts of the quantizers of a call, "" for what stays in high precision."""
+
+    input: str
+    weight: str
+    grad_output: str
+    delayed: tuple[bool, bool, bool]
+    """Which of the three take their factors from the state between steps."""
+    stochastic: tuple[bool, bool, bool]
+    backward_override: str | None
+
+
+HIGH_PRECISION = LinearPlan("", "", "", (False,) * 3, (False,) * 3, None)
+
+
+@compile_constant
+def parts(canonical: str) -> Parts:
+    """The parts of what ``canonical`` names; "" is a plain tensor, which either direction reads whole."""
+    if not canonical:
+        return Parts(1, (0,), "", (0,), "")
+    codec = parse(canonical)
+    names = [slot.name for slot in codec.slots]
+
+    def part(usage: str) -> tuple[tuple[int, ...], str]:
+        if not getattr(codec, usage):
+            return (), ""
+        twin = codec.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+        return tuple(names.index(slot.name) for slot in twin.slots), twin.canonical
+
+    return Parts(len(names), *part("rowwise"), *part("columnwise"))
+
+
+def _text(codec: Codec | None, rowwise: bool, columnwise: bool) -> str:
+    if codec is None or not (rowwise or columnwise):
+        return ""
+    return codec.with_usage(rowwise=rowwise, columnwise=columnwise).canonical
+
+
+@compile_constant
+def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> LinearPlan:
+    """The plan of a call.
+
+    Args:
+        key: of the recipe; "" for high precision.
+        module: "linear" or "grouped_linear", for the recipe's roles.
+        name: of the module, for the recipe's roles.
+        dgrad: the input needs a gradient.
+        wgrad: the weight needs a gradient.
+    """
+    if not key:
+        return HIGH_PRECISION
+    override = parse_recipe(key).backward_override
+    found = role_quantizers(key, module, name)
+    quantizers = [found["input"], found["weight"], found["grad_output"]]
+    plain_backward = override is not None
+    texts = (
+        _text(quantizers[0], True, wgrad and not plain_backward),
+        _text(quantizers[1], True, dgrad and not plain_backward),
+        "" if plain_backward else _text(quantizers[2], dgrad, wgrad),
+    )
+    codecs = [parse(text) if text else None for text in texts]
+    delayed = tuple(c is not None and c.needs_scale for c in codecs)
+    if any(delayed) and delayed_options(key) is None:
+        fail(
+            f"recipe[{module}]",
+            "delayed scaling needs its options: margin, history, algorithm",
+            "a factory that returns a Float8Quantizer",
+            "Pass CustomRecipe(factory=..., delayed_scaling=DelayedScaling())",
+        )
+    stochastic = tuple(c is not None and getattr(c, "stochastic_rounding", False) for c in codecs)
+    return LinearPlan(*texts, delayed, stochastic, override)  # type: ignore[arg-type]
+
+
+@compile_constant
+def delayed_options(key: str) -> DelayedScaling | None:
+    """The rules of the delayed roles of a recipe, None where it has none."""
+    recipe = parse_recipe(key)
+    if isinstance(recipe, DelayedScaling):
+        return recipe
+    return recipe.delayed_options if isinstance(recipe, CustomRecipe) else None
+
+
+@compile_constant
+def largest_values(key: str, module: str, name: str) -> tuple[float, float, float]:
+    """The largest code values of input, weight and gradient."""
+    found = role_quantizers(key, module, name).values()
+    return tuple(448.0 if q is None else q.element.max for q in found)  # type: ignore[return-value]
+
+
+@compile_constant
+def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool) -> str:
+    """The text under which a parameter that is stored quantized is read.
+
+    Args:
+        stored: canonical text of the parameter's quantizer.
+        key: of the recipe in force, "" for high precision: the weight's values are read.
+        module: for the recipe's roles.
+        name: of the module.
+        dgrad: the gradient of the input is needed, for which a recipe's backward reads columnwise data.
+
+    Raises:
+        QTensorError: the recipe wants another kind of tensor for weights, or a direction that is not there.
+    """
+    wanted = role_quantizers(key, module, name)["weight"] if key else None
+    own = parse(stored)
+    label = weight_label(module, name)
+    if wanted is not None and wanted.spec is not own.spec:
+        recipe = key.partition("(")[0]
+        fail(
+            label,
+            f"{recipe} reads weights as {wanted.format}",
+            f"a parameter stored as {own.format}",
+            "Use the recipe that it was made with, or load its dequantized values into a plain parameter",
+        )
+    override = parse_recipe(key).backward_override if key else None
+    if wanted is not None and override is None and dgrad:
+        check(
+            own.columnwise or own.spec.transpose_shares_bytes,
+            label,
+            "dgrad reads columnwise data of the weight",
+            stored,
+            "Quantize the parameter with columnwise=True",
+        )
+    return stored
+
+
+def weight_label(module: str, name: str) -> str:
+    """How messages name a weight."""
+    return f"{module}[{name}] weight" if name else f"{module} weight"
+
+
+@compile_constant
+def covers(workspace: str, wanted: str) -> bool:
+    """Whether buffers quantized as ``workspace`` serve where ``wanted`` is asked for."""
+    if not workspace or not wanted:
+        return False
+    have, want = parse(workspace), parse(wanted)
+    return (
+        have.with_usage(rowwise=True, columnwise=True)
+        == want.with_usage(rowwise=True, columnwise=True)
+        and have.rowwise >= want.rowwise
+        and have.columnwise >= want.columnwise
+    )
+
+
+@compile_constant
+def alignment(canonical: str) -> int:
+    """What GEMMs with such operands need features to be a multiple of: 16 bytes of codes, and whole MX blocks."""
+    if not canonical:
+        return 1
+    block = parse(canonical).spec.block
+    return 32 if block is not None and block[1] == 32 else 16
+
+
+@compile_constant
+def is_requantization_safe(canonical: str) -> bool:
+    """Whether quantizing the same data again gives the same bytes."""
+    return not canonical or parse(canonical).is_requantization_safe()

@@ -1,0 +1,104 @@
+"""Ops of the backward pass that write state: accumulated weight gradients, and operands kept for a later product."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import fail
+from qtensor.layout import Shape
+from qtensor.library.define import BODIES, leaf_op
+
+Operand = tuple[list[Tensor], str, tuple[int, ...]]
+"""(buffers, canonical text of the quantizer or "", logical shape)."""
+
+OPERANDS = (
+    "Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape"
+)
+
+
+def _accumulate_fill(
+    _: None,
+    out: Tensor,
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+    layout: str,
+    overwrite: bool = False,
+) -> None:
+    # Through .data: a saved tensor's version must not move, or a second backward is refused.
+    target = out.data
+    # The product in float32, where it is accumulated; the sum is rounded once.
+    product = BODIES["gemm"](
+        a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, torch.float32, None
+    )
+    if overwrite:
+        target.copy_(product)
+    else:
+        target.add_(product)
+
+
+GEMM_ACCUMULATE = leaf_op(
+    f"gemm_accumulate_(Tensor(a!) out, {OPERANDS}, str layout, bool overwrite=False) -> ()",
+    lambda *args, **kwargs: None,
+    _accumulate_fill,
+)
+"""``out += a.T @ b`` (layout NT), or ``out = ...``: the weight gradient added where it is kept."""
+
+_PENDING: dict[int, deque[tuple[Operand, Operand]]] = {}
+"""Key of a module -> operands of weight gradients that ``backward_dw()`` will compute, oldest first."""
+
+
+def _postpone_fill(
+    _: None,
+    token: Tensor,
+    key: int,
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+) -> None:
+    # Copies: a compiled graph may use the memory again once the op is done.
+    left = ([t.detach().clone() for t in a], a_quantizer, tuple(a_shape))
+    right = ([t.detach().clone() for t in b], b_quantizer, tuple(b_shape))
+    _PENDING.setdefault(key, deque()).append((left, right))
+    token.data.add_(1)
+
+
+POSTPONE = leaf_op(
+    f"postpone_wgrad_(Tensor(a!) token, int key, {OPERANDS}) -> ()",
+    lambda *args, **kwargs: None,
+    _postpone_fill,
+)
+"""Keep the operands of a weight gradient for later; the token makes it a write, which no compiler may drop."""
+
+
+def take_postponed(key: int) -> tuple[Operand, Operand]:
+    """The operands (grad_output, input) that were kept first.
+
+    Raises:
+        QTensorError: there are none.
+    """
+    pending = _PENDING.get(key)
+    if not pending:
+        rule = "a backward pass must have gone before"
+        fix = "Call backward_dw() once for each backward pass, with delay_wgrad_compute=True"
+        fail("backward_dw", rule, "no postponed weight gradient", fix)
+    return pending.popleft()
+
+
+def drop_postponed(key: int) -> None:
+    """Forget what is kept for a module that is gone."""
+    _PENDING.pop(key, None)
+
+
+def postponed(key: int) -> int:
+    """Number of weight gradients that wait."""
+    return len(_PENDING.get(key, ()))

@@ -1,0 +1,1 @@
+"""Modules: they own parameters and state; the arithmetic is in ``functional/``."""

@@ -1,0 +1,311 @@
+"""What the linear layers share: parameters that may be quantized, state, and the call into ``functional``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.autocast import active_recipe
+from qtensor.errors import DtypeError, UnsupportedError, check, fail
+from qtensor.functional.linear import run_linear
+from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
+from qtensor.functional.operands import random_seed
+from qtensor.functional.parallel import Parallel
+from qtensor.functional.plan import (
+    LinearPlan,
+    alignment,
+    covers,
+    is_requantization_safe,
+    linear_plan,
+    weight_canonical,
+    weight_label,
+)
+from qtensor.modules.state import LinearState
+from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
+from qtensor.storage.base import QuantizedTensorStorage
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Call(NamedTuple):
+    """How one forward of a module was called.
+
+    Attributes:
+        is_first_microbatch: True: quantize the weight and keep it; False: use what is kept; None: keep nothing.
+        noop: one element; non-zero leaves what is kept as it is.
+        output_quantizer: canonical text, "" for a plain output.
+    """
+
+    is_first_microbatch: bool | None = None
+    noop: Tensor | None = None
+    output_quantizer: str = ""
+
+
+class LinearOptions(NamedTuple):
+    """What a linear layer was built with, as plain values."""
+
+    module: str = "linear"
+    name: str = ""
+    parallel: Parallel | None = None
+    save_original_input: bool = False
+    delay_wgrad_compute: bool = False
+    fuse_wgrad_accumulation: bool = False
+
+
+def stored_canonical(parameter: Any) -> str:
+    """Canonical text of the quantizer of a parameter that is stored quantized, else ""."""
+    return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
+
+
+class QuantizedModule(nn.Module):
+    """Base of the modules with quantized GEMMs.
+
+    Attributes:
+        name: for messages and for the roles of recipes.
+        recipe: used outside of every ``qtensor.autocast``; None for high precision.
+    """
+
+    def __init__(self, recipe: Recipe | None = None, name: str = "") -> None:
+        super().__init__()
+        self._stored: dict[str, str] = {}
+        self._states: dict[str, LinearState] = {}
+        self.name = name
+        self.recipe = recipe
+        if not (recipe is None or isinstance(recipe, Recipe)):
+            fail(
+                self.label,
+                "recipe must be a recipe object",
+                repr(recipe),
+                "Pass qtensor.recipes.MXFP8BlockScaling(), say",
+                DtypeError,
+            )
+
+    @property
+    def label(self) -> str:
+        """How messages name the module."""
+        kind = type(self).__name__
+        return f"{kind}[{self.name}]" if self.name else kind
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Note which parameters are stored quantized: code that is traced cannot ask a tensor."""
+        super().register_parameter(name, param)
+        self._stored[name] = stored_canonical(param)
+        for state in self._states.values():
+            state.drop_workspace()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            self._stored[name] = stored_canonical(parameter)
+        for state in self._states.values():
+            state.apply(fn)
+        return result
+
+    # ---- state dict -------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for weight, state in self._states.items():
+            if state.delayed.used:
+                destination[f"{prefix}_delayed_scaling.{weight}.scale"] = (
+                    state.delayed.scale.clone()
+                )
+                destination[f"{prefix}_delayed_scaling.{weight}.amax_history"] = (
+                    state.delayed.merged()
+                )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for weight, state in self._states.items():
+            key = f"{prefix}_delayed_scaling.{weight}"
+            scale = state_dict.pop(f"{key}.scale", None)
+            history = state_dict.pop(f"{key}.amax_history", None)
+            if scale is not None and history is not None:
+                state.delayed.load(scale, history)
+            state.drop_workspace()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # ---- the call -----------------------------------------------------------------------------------------
+
+    def _recipe_key(self) -> str:
+        recipe = self.recipe
+        return active_recipe(None if recipe is None else recipe.key)
+
+    def _linear(
+        self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call
+    ) -> Tensor:
+        """One linear layer of the module, by the names of its parameters."""
+        w = getattr(self, weight)
+        b = getattr(self, bias) if bias else None
+        state = self._states[weight]
+        key = self._recipe_key()
+        training = torch.is_grad_enabled()
+        args = LinearFwdArgs(
+            inp,
+            w,
+            b,
+            training and inp.requires_grad,
+            training and w.requires_grad,
+            training and b is not None and b.requires_grad,
+        )
+        plan = self._plan(args, key, weight, options)
+        self._check_input(inp, w, plan, options)
+        args.plan = plan
+        args.dtype = inp.dtype
+        args.parallel = options.parallel
+        args.output_quantizer = call.output_quantizer
+        args.save_original_input = options.save_original_input
+        if options.save_original_input and args.weight_requires_grad:
+            self._check_original_input(plan)
+        if any(plan.stochastic):
+            args.seeds = tuple([random_seed(inp) if s else None for s in plan.stochastic])  # type: ignore[assignment]
+        if any(plan.delayed):
+            args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
+        if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
+            args.wgrad = self._wgrad(w, state, options)
+        if call.is_first_microbatch is not None:
+            self._use_workspace(args, state, call)
+        out, workspace, amaxes = run_linear(args)
+        if workspace:
+            state.workspace = [buffer.detach() for buffer in workspace]
+            state.workspace_quantizer = plan.weight
+            state.workspace_shape = tuple(w.shape)
+        if amaxes and self.training:
+            first = 0 if plan.delayed[0] else 1
+            state.delayed.record([amax.detach() for amax in amaxes], first)
+        return out
+
+    def _plan(
+        self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
+    ) -> LinearPlan:
+        dgrad, wgrad = args.inp_requires_grad, args.weight_requires_grad
+        plan = linear_plan(key, options.module, options.name, dgrad, wgrad)
+        stored = self._stored[weight]
+        if not stored:
+            return plan
+        text = weight_canonical(stored, key, options.module, options.name, dgrad)
+        return plan._replace(
+            weight=text,
+            delayed=(plan.delayed[0], False, plan.delayed[2]),
+            stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
+        )
+
+    def _check_input(
+        self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
+    ) -> None:
+        rows, columns = weight.shape
+        if inp.shape[-1] != columns:
+            fail(
+                self.label,
+                f"the input's last dim must be in_features, {columns}",
+                tuple(inp.shape),
+                "Mend the input or the module",
+            )
+        if inp.dtype not in FLOATING:
+            fail(
+                self.label,
+                "the input must be float32, bfloat16 or float16",
+                inp.dtype,
+                "Convert it first",
+                DtypeError,
+            )
+        if inp.device != weight.device:
+            fail(
+                self.label,
+                f"the input must be on the weight's device, {weight.device}",
+                inp.device,
+                "Move one of them",
+            )
+        if not plan.input:
+            return
+        for role, text in (("input", plan.input), ("weight", plan.weight)):
+            multiple = alignment(text)
+            if rows % multiple or columns % multiple:
+                fail(
+                    f"{self.label} {role}[{text.partition('(')[0]}]",
+                    f"in_features and out_features must be multiples of {multiple}",
+                    f"{columns} and {rows}",
+                    "Pad them, or run the layer under qtensor.autocast(enabled=False)",
+                )
+
+    def _check_original_input(self, plan: LinearPlan) -> None:
+        if plan.backward_override is None and not is_requantization_safe(plan.input):
+            fail(
+                f"{self.label} input",
+                "save_original_input quantizes the input again in backward, which must give the same bytes",
+                plan.input,
+                "Build the module with save_original_input=False for this recipe",
+                UnsupportedError,
+            )
+
+    def _wgrad(self, weight: Any, state: LinearState, options: LinearOptions) -> Wgrad:
+        if options.delay_wgrad_compute:
+            return Wgrad(token=state.token, key=state.key)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            fail(
+                f"{weight_label(options.module, options.name)}",
+                "fuse_wgrad_accumulation adds to weight.main_grad",
+                "none",
+                "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
+            )
+        overwrite = bool(getattr(weight, "overwrite_main_grad", False))
+        # An alias: what a user does to main_grad between forward and backward is no error.
+        return Wgrad(main_grad=main_grad.data, overwrite=overwrite)
+
+    def _use_workspace(self, args: LinearFwdArgs, state: LinearState, call: Call) -> None:
+        """Serve the quantized weight from what is kept, or have what is made kept."""
+        if not args.plan.weight:
+            return
+        valid = (
+            state.workspace is not None
+            and covers(state.workspace_quantizer, args.plan.weight)
+            and state.workspace_shape == tuple(args.weight.shape)
+        )
+        # Without a noop flag a first microbatch makes new buffers: the graph does not depend on what was kept before.
+        if valid and (call.noop is not None or not call.is_first_microbatch):
+            args.weight_workspace = state.workspace
+            args.workspace_quantizer = state.workspace_quantizer
+            args.update_workspace = bool(call.is_first_microbatch)
+            args.noop = call.noop
+        else:
+            args.cache_weight = True
+
+    # ---- parameters ----------------------------------------------------------------------------------------
+
+    def _quantized_parameter(
+        self, values: Tensor, recipe: Recipe | None, options: LinearOptions
+    ) -> Any:
+        """A weight quantized as the recipe in force reads it, in both directions."""
+        key = self._recipe_key() if recipe is None else recipe.key
+        if not key:
+            fail(
+                self.label,
+                "quantized_params needs a recipe, which says how weights are quantized",
+                "none",
+                "Pass recipe=, or build the module inside qtensor.autocast(recipe=...)",
+            )
+        quantizer: Any = role_quantizers(key, options.module, options.name)["weight"]
+        if quantizer is None:
+            return values
+        quantizer = quantizer.with_usage(rowwise=True, columnwise=True)
+        if quantizer.needs_scale:
+            quantizer = parse_recipe(key).own_quantizer(
+                Role("output", options.module, options.name)
+            )
+            quantizer = quantizer.with_usage(rowwise=True, columnwise=True)
+        with torch.no_grad():
+            return quantizer(values)
+
+
+def check_features(label: str, **sizes: int) -> None:
+    """Refuse sizes that are no positive integers.
+
+    Raises:
+        QTensorError: with the size.
+    """
+    for what, size in sizes.items():
+        right = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        check(right, label, f"{what} must be a positive integer", repr(size), "Mend it")

@@ -1,0 +1,246 @@
+"""Linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.errors import check, fail
+from qtensor.functional.delayed_wgrad import backward_dw
+from qtensor.functional.output import output_canonical
+from qtensor.functional.parallel import MODES, Parallel
+from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
+from qtensor.modules.state import LinearState
+from qtensor.quantizers import Quantizer
+from qtensor.recipes import Recipe
+
+Output = bool | str | Quantizer
+
+
+def make_parallel(
+    label: str, tp_group: Any, parallel_mode: str | None, sequence_parallel: bool
+) -> Parallel | None:
+    """The plain values of a split over a process group, or None.
+
+    Raises:
+        QTensorError: a mode that does not exist, or one without a group.
+    """
+    if parallel_mode not in MODES:
+        fail(
+            label,
+            "parallel_mode must be None, 'column' or 'row'",
+            repr(parallel_mode),
+            "Choose one",
+        )
+    if parallel_mode is None:
+        check(
+            not sequence_parallel,
+            label,
+            "sequence_parallel needs parallel_mode",
+            "parallel_mode=None",
+            "Pass 'column' or 'row'",
+        )
+        return None
+    check(
+        tp_group is not None,
+        label,
+        "parallel_mode needs the process group that the weight is split over",
+        "tp_group=None",
+        "Pass tp_group=torch.distributed.group.WORLD, say",
+    )
+    return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, sequence_parallel)
+
+
+def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
+    """A rank's part of a size that is split.
+
+    Raises:
+        QTensorError: it does not divide.
+    """
+    if parallel is None:
+        return size
+    rule = f"{what} must be a multiple of the {parallel.size} ranks of tp_group"
+    check(size % parallel.size == 0, label, rule, size, "Choose another size or group")
+    return size // parallel.size
+
+
+class Linear(QuantizedModule):
+    """``y = x @ weight.T + bias`` with quantized operands, forward and backward.
+
+    Which format each operand takes says the recipe in force: that of ``qtensor.autocast``, else the module's own; without
+    one the layer computes in high precision. In the field's words: fprop reads rowwise x and weight, dgrad rowwise dy and
+    columnwise weight, wgrad columnwise dy and columnwise x.
+
+    Args:
+        in_features: K; a multiple of 16 (FP8, NVFP4) or 32 (MX) where a recipe is in force.
+        out_features: N; likewise.
+        bias: add a bias (N,).
+        device: of the parameters; "meta" leaves them without data until ``to_empty`` and ``reset_parameters``.
+        params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
+        recipe: used outside of every ``autocast``.
+        name: for messages and the roles of recipes.
+        init_method: fills the weight in place; as in ``torch.nn.Linear`` if None.
+        quantized_params: store the weight quantized, as the recipe in force at construction (or ``recipe``) reads it.
+        preserve_high_precision_init_val: keep the initial values of a quantized weight on the CPU until
+            ``clear_high_precision_init_val()``.
+        return_bias: do not add the bias; return ``(y, bias)``.
+        parallel_mode: None; "column": out_features are split over ``tp_group``; "row": in_features are.
+        tp_group: process group of tensor parallelism.
+        sequence_parallel: the activations between sharded layers are split over the group along dim 0.
+        fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` (or write them into it, where
+            ``weight.overwrite_main_grad`` is true) and leave ``weight.grad`` alone.
+        delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
+        save_original_input: save the input itself for backward and quantize it again there.
+
+    Raises:
+        QTensorError: arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        params_dtype: torch.dtype | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str = "",
+        init_method: Callable[[Tensor], Any] | None = None,
+        quantized_params: bool = False,
+        preserve_high_precision_init_val: bool = False,
+        return_bias: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        super().__init__(recipe, name)
+        check_features(self.label, in_features=in_features, out_features=out_features)
+        parallel = make_parallel(self.label, tp_group, parallel_mode, sequence_parallel)
+        self.in_features, self.out_features = in_features, out_features
+        rows, columns = out_features, in_features
+        if parallel_mode == "column":
+            rows = shard(self.label, "out_features", rows, parallel)
+        if parallel_mode == "row":
+            columns = shard(self.label, "in_features", columns, parallel)
+        self.return_bias, self.quantized_params = return_bias, quantized_params
+        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+        self.init_method = init_method
+        self._options = LinearOptions(
+            "linear",
+            name,
+            parallel,
+            save_original_input,
+            delay_wgrad_compute,
+            fuse_wgrad_accumulation,
+        )
+        self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device)
+        factory = {"device": device, "dtype": params_dtype or dtype}
+        self.weight = nn.Parameter(torch.empty(rows, columns, **factory))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(rows, **factory))
+        else:
+            self.register_parameter("bias", None)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to."""
+        columns = self.weight.shape[1]
+        values = torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
+        with torch.no_grad():
+            if self.init_method is None:
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+            else:
+                self.init_method(values)
+            if self.bias is not None:
+                bound = 1 / math.sqrt(columns)
+                nn.init.uniform_(self.bias, -bound, bound)
+        self._set_weight("weight", values)
+
+    def _set_weight(self, weight: str, values: Tensor) -> None:
+        """Take up initial values, quantized where the module stores its weight so."""
+        if not self.quantized_params:
+            with torch.no_grad():
+                getattr(self, weight).copy_(values)
+            return
+        stored = self._quantized_parameter(values, self.recipe, self._options)
+        parameter = nn.Parameter(stored, requires_grad=getattr(self, weight).requires_grad)
+        setattr(self, weight, parameter)
+        if self.preserve_high_precision_init_val:
+            parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""
+        return getattr(self.weight, "_high_precision_init_val", None)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the initial values."""
+        if hasattr(self.weight, "_high_precision_init_val"):
+            del self.weight._high_precision_init_val
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        quantized_output: Output = False,
+        skip_weight_update: Tensor | None = None,
+    ) -> Any:
+        """The layer.
+
+        Args:
+            inp: (..., in_features), plain or quantized.
+            is_first_microbatch: True: quantize the weight and keep it for the microbatches that follow; False: use what is
+                kept, whatever the weight is now; None: keep nothing.
+            quantized_output: True for a quantized output by the recipe's "output" role (rowwise), or a format id or
+                quantizer. It is differentiable.
+            skip_weight_update: one element; non-zero leaves the kept weight as it is on a first microbatch. Read on the
+                device.
+
+        Returns:
+            (..., out_features) in the dtype of ``inp``; with ``return_bias`` also the bias.
+
+        Raises:
+            QTensorError: an input or recipe that does not fit.
+        """
+        if torch.is_autocast_enabled(inp.device.type):
+            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+        text = self._output_text(quantized_output)
+        call = Call(is_first_microbatch, skip_weight_update, text)
+        bias = "bias" if self.bias is not None and not self.return_bias else ""
+        out = self._linear(inp, "weight", bias, self._options, call)
+        return (out, self.bias) if self.return_bias else out
+
+    def _output_text(self, asked: Output) -> str:
+        if asked is False or asked is None:
+            return ""
+        if isinstance(asked, Quantizer):
+            text = asked.canonical
+        else:
+            text = asked if isinstance(asked, str) else ""
+        return output_canonical(self._recipe_key(), text, "linear", self.name)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient that ``delay_wgrad_compute`` put off longest, into ``grad`` or ``main_grad``.
+
+        Raises:
+            QTensorError: there is none.
+        """
+        backward_dw(self.weight, self._states["weight"].key, self._options.fuse_wgrad_accumulation)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what differs from ``torch.nn.Linear``."""
+        own = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        stored = self._stored.get("weight", "")
+        kept = f", stored={stored}" if stored else ""
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{own}{kept}"

@@ -1,0 +1,182 @@
+"""What a linear layer keeps between calls: the workspace of its weight, and the state of delayed scaling."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.autocast import active_group, is_outside, step_in_force
+from qtensor.functional.linear_args import DelayedCall
+from qtensor.functional.parallel import max_over_ranks
+from qtensor.functional.plan import delayed_options, largest_values
+from qtensor.library.delayed import (
+    ADVANCE_STEP,
+    DELAYED_BEGIN,
+    MERGED_HISTORY,
+    RECORD_AMAX,
+)
+from qtensor.library.gradient import drop_postponed
+from qtensor.recipes import MAX_HISTORY, parse_recipe
+
+_KEYS = itertools.count(1)
+
+
+class DelayedState:
+    """Factors and maxima of delayed scaling: of inputs, weights and gradients, in this order.
+
+    Attributes:
+        scale: (3,) float32 encode factors.
+        history: (1024, 3) float32 maxima, of which a recipe uses the first ``amax_history_len`` rows.
+        steps: (2,) int64 on the CPU: see ``qtensor.library.delayed``.
+        cell: (1,) float32: the gradient's maximum, written by backward.
+        cell_step: (1,) int64 on the CPU.
+        own_step: (1,) int64 on the CPU: counts the steps of a layer outside of every ``autocast``.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.scale = torch.ones(3, dtype=torch.float32, device=device)
+        self.history = torch.zeros(MAX_HISTORY, 3, dtype=torch.float32, device=device)
+        self.cell = torch.zeros(1, dtype=torch.float32, device=device)
+        self.steps = torch.zeros(2, dtype=torch.int64)
+        self.cell_step = torch.zeros(1, dtype=torch.int64)
+        self.own_step = torch.zeros(1, dtype=torch.int64)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move what lives beside the parameters; dtypes stay."""
+        for name in ("scale", "history", "cell"):
+            old = getattr(self, name)
+            setattr(self, name, function(old).to(old.dtype))
+
+    def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
+        """The factors of this call; the first call of a step renews them."""
+        options = delayed_options(key)
+        length, algorithm = options.amax_history_len, options.amax_compute_algo
+        step = step_in_force(self.own_step)
+        if is_outside() and training:
+            ADVANCE_STEP(step, True)
+        largest = list(largest_values(key, module, name))
+        rows = new_scale = None
+        group = active_group() if options.reduce_amax else None
+        if group is not None or callable(algorithm) or options.scaling_factor_compute_algo:
+            rows, new_scale = self._by_caller(key, length, largest, group)
+        text = algorithm if isinstance(algorithm, str) else ""
+        scales, ticket = DELAYED_BEGIN(
+            self.scale,
+            self.history,
+            self.steps,
+            self.cell,
+            self.cell_step,
+            step,
+            training,
+            length,
+            text,
+            options.margin,
+            largest,
+            rows,
+            new_scale,
+        )
+        return DelayedCall(scales, ticket, self.cell, self.cell_step)
+
+    def _by_caller(
+        self, key: str, length: int, largest: list[float], group: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The history over all ranks, and the factors by the recipe's own functions."""
+        options = delayed_options(key)
+        algorithm, factor = options.amax_compute_algo, options.scaling_factor_compute_algo
+        rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
+        if group is not None:
+            rows = torch.cat([max_over_ranks(rows[:1], group), rows[1:]])
+        if not (callable(algorithm) or factor):
+            return rows, None
+        if callable(algorithm):
+            amax = algorithm(rows)
+        else:
+            amax = rows.amax(0) if algorithm == "max" else rows[0]
+        tops = torch.tensor(largest, dtype=torch.float32, device=amax.device)
+        if factor is not None:
+            return rows, factor(amax, self.scale, tops, parse_recipe(key))
+        new = (amax.reciprocal() * tops) / 2.0**options.margin
+        new = torch.where(new.isinf(), torch.finfo(torch.float32).max, new)
+        return rows, torch.where((amax > 0) & amax.isfinite(), new, self.scale)
+
+    def record(self, amaxes: list[Tensor], first: int) -> None:
+        """Maxima of the forward pass into row 0 of the history."""
+        RECORD_AMAX(self.history, amaxes, first)
+
+    def merged(self) -> Tensor:
+        """The history with the gradients' maxima, as a checkpoint keeps it."""
+        return MERGED_HISTORY(
+            self.history, self.steps, self.cell, self.cell_step, self.history.shape[0]
+        )
+
+    def load(self, scale: Tensor, history: Tensor) -> None:
+        """Take up a checkpoint's state; counters begin anew."""
+        with torch.no_grad():
+            self.scale.copy_(scale)
+            rows = min(history.shape[0], self.history.shape[0])
+            self.history.zero_()
+            self.history[:rows].copy_(history[:rows])
+        self.cell.zero_()
+        for counter in (self.steps, self.cell_step, self.own_step):
+            counter.zero_()
+
+    @property
+    def used(self) -> bool:
+        """Whether a step has begun, or a checkpoint brought maxima."""
+        return bool(int(self.steps[0])) or bool(self.history.any())
+
+
+class LinearState:
+    """The state of one linear layer.
+
+    Attributes:
+        workspace: buffers of the quantized weight, kept from the first microbatch of a step on; None where there is none.
+        workspace_quantizer: their canonical text.
+        delayed: see ``DelayedState``.
+        key: names the layer's postponed weight gradients.
+        token: int64 (1,): written when one is put off.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.workspace: list[Tensor] | None = None
+        self.workspace_quantizer = ""
+        self.workspace_shape: tuple[int, ...] = ()
+        self.delayed = DelayedState(device)
+        self.renew_key()
+
+    def renew_key(self) -> None:
+        """A key and token of its own, for a new layer or a copy of one."""
+        self.key = next(_KEYS)
+        self.token = torch.zeros(1, dtype=torch.int64)
+        weakref.finalize(self, drop_postponed, self.key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
+        copy = LinearState.__new__(LinearState)
+        memo[id(self)] = copy
+        copy.workspace, copy.workspace_quantizer, copy.workspace_shape = None, "", ()
+        copy.delayed = DelayedState.__new__(DelayedState)
+        copy.delayed.__dict__.update({n: t.clone() for n, t in self.delayed.__dict__.items()})
+        copy.renew_key()
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"delayed": self.delayed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.workspace, self.workspace_quantizer, self.workspace_shape = None, "", ()
+        self.delayed = state["delayed"]
+        self.renew_key()
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move with the module; the workspace is made anew where it is needed."""
+        self.delayed.apply(function)
+        self.drop_workspace()
+
+    def drop_workspace(self) -> None:
+        """Forget the quantized weight."""
+        self.workspace, self.workspace_quantizer, self.workspace_shape = None, "", ()
