@@ -4,6 +4,9 @@ from qtensor import recipes
 from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.autocast import autocast
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.functional.checkpoint import checkpoint
+from qtensor.modules.layernorm_linear import LayerNormLinear
+from qtensor.modules.layernorm_mlp import LayerNormMLP
 from qtensor.modules.linear import Linear
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -42,6 +45,8 @@ __all__ = [
     "Float8RowwiseQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP4Quantizer",
     "MXFP4Tensor",
@@ -63,6 +68,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autocast",
+    "checkpoint",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",

@@ -131,19 +131,22 @@ class autocast:
 class restored:
     """A region with the state of another moment, for what runs again in the backward pass."""
 
-    def __init__(self, key: str | None, group: str | None) -> None:
-        self.state = (key, group)
+    def __init__(self, state: tuple[str | None, str | None]) -> None:
+        self.state = state
         self.before: tuple[str | None, str | None] = (None, None)
 
     def __enter__(self) -> Self:
         self.before = (_ACTIVE.key, _ACTIVE.group)
-        _ACTIVE.key, _ACTIVE.group = self.state
+        # Written only where it differs: a compiled checkpointed region must not write what is outside of it.
+        if self.before != self.state:
+            _ACTIVE.key, _ACTIVE.group = self.state
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _ACTIVE.key, _ACTIVE.group = self.before
+        if self.before != self.state:
+            _ACTIVE.key, _ACTIVE.group = self.before
 
 
-def captured() -> restored:
-    """The state of now, to be entered later."""
-    return restored(_ACTIVE.key, _ACTIVE.group)
+def captured() -> tuple[str | None, str | None]:
+    """The state of now, to be ``restored`` later."""
+    return (_ACTIVE.key, _ACTIVE.group)

@@ -98,8 +98,9 @@ def _quantize_inplace_fill(
         _encode(codec, out, x, scale, amax, seed)
         return
     fresh = alloc_slots(codec.slots, x.shape, x.device)
-    _encode(codec, fresh, x, scale, amax, seed)
-    for old, new in zip(out, fresh, strict=True):
+    # The amax of delayed scaling, where a caller made room for it, is written in any case.
+    _encode(codec, [*fresh, *out[len(fresh) :]], x, scale, amax, seed)
+    for old, new in zip(out, fresh, strict=False):
         # A choice on the device: reading the flag on the host would wait for it.
         old.copy_(torch.where(noop_flag.reshape(()) != 0, old, new))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qtensor.autocast import active_recipe
 from qtensor.errors import DtypeError, UnsupportedError, check, fail
+from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.operands import random_seed
@@ -74,6 +75,8 @@ class QuantizedModule(nn.Module):
         self._states: dict[str, LinearState] = {}
         self.name = name
         self.recipe = recipe
+        self.quantized_params = False
+        self.preserve_high_precision_init_val = False
         if not (recipe is None or isinstance(recipe, Recipe)):
             fail(
                 self.label,
@@ -127,6 +130,13 @@ class QuantizedModule(nn.Module):
             state.drop_workspace()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @staticmethod
+    def _activation_dtype(inp: Tensor) -> Tensor:
+        """The input in the dtype of ``torch.autocast``, where that is on."""
+        if torch.is_autocast_enabled(inp.device.type):
+            return inp.to(torch.get_autocast_dtype(inp.device.type))
+        return inp
+
     # ---- the call -----------------------------------------------------------------------------------------
 
     def _recipe_key(self) -> str:
@@ -151,7 +161,7 @@ class QuantizedModule(nn.Module):
             training and b is not None and b.requires_grad,
         )
         plan = self._plan(args, key, weight, options)
-        self._check_input(inp, w, plan, options)
+        self._check_input(inp, w, plan)
         args.plan = plan
         args.dtype = inp.dtype
         args.parallel = options.parallel
@@ -192,29 +202,30 @@ class QuantizedModule(nn.Module):
             stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
         )
 
-    def _check_input(
-        self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
-    ) -> None:
-        rows, columns = weight.shape
-        if inp.shape[-1] != columns:
+    def _check_features(self, inp: Tensor, columns: int) -> None:
+        if inp.ndim == 0 or inp.shape[-1] != columns:
             fail(
-                self.label,
-                f"the input's last dim must be in_features, {columns}",
+                f"{self.label} input",
+                f"its last dim must be in_features, {columns}",
                 tuple(inp.shape),
                 "Mend the input or the module",
             )
+
+    def _check_input(self, inp: Tensor, weight: Tensor, plan: LinearPlan) -> None:
+        rows, columns = weight.shape
+        self._check_features(inp, columns)
         if inp.dtype not in FLOATING:
             fail(
-                self.label,
-                "the input must be float32, bfloat16 or float16",
+                f"{self.label} input",
+                "it must be float32, bfloat16 or float16",
                 inp.dtype,
                 "Convert it first",
                 DtypeError,
             )
         if inp.device != weight.device:
             fail(
-                self.label,
-                f"the input must be on the weight's device, {weight.device}",
+                f"{self.label} input",
+                f"it must be on the weight's device, {weight.device}",
                 inp.device,
                 "Move one of them",
             )
@@ -259,19 +270,21 @@ class QuantizedModule(nn.Module):
         """Serve the quantized weight from what is kept, or have what is made kept."""
         if not args.plan.weight:
             return
+        # Without a noop flag a first microbatch makes new buffers: its graph does not depend on what was kept before.
+        args.cache_weight = True
+        if call.is_first_microbatch and call.noop is None:
+            return
         valid = (
             state.workspace is not None
             and covers(state.workspace_quantizer, args.plan.weight)
             and state.workspace_shape == tuple(args.weight.shape)
         )
-        # Without a noop flag a first microbatch makes new buffers: the graph does not depend on what was kept before.
-        if valid and (call.noop is not None or not call.is_first_microbatch):
+        if valid:
+            args.cache_weight = False
             args.weight_workspace = state.workspace
             args.workspace_quantizer = state.workspace_quantizer
             args.update_workspace = bool(call.is_first_microbatch)
             args.noop = call.noop
-        else:
-            args.cache_weight = True
 
     # ---- parameters ----------------------------------------------------------------------------------------
 
@@ -298,6 +311,24 @@ class QuantizedModule(nn.Module):
             quantizer = quantizer.with_usage(rowwise=True, columnwise=True)
         with torch.no_grad():
             return quantizer(values)
+
+    def _set_weight(self, weight: str, values: Tensor, options: LinearOptions) -> None:
+        """Take up initial values, quantized where the module stores its weights so."""
+        old = getattr(self, weight)
+        if not self.quantized_params:
+            with torch.no_grad():
+                old.copy_(values)
+            return
+        stored = self._quantized_parameter(values, self.recipe, options)
+        parameter = nn.Parameter(stored, requires_grad=old.requires_grad)
+        setattr(self, weight, parameter)
+        if self.preserve_high_precision_init_val:
+            parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
+
+    def _backward_dw(self, weight: str, options: LinearOptions) -> None:
+        backward_dw(
+            getattr(self, weight), self._states[weight].key, options.fuse_wgrad_accumulation
+        )
 
 
 def check_features(label: str, **sizes: int) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.errors import check, fail
-from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
@@ -66,6 +65,16 @@ def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
     rule = f"{what} must be a multiple of the {parallel.size} ranks of tp_group"
     check(size % parallel.size == 0, label, rule, size, "Choose another size or group")
     return size // parallel.size
+
+
+def asked_output(key: str, asked: Output, options: LinearOptions) -> str:
+    """Canonical text of the quantized output that a caller asked for, "" for none."""
+    if asked is False or asked is None:
+        return ""
+    text = (
+        asked.canonical if isinstance(asked, Quantizer) else asked if isinstance(asked, str) else ""
+    )
+    return output_canonical(key, text, options.module, options.name)
 
 
 class Linear(QuantizedModule):
@@ -144,13 +153,18 @@ class Linear(QuantizedModule):
         )
         self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device)
         factory = {"device": device, "dtype": params_dtype or dtype}
+        self._make_parameters(rows, columns, bias, factory)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def _make_parameters(
+        self, rows: int, columns: int, bias: bool, factory: dict[str, Any]
+    ) -> None:
         self.weight = nn.Parameter(torch.empty(rows, columns, **factory))
         if bias:
             self.bias = nn.Parameter(torch.empty(rows, **factory))
         else:
             self.register_parameter("bias", None)
-        if not self.weight.is_meta:
-            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to."""
@@ -164,19 +178,7 @@ class Linear(QuantizedModule):
             if self.bias is not None:
                 bound = 1 / math.sqrt(columns)
                 nn.init.uniform_(self.bias, -bound, bound)
-        self._set_weight("weight", values)
-
-    def _set_weight(self, weight: str, values: Tensor) -> None:
-        """Take up initial values, quantized where the module stores its weight so."""
-        if not self.quantized_params:
-            with torch.no_grad():
-                getattr(self, weight).copy_(values)
-            return
-        stored = self._quantized_parameter(values, self.recipe, self._options)
-        parameter = nn.Parameter(stored, requires_grad=getattr(self, weight).requires_grad)
-        setattr(self, weight, parameter)
-        if self.preserve_high_precision_init_val:
-            parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
+        self._set_weight("weight", values, self._options)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""
@@ -212,22 +214,12 @@ class Linear(QuantizedModule):
         Raises:
             QTensorError: an input or recipe that does not fit.
         """
-        if torch.is_autocast_enabled(inp.device.type):
-            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
-        text = self._output_text(quantized_output)
+        inp = self._activation_dtype(inp)
+        text = asked_output(self._recipe_key(), quantized_output, self._options)
         call = Call(is_first_microbatch, skip_weight_update, text)
         bias = "bias" if self.bias is not None and not self.return_bias else ""
         out = self._linear(inp, "weight", bias, self._options, call)
         return (out, self.bias) if self.return_bias else out
-
-    def _output_text(self, asked: Output) -> str:
-        if asked is False or asked is None:
-            return ""
-        if isinstance(asked, Quantizer):
-            text = asked.canonical
-        else:
-            text = asked if isinstance(asked, str) else ""
-        return output_canonical(self._recipe_key(), text, "linear", self.name)
 
     def backward_dw(self) -> None:
         """Compute the weight gradient that ``delay_wgrad_compute`` put off longest, into ``grad`` or ``main_grad``.
@@ -235,7 +227,7 @@ class Linear(QuantizedModule):
         Raises:
             QTensorError: there is none.
         """
-        backward_dw(self.weight, self._states["weight"].key, self._options.fuse_wgrad_accumulation)
+        self._backward_dw("weight", self._options)
 
     def extra_repr(self) -> str:
         """Sizes, and what differs from ``torch.nn.Linear``."""

@@ -85,7 +85,7 @@ RECIPES: dict[str, type[Recipe]] = {}
 """Name -> class; the names that keys begin with."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Recipe:
     """What recipes share.
 
@@ -138,6 +138,11 @@ class Recipe:
             object.__setattr__(self, name, before)
             raise
         object.__setattr__(self, "_key", key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def key(self) -> str:
@@ -242,7 +247,10 @@ def _text(value: Any) -> str:
 
 def _make_key(recipe: Recipe) -> str:
     name = type(recipe).__name__
-    options = ",".join([f"{n}={_text(getattr(recipe, n))}" for n in recipe.option_names])
+    given = {n: getattr(recipe, n) for n in recipe.option_names}
+    if isinstance(given.get("fp8_format"), str):
+        given["fp8_format"] = given["fp8_format"].upper()
+    options = ",".join([f"{n}={_text(value)}" for n, value in given.items()])
     return f"{name}({options})"
 
 

@@ -26,7 +26,7 @@ from qtensor.recipes.base import (
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class DelayedScaling(Recipe):
     """FP8 with one factor a tensor, from the maxima of the steps before.
 
@@ -87,7 +87,7 @@ MAX_HISTORY = 1024
 """Rows of every module's amax history."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Float8CurrentScaling(Recipe):
     """FP8 with one factor a tensor, from the tensor's own maximum.
 
@@ -110,7 +110,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Float8BlockScaling(Recipe):
     """FP8 with a factor for each 1x128 block (activations, gradients) or 128x128 block (weights).
 
@@ -142,7 +142,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class MXFP8BlockScaling(Recipe):
     """MXFP8: a power of two for each 32 elements.
 
@@ -165,7 +165,7 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class NVFP4BlockScaling(Recipe):
     """NVFP4: E2M1 with an E4M3 factor for 16 elements and a float32 factor for the tensor.
 
@@ -208,7 +208,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class CustomRecipe(Recipe):
     """Quantizers from a function of the role.
 

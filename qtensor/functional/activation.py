@@ -1,0 +1,45 @@
+"""Activations with gradients, by ops whose bytes are the same in eager and compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD
+from qtensor.library.direct import direct
+
+_activation = direct(ACTIVATION, 0)
+_activation_backward = direct(ACTIVATION_BACKWARD, 0, 1)
+
+
+class ActivationFunction(torch.autograd.Function):
+    """Forward saves the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        """The activation of ``x``."""
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return _activation(x, kind)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """The gradient of ``x``."""
+        (x,) = ctx.saved_tensors
+        return _activation_backward(grad, x, ctx.kind), None
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """An activation by name.
+
+    Args:
+        x: (..., H), or (..., 2H) for a gated kind, whose first half is activated and multiplied by the second.
+        kind: gelu (by tanh), qgelu, relu, silu, srelu, geglu, qgeglu, reglu, sreglu, swiglu or glu.
+
+    Raises:
+        QTensorError: no such kind, or an odd last dim for a gated one.
+    """
+    return ActivationFunction.apply(x, kind)

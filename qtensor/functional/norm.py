@@ -1,0 +1,78 @@
+"""LayerNorm and RMSNorm with gradients, by ops whose bytes are the same in eager and compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.library.direct import direct
+from qtensor.library.norm import NORM, NORM_BACKWARD
+
+_norm = direct(NORM, 0)
+_norm_backward = direct(NORM_BACKWARD, 0, 1)
+
+
+class NormFunction(torch.autograd.Function):
+    """Forward saves the input and the statistics of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kind: str,
+        eps: float,
+        zero_centered_gamma: bool,
+    ) -> Tensor:
+        """The normed input."""
+        y, mean, rstd = _norm(x, weight, bias, kind, eps, zero_centered_gamma, x.dtype)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.options = kind, zero_centered_gamma, bias is not None
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients of (x, weight, bias) and None for the options."""
+        x, weight, mean, rstd = ctx.saved_tensors
+        kind, zero_centered_gamma, has_bias = ctx.options
+        dx, dweight, dbias = _norm_backward(
+            grad, x, weight, mean, rstd, kind, zero_centered_gamma, has_bias
+        )
+        wanted = ctx.needs_input_grad
+        return (
+            dx if wanted[0] else None,
+            dweight if weight is not None and wanted[1] else None,
+            dbias if has_bias and wanted[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    kind: str = "layernorm",
+    eps: float = 1e-5,
+    zero_centered_gamma: bool = False,
+) -> Tensor:
+    """LayerNorm or RMSNorm over the last dim, in the bytes of docs/numerics.md.
+
+    Args:
+        x: (..., K) float32, bfloat16 or float16.
+        weight: (K,) or None.
+        bias: (K,) or None.
+        kind: "layernorm" or "rmsnorm".
+        eps: added to the variance.
+        zero_centered_gamma: the weight is stored less 1.
+
+    Raises:
+        QTensorError: kind or shapes.
+    """
+    return NormFunction.apply(x, weight, bias, kind, eps, zero_centered_gamma)

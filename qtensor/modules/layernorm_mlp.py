@@ -1,0 +1,203 @@
+"""LayerNormMLP: a norm, a linear layer, an activation, a linear layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.errors import fail
+from qtensor.functional.activation import activation
+from qtensor.functional.checkpoint import checkpoint
+from qtensor.functional.norm import norm
+from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
+from qtensor.modules.layernorm_linear import eps_text, norm_kind, reset_norm
+from qtensor.modules.linear import Output, asked_output, make_parallel, shard
+from qtensor.modules.state import LinearState
+from qtensor.recipes import Recipe
+
+GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu")
+ACTIVATIONS = ("gelu", "relu", "silu", "srelu", "qgelu", *GATED)
+
+
+class LayerNormMLP(QuantizedModule):
+    """``fc2(activation(fc1(norm(x))))``.
+
+    Args:
+        hidden_size: of the input and output.
+        ffn_hidden_size: what fc2 reads; fc1 makes twice as much for a gated activation: first the part that is activated,
+            then the one that it is multiplied with.
+        eps: added to the norm's variance.
+        bias: of both linear layers.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu or glu.
+        recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that again in backward.
+        return_layernorm_output: also return the normed input.
+        return_bias: do not add fc2's bias; return it.
+        zero_centered_gamma: the norm's weight is stored less 1.
+        device: of the parameters.
+        params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
+        recipe: used outside of every ``autocast``.
+        name: for messages and the roles of recipes (``name.fc1``, ``name.fc2``).
+        init_method: fills the weights in place.
+        quantized_params: store both weights quantized.
+        set_parallel_mode: split fc1's out_features and fc2's in_features over ``tp_group``.
+        tp_group: process group of tensor parallelism.
+        sequence_parallel: the activations outside are split over the group along dim 0.
+        fuse_wgrad_accumulation: see ``Linear``.
+        delay_wgrad_compute: see ``Linear``.
+
+    Raises:
+        QTensorError: arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        recompute_activation: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str = "",
+        init_method: Callable[[Tensor], Any] | None = None,
+        quantized_params: bool = False,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        super().__init__(recipe, name)
+        check_features(self.label, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if activation not in ACTIVATIONS:
+            rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
+            fail(self.label, rule, repr(activation), "Choose one of them")
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self._eps, self.kind = eps_text(self.label, eps), norm_kind(self.label, normalization)
+        self.normalization, self.activation = normalization, activation
+        self.recompute_activation, self.return_bias = recompute_activation, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.zero_centered_gamma, self.init_method = zero_centered_gamma, init_method
+        self.quantized_params = quantized_params
+
+        group = tp_group if set_parallel_mode else None
+        first = make_parallel(self.label, group, "column" if group else None, sequence_parallel)
+        second = make_parallel(self.label, group, "row" if group else None, sequence_parallel)
+        later = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
+        prefix = f"{name}." if name else ""
+        self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
+        self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
+        place = "cpu" if str(device) == "meta" else device
+        self._states["fc1_weight"] = LinearState(place)
+        self._states["fc2_weight"] = LinearState(place)
+
+        ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
+        made = 2 * ffn if activation in GATED else ffn
+        factory = {"device": device, "dtype": params_dtype or dtype}
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, **factory))
+
+        self.layer_norm_weight = parameter(hidden_size)
+        has_norm_bias = self.kind == "layernorm"
+        self.layer_norm_bias = parameter(hidden_size) if has_norm_bias else None
+        self.fc1_weight = parameter(made, hidden_size)
+        self.fc1_bias = parameter(made) if bias else None
+        self.fc2_weight = parameter(hidden_size, ffn)
+        self.fc2_bias = parameter(hidden_size) if bias else None
+        if not self.fc1_weight.is_meta:
+            self.reset_parameters()
+
+    @property
+    def eps(self) -> float:
+        """What is added to the norm's variance."""
+        return float(self._eps)
+
+    def reset_parameters(self) -> None:
+        """Initialise both layers as ``torch.nn.Linear`` does, or by ``init_method``; the norm changes nothing."""
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        for layer, options in (("fc1", self._fc1_options), ("fc2", self._fc2_options)):
+            weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
+            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad():
+                if self.init_method is None:
+                    nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+                else:
+                    self.init_method(values)
+                if bias is not None:
+                    bound = 1 / math.sqrt(values.shape[1])
+                    nn.init.uniform_(bias, -bound, bound)
+            self._set_weight(f"{layer}_weight", values, options)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        quantized_output: Output = False,
+    ) -> Any:
+        """The block.
+
+        Args:
+            inp: (..., hidden_size).
+            is_first_microbatch: as in ``Linear.forward``.
+            quantized_output: as in ``Linear.forward``.
+
+        Returns:
+            (..., hidden_size); then fc2's bias with ``return_bias``, then the normed input with
+            ``return_layernorm_output``.
+        """
+        inp = self._activation_dtype(inp)
+        self._check_features(inp, self.hidden_size)
+        normed = norm(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            kind=self.kind,
+            eps=float(self._eps),
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+        first = Call(is_first_microbatch)
+        text = asked_output(self._recipe_key(), quantized_output, self._fc2_options)
+        second = Call(is_first_microbatch, None, text)
+        bias1 = "fc1_bias" if self.fc1_bias is not None else ""
+        bias2 = "fc2_bias" if self.fc2_bias is not None and not self.return_bias else ""
+        hidden = self._linear(normed, "fc1_weight", bias1, self._fc1_options, first)
+
+        def rest(h: Tensor) -> Tensor:
+            activated = activation(h, self.activation)
+            return self._linear(activated, "fc2_weight", bias2, self._fc2_options, second)
+
+        if self.recompute_activation and torch.is_grad_enabled():
+            out = checkpoint(rest, hidden)
+        else:
+            out = rest(hidden)
+        results = [out]
+        if self.return_bias:
+            results.append(self.fc2_bias)
+        if self.return_layernorm_output:
+            results.append(normed)
+        return tuple(results) if len(results) > 1 else out
+
+    def backward_dw(self) -> None:
+        """The weight gradients that ``delay_wgrad_compute`` put off longest; see ``Linear.backward_dw``."""
+        for weight in ("fc2_weight", "fc1_weight"):
+            self._backward_dw(weight, self._fc1_options)
+
+    def extra_repr(self) -> str:
+        """Sizes and kinds."""
+        sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
+        return f"{sizes}, normalization={self.normalization}, activation={self.activation}"
