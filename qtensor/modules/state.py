@@ -62,7 +62,7 @@ class DelayedState:
         largest = list(largest_values(key, module, name))
         rows = new_scale = None
         group = active_group() if options.reduce_amax else None
-        if group is not None or callable(algorithm) or options.scaling_factor_compute_algo:
+        if group is not None or not isinstance(algorithm, str) or options.scaling_factor_compute_algo is not None:
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = algorithm if isinstance(algorithm, str) else ""
         scales, ticket = DELAYED_BEGIN(
@@ -91,9 +91,9 @@ class DelayedState:
         rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
         if group is not None:
             rows = torch.cat([max_over_ranks(rows[:1], group), rows[1:]])
-        if not (callable(algorithm) or factor):
+        if isinstance(algorithm, str) and factor is None:
             return rows, None
-        if callable(algorithm):
+        if not isinstance(algorithm, str):
             amax = algorithm(rows)
         else:
             amax = rows.amax(0) if algorithm == "max" else rows[0]
