@@ -61,7 +61,8 @@ class DelayedState:
             ADVANCE_STEP(step, True)
         largest = list(largest_values(key, module, name))
         rows = new_scale = None
-        group = active_group() if options.reduce_amax else None
+        # Without a step there is nothing to reduce: a rank may evaluate on its own.
+        group = active_group() if options.reduce_amax and training else None
         if group is not None or callable(algorithm) or options.scaling_factor_compute_algo:
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = algorithm if isinstance(algorithm, str) else ""
