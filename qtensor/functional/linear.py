@@ -88,13 +88,16 @@ def quantize_weight_buffers(args: LinearFwdArgs) -> tuple[Operand, Tensor | None
     return operand, amax, True
 
 
-def _saved_input(args: LinearFwdArgs, x: Operand, gathered: bool) -> tuple[Operand, bool, bool]:
-    """(what wgrad will read, whether it is the input itself, whether it is to be quantized again)."""
+def _saved_input(args: LinearFwdArgs, x: Operand) -> tuple[Operand, bool, bool]:
+    """(what wgrad will read, whether it is the input itself, whether it is to be quantized again).
+
+    The input itself is what this rank was given; backward gathers it again where forward did.
+    """
     override = args.plan.backward_override
     if override == "high_precision" or (args.save_original_input and override is None):
         return plain_operand(args.inp), True, override is None and bool(args.plan.input)
     if not args.plan.input:
-        return x, not gathered, False
+        return plain_operand(args.inp), True, False
     return (row_part(x) if override == "dequantized" else column_part(x)), False, False
 
 
@@ -110,7 +113,6 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     """The forward, pure: it writes nothing but a workspace that it is told to update."""
     plan, parallel = args.plan, args.parallel
     source = gather_input(args.inp, parallel)
-    gathered = parallel is not None and parallel.sequence and parallel.mode == "column"
     x_scale = _scale(args.delayed, 0) if plan.delayed[0] else None
     columnwise_later = args.save_original_input and plan.backward_override is None
     text = parts(plan.input).row_canonical if columnwise_later else plan.input
@@ -129,7 +131,7 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     aliases: list[str | None] = []
     attrs: dict[str, Any] = {"rows_shape": x.shape, "n_inp": 0, "n_weight": 0}
     if args.weight_requires_grad:
-        saved, is_input, again = _saved_input(args, x, gathered)
+        saved, is_input, again = _saved_input(args, x)
         attrs |= {"n_inp": len(saved.buffers), "requantize_input": again}
         attrs["inp_quantizer"] = saved.canonical
         to_save += [None] if is_input else saved.buffers
@@ -204,10 +206,7 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
     saved = args.inp
     if saved is None or saved.canonical:
         return saved  # type: ignore[return-value]
-    x = saved.buffers[0]
-    if args.requantize_input or args.plan.backward_override is not None:
-        x = gather_input(x, args.parallel)
-    x = _matrix(x)
+    x = _matrix(gather_input(saved.buffers[0], args.parallel))
     if not args.requantize_input:
         return plain_operand(x)
     return quantize_operand(x, parts(args.plan.input).column_canonical)[0]

@@ -1,13 +1,19 @@
-"""Tensor and sequence parallelism: functional collectives on a group's name, which trace and have fakes."""
+"""Tensor and sequence parallelism: functional collectives on a group's name, which trace and have fakes.
+
+What a GEMM reads is gathered first and quantized then, as one tensor. So the factors of a sequence-parallel input (column)
+or gradient (row) come from the maximum over all ranks, and those of a rank's own part of a tensor from that part.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import check
+from qtensor.layout import Shape
 
 MODES = (None, "column", "row")
 
@@ -41,14 +47,8 @@ def all_gather(x: Tensor, p: Parallel) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
-    """Sum over ranks; each keeps its part of dim 0.
-
-    Raises:
-        QTensorError: dim 0 is not a multiple of the number of ranks.
-    """
+    """(size * S, ...) summed over ranks -> (S, ...), each rank its part. ``check_input`` sees to it that dim 0 divides."""
     _functional()
-    rule = f"dim 0 must be a multiple of the {p.size} ranks of the group"
-    check(x.shape[0] % p.size == 0, "reduce_scatter", rule, x.shape[0], "Pad the sequence")
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", p.size, p.group))
 
@@ -61,10 +61,41 @@ def all_reduce(x: Tensor, p: Parallel) -> Tensor:
 
 
 def max_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Maximum over ranks."""
+    """Maximum over ranks, the same on each. A NaN counts as inf: a maximum over ranks may lose it on some."""
     _functional()
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
+    found = x.nan_to_num(nan=math.inf, posinf=math.inf)
+    return ops.wait_tensor(ops.all_reduce(found, "max", group))
+
+
+def check_input(label: str, shape: Shape, p: Parallel | None) -> None:
+    """Refuse an input that cannot be split along the sequence.
+
+    Args:
+        label: names the layer.
+        shape: of the input on this rank.
+        p: the layer's split.
+
+    Raises:
+        QTensorError: a vector, or rows that do not divide.
+    """
+    if p is None or not p.sequence:
+        return
+    check(
+        len(shape) > 1,
+        f"{label} input",
+        "sequence_parallel splits dim 0, so there must be one beside the features",
+        tuple(shape),
+        "Pass (sequence, ..., features), or build the layer with sequence_parallel=False",
+    )
+    if p.mode == "row":
+        check(
+            shape[0] % p.size == 0,
+            f"{label} output",
+            f"dim 0 must be a multiple of the {p.size} ranks of tp_group, which share it",
+            tuple(shape[:-1]),
+            "Pad the sequence",
+        )
 
 
 def gather_input(x: Tensor, p: Parallel | None) -> Tensor:

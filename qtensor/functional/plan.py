@@ -13,6 +13,7 @@ from qtensor.recipes import (
     parse_recipe,
     role_quantizers,
 )
+from qtensor.recipes.base import function_number
 
 
 class Parts(NamedTuple):
@@ -108,6 +109,20 @@ def delayed_options(key: str) -> DelayedScaling | None:
     if isinstance(recipe, DelayedScaling):
         return recipe
     return recipe.delayed_options if isinstance(recipe, CustomRecipe) else None
+
+
+@compile_constant
+def caller_functions(key: str) -> tuple[int, int]:
+    """Places in ``CALLABLES`` of the amax and factor algorithms that are the caller's own, -1 for those that are not.
+
+    Numbers, because Dynamo calls a function of a list and none of a constant.
+    """
+    options = delayed_options(key)
+    found = (
+        () if options is None else (options.amax_compute_algo, options.scaling_factor_compute_algo)
+    )
+    numbers = [function_number(f) if callable(f) else -1 for f in found]
+    return (numbers[0], numbers[1]) if numbers else (-1, -1)
 
 
 @compile_constant

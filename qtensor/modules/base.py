@@ -14,7 +14,7 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.operands import random_seed
-from qtensor.functional.parallel import Parallel
+from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
     LinearPlan,
     alignment,
@@ -229,14 +229,16 @@ class QuantizedModule(nn.Module):
                 inp.device,
                 "Move one of them",
             )
+        check_input(self.label, inp.shape, options.parallel)
         if not plan.input:
             return
+        part = "" if options.parallel is None else ", of each rank's part,"
         for role, text in (("input", plan.input), ("weight", plan.weight)):
             multiple = alignment(text)
             if rows % multiple or columns % multiple:
                 fail(
                     f"{self.label} {role}[{text.partition('(')[0]}]",
-                    f"in_features and out_features must be multiples of {multiple}",
+                    f"in_features and out_features{part} must be multiples of {multiple}",
                     f"{columns} and {rows}",
                     "Pad them, or run the layer under qtensor.autocast(enabled=False)",
                 )

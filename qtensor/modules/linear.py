@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import check, fail
+from qtensor.errors import DtypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
@@ -23,10 +23,10 @@ Output = bool | str | Quantizer
 def make_parallel(
     label: str, tp_group: Any, parallel_mode: str | None, sequence_parallel: bool
 ) -> Parallel | None:
-    """The plain values of a split over a process group, or None.
+    """The plain values of a split over a process group, or None; a group of one rank splits nothing.
 
     Raises:
-        QTensorError: a mode that does not exist, or one without a group.
+        QTensorError: a mode that does not exist, or one without a group that this rank belongs to.
     """
     if parallel_mode not in MODES:
         fail(
@@ -51,7 +51,17 @@ def make_parallel(
         "tp_group=None",
         "Pass tp_group=torch.distributed.group.WORLD, say",
     )
-    return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, sequence_parallel)
+    check(
+        hasattr(tp_group, "group_name") and hasattr(tp_group, "size"),
+        label,
+        "tp_group must be a process group that this rank belongs to",
+        repr(tp_group),
+        "Pass what torch.distributed.new_group or DeviceMesh.get_group returns",
+        DtypeError,
+    )
+    if tp_group.size() == 1:
+        return None
+    return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, bool(sequence_parallel))
 
 
 def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
@@ -92,13 +102,15 @@ class Linear(QuantizedModule):
         params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
         recipe: used outside of every ``autocast``.
         name: for messages and the roles of recipes.
-        init_method: fills the weight in place; as in ``torch.nn.Linear`` if None.
+        init_method: fills the weight in place, the whole (out_features, in_features) of a split one; as in
+            ``torch.nn.Linear`` if None.
         quantized_params: store the weight quantized, as the recipe in force at construction (or ``recipe``) reads it.
         preserve_high_precision_init_val: keep the initial values of a quantized weight on the CPU until
             ``clear_high_precision_init_val()``.
         return_bias: do not add the bias; return ``(y, bias)``.
-        parallel_mode: None; "column": out_features are split over ``tp_group``; "row": in_features are.
-        tp_group: process group of tensor parallelism.
+        parallel_mode: None; "column": out_features are split over ``tp_group``; "row": in_features are. Initial values are
+            a part of those of the whole layer, so every rank must draw from the same random state.
+        tp_group: process group of tensor parallelism; not used without ``parallel_mode``.
         sequence_parallel: the activations between sharded layers are split over the group along dim 0.
         fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` (or write them into it, where
             ``weight.overwrite_main_grad`` is true) and leave ``weight.grad`` alone.
@@ -135,6 +147,7 @@ class Linear(QuantizedModule):
         check_features(self.label, in_features=in_features, out_features=out_features)
         parallel = make_parallel(self.label, tp_group, parallel_mode, sequence_parallel)
         self.in_features, self.out_features = in_features, out_features
+        self._rank = 0 if parallel is None else tp_group.rank()
         rows, columns = out_features, in_features
         if parallel_mode == "column":
             rows = shard(self.label, "out_features", rows, parallel)
@@ -167,18 +180,30 @@ class Linear(QuantizedModule):
             self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
-        """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to."""
-        columns = self.weight.shape[1]
-        values = torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
+        """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to.
+
+        A split layer draws the whole and takes its part: parts of their own would be equal on ranks with equal seeds, and
+        unequal biases of a row layer would make the ranks differ.
+        """
+        factory = {"dtype": self.weight.dtype, "device": self.weight.device}
+        values = torch.empty(self.out_features, self.in_features, **factory)
         with torch.no_grad():
             if self.init_method is None:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5))
             else:
                 self.init_method(values)
             if self.bias is not None:
-                bound = 1 / math.sqrt(columns)
-                nn.init.uniform_(self.bias, -bound, bound)
-        self._set_weight("weight", values, self._options)
+                bound = 1 / math.sqrt(self.in_features)
+                bias = nn.init.uniform_(self.bias.new_empty(self.out_features), -bound, bound)
+                self.bias.copy_(self._own_part(bias))
+        self._set_weight("weight", self._own_part(values), self._options)
+
+    def _own_part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter of the whole layer: (out_features, in_features) or (out_features,)."""
+        for dim, size in enumerate(self.weight.shape[: whole.ndim]):
+            if whole.shape[dim] != size:
+                whole = whole.narrow(dim, self._rank * size, size).clone()
+        return whole
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""
@@ -235,4 +260,6 @@ class Linear(QuantizedModule):
         stored = self._stored.get("weight", "")
         kept = f", stored={stored}" if stored else ""
         has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{own}{kept}"
+        split = self._options.parallel
+        part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{own}{kept}{part}"

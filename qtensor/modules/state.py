@@ -13,7 +13,7 @@ from torch import Tensor
 from qtensor.autocast import active_group, is_outside, step_in_force
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.parallel import max_over_ranks
-from qtensor.functional.plan import delayed_options, largest_values
+from qtensor.functional.plan import caller_functions, delayed_options, largest_values
 from qtensor.library.delayed import (
     ADVANCE_STEP,
     DELAYED_BEGIN,
@@ -22,6 +22,7 @@ from qtensor.library.delayed import (
 )
 from qtensor.library.gradient import drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
+from qtensor.recipes.base import CALLABLES
 
 _KEYS = itertools.count(1)
 
@@ -61,8 +62,9 @@ class DelayedState:
             ADVANCE_STEP(step, True)
         largest = list(largest_values(key, module, name))
         rows = new_scale = None
-        group = active_group() if options.reduce_amax else None
-        if group is not None or not isinstance(algorithm, str) or options.scaling_factor_compute_algo is not None:
+        # Without a step there is nothing to reduce: a rank may evaluate on its own.
+        group = active_group() if options.reduce_amax and training else None
+        if group is not None or caller_functions(key) != (-1, -1):
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = algorithm if isinstance(algorithm, str) else ""
         scales, ticket = DELAYED_BEGIN(
@@ -87,19 +89,19 @@ class DelayedState:
     ) -> tuple[Tensor, Tensor | None]:
         """The history over all ranks, and the factors by the recipe's own functions."""
         options = delayed_options(key)
-        algorithm, factor = options.amax_compute_algo, options.scaling_factor_compute_algo
+        algorithm, factor = caller_functions(key)
         rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
         if group is not None:
             rows = torch.cat([max_over_ranks(rows[:1], group), rows[1:]])
-        if isinstance(algorithm, str) and factor is None:
+        if algorithm < 0 and factor < 0:
             return rows, None
-        if not isinstance(algorithm, str):
-            amax = algorithm(rows)
+        if algorithm >= 0:
+            amax = CALLABLES[algorithm](rows)
         else:
-            amax = rows.amax(0) if algorithm == "max" else rows[0]
+            amax = rows.amax(0) if options.amax_compute_algo == "max" else rows[0]
         tops = torch.tensor(largest, dtype=torch.float32, device=amax.device)
-        if factor is not None:
-            return rows, factor(amax, self.scale, tops, parse_recipe(key))
+        if factor >= 0:
+            return rows, CALLABLES[factor](amax, self.scale, tops, parse_recipe(key))
         new = (amax.reciprocal() * tops) / 2.0**options.margin
         new = torch.where(new.isinf(), torch.finfo(torch.float32).max, new)
         return rows, torch.where((amax > 0) & amax.isfinite(), new, self.scale)

@@ -69,16 +69,17 @@ class Role:
         return f"{self.module}_{self.tensor}"
 
 
-_CALLABLES: list[Callable[..., Any]] = []
+CALLABLES: list[Callable[..., Any]] = []
 """Functions that recipes hold, by number: a text cannot hold them otherwise."""
 
 
-def _number(function: Callable[..., Any]) -> int:
-    for number, known in enumerate(_CALLABLES):
+def function_number(function: Callable[..., Any]) -> int:
+    """The place of a function in ``CALLABLES``."""
+    for number, known in enumerate(CALLABLES):
         if known is function:
             return number
-    _CALLABLES.append(function)
-    return len(_CALLABLES) - 1
+    CALLABLES.append(function)
+    return len(CALLABLES) - 1
 
 
 RECIPES: dict[str, type[Recipe]] = {}
@@ -241,7 +242,7 @@ def _text(value: Any) -> str:
     if isinstance(value, Recipe):
         return repr(value._key)
     if callable(value):
-        return f"('function',{_number(value)})"
+        return f"('function',{function_number(value)})"
     return repr(value)
 
 
@@ -256,7 +257,7 @@ def _make_key(recipe: Recipe) -> str:
 
 def _literal(value: Any) -> Any:
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "function":
-        return _CALLABLES[value[1]]
+        return CALLABLES[value[1]]
     return value
 
 
