@@ -4,6 +4,8 @@ from qtensor import recipes
 from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.autocast import autocast
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.modules.conversion import Conversion
+from qtensor.modules.convert import convert_, revert_
 from qtensor.modules.linear import Linear
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -32,6 +34,7 @@ from qtensor.version import __version__
 
 __all__ = [
     "BlockError",
+    "Conversion",
     "DtypeError",
     "ErrorReport",
     "Float8BlockQuantizer",
@@ -63,6 +66,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "autocast",
+    "convert_",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -73,5 +77,6 @@ __all__ = [
     "quantizer",
     "recipes",
     "record_amax_",
+    "revert_",
     "to_tensor_proto",
 ]
