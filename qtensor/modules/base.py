@@ -160,7 +160,10 @@ class QuantizedModule(nn.Module):
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
         if any(plan.stochastic):
-            args.seeds = tuple([random_seed(inp) if s else None for s in plan.stochastic])  # type: ignore[assignment]
+            token = state.token
+            args.seeds = tuple(  # type: ignore[assignment]
+                [random_seed(inp, token, i) if s else None for i, s in enumerate(plan.stochastic)]
+            )
         if any(plan.delayed):
             args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
         if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
