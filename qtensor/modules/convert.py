@@ -274,8 +274,8 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
     if stored:
         try:
             weight_canonical(stored, request.key, "linear", name, False)
-        except QTensorError as error:
-            return str(error)
+        except QTensorError:
+            return f"its weight is stored as {stored.partition('(')[0]}; qtensor.revert_ it first"
     return ""
 
 
@@ -330,7 +330,7 @@ def _revert_obstacle(
 
 
 @functools.cache
-def _fields_of(kind: Any) -> frozenset[str]:
+def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
     """The attributes that a layer's constructor adds to those of every module."""
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
