@@ -5,6 +5,8 @@ from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.autocast import autocast
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
 from qtensor.functional.checkpoint import checkpoint
+from qtensor.modules.conversion import Conversion
+from qtensor.modules.convert import convert_, revert_
 from qtensor.modules.layernorm_linear import LayerNormLinear
 from qtensor.modules.layernorm_mlp import LayerNormMLP
 from qtensor.modules.linear import Linear
@@ -35,6 +37,7 @@ from qtensor.version import __version__
 
 __all__ = [
     "BlockError",
+    "Conversion",
     "DtypeError",
     "ErrorReport",
     "Float8BlockQuantizer",
@@ -69,6 +72,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "convert_",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -79,5 +83,6 @@ __all__ = [
     "quantizer",
     "recipes",
     "record_amax_",
+    "revert_",
     "to_tensor_proto",
 ]

@@ -125,6 +125,7 @@ def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
 
 def random_seed(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(3),), {}
+    yield (torch.randn(3), torch.zeros(1), 2), {}
 
 
 def dequantize_tensor(case: FormatCase) -> Iterator[Sample]:

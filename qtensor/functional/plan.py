@@ -169,6 +169,19 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
     return stored
 
 
+@compile_constant
+def stored_weight_plan(
+    stored: str, key: str, module: str, name: str, dgrad: bool, wgrad: bool
+) -> LinearPlan:
+    """``linear_plan`` where the parameter is stored quantized as ``stored``: it is read as it is."""
+    plan = linear_plan(key, module, name, dgrad, wgrad)
+    return plan._replace(
+        weight=weight_canonical(stored, key, module, name, dgrad),
+        delayed=(plan.delayed[0], False, plan.delayed[2]),
+        stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
+    )
+
+
 def weight_label(module: str, name: str) -> str:
     """How messages name a weight."""
     return f"{module}[{name}] weight" if name else f"{module} weight"

@@ -21,7 +21,7 @@ from qtensor.functional.plan import (
     covers,
     is_requantization_safe,
     linear_plan,
-    weight_canonical,
+    stored_weight_plan,
     weight_label,
 )
 from qtensor.modules.state import LinearState
@@ -161,7 +161,7 @@ class QuantizedModule(nn.Module):
             training and b is not None and b.requires_grad,
         )
         plan = self._plan(args, key, weight, options)
-        self._check_input(inp, w, plan)
+        self._check_input(inp, w, plan, options)
         args.plan = plan
         args.dtype = inp.dtype
         args.parallel = options.parallel
@@ -170,7 +170,10 @@ class QuantizedModule(nn.Module):
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
         if any(plan.stochastic):
-            args.seeds = tuple([random_seed(inp) if s else None for s in plan.stochastic])  # type: ignore[assignment]
+            token = state.token
+            args.seeds = tuple(  # type: ignore[assignment]
+                [random_seed(inp, token, i) if s else None for i, s in enumerate(plan.stochastic)]
+            )
         if any(plan.delayed):
             args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
         if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
@@ -191,16 +194,11 @@ class QuantizedModule(nn.Module):
         self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
     ) -> LinearPlan:
         dgrad, wgrad = args.inp_requires_grad, args.weight_requires_grad
-        plan = linear_plan(key, options.module, options.name, dgrad, wgrad)
         stored = self._stored[weight]
-        if not stored:
-            return plan
-        text = weight_canonical(stored, key, options.module, options.name, dgrad)
-        return plan._replace(
-            weight=text,
-            delayed=(plan.delayed[0], False, plan.delayed[2]),
-            stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
-        )
+        if stored:
+            # In one call: strict export cannot trace what is done with a constant tuple.
+            return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
+        return linear_plan(key, options.module, options.name, dgrad, wgrad)
 
     def _check_features(self, inp: Tensor, columns: int) -> None:
         if inp.ndim == 0 or inp.shape[-1] != columns:
@@ -211,7 +209,9 @@ class QuantizedModule(nn.Module):
                 "Mend the input or the module",
             )
 
-    def _check_input(self, inp: Tensor, weight: Tensor, plan: LinearPlan) -> None:
+    def _check_input(
+        self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
+    ) -> None:
         rows, columns = weight.shape
         self._check_features(inp, columns)
         if inp.dtype not in FLOATING:

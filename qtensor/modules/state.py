@@ -48,10 +48,18 @@ class DelayedState:
         self.own_step = torch.zeros(1, dtype=torch.int64)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move what lives beside the parameters; dtypes stay."""
+        """Move what lives beside the parameters; values stay, whatever the function makes of a parameter's.
+
+        ``bfloat16()`` would round them, and ``to_empty()`` leave them to chance.
+        """
         for name in ("scale", "history", "cell"):
             old = getattr(self, name)
-            setattr(self, name, function(old).to(old.dtype))
+            device = function(old).device
+            if old.is_meta and device.type != "meta":
+                fresh = torch.ones_like if name == "scale" else torch.zeros_like
+                setattr(self, name, fresh(old, device=device))
+            else:
+                setattr(self, name, old.to(device))
 
     def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
         """The factors of this call; the first call of a step renews them."""

@@ -1,0 +1,102 @@
+"""What ``convert_`` and ``revert_`` report: which layers were swapped, which were not, and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_TITLES = ("layer", "in -> out", "count", "note")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One linear layer of a model.
+
+    Attributes:
+        name: its path in the model; of the first place where it stands in several.
+        features: ``"64 -> 128"``: in_features and out_features.
+        note: of a swapped layer, what else was done; of a skipped one, why.
+    """
+
+    name: str
+    features: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of the linear layers of a model. ``str()`` gives tables.
+
+    Attributes:
+        title: what was done, and by which recipe.
+        swapped: layers that were replaced, or whose recipe was changed.
+        skipped: layers that stay as they were; each note says why.
+    """
+
+    title: str
+    swapped: tuple[LayerReport, ...]
+    skipped: tuple[LayerReport, ...]
+
+    @property
+    def heading(self) -> str:
+        """The title and the counts, on one line."""
+        total = len(self.swapped) + len(self.skipped)
+        return f"{self.title}: {len(self.swapped)} of {total} linear layers"
+
+    def __str__(self) -> str:
+        lines = [self.heading]
+        for what, reports in (("swapped", self.swapped), ("skipped", self.skipped)):
+            if reports:
+                lines += ["", f"{what} ({len(reports)})", *_aligned(_rows(reports))]
+        return "\n".join(lines)
+
+    def print(self) -> None:
+        """Write the tables to the standard output: with rich where that is installed (extra ``cli``), else as text."""
+        if importlib.util.find_spec("rich") is None:
+            print(self)
+        else:
+            _print_rich(self)
+
+
+def _rows(reports: Sequence[LayerReport]) -> list[tuple[str, str, str, str]]:
+    """Layers that differ in a number alone, such as those of a stack of blocks, are one row."""
+    counts: dict[tuple[str, str, str], list[LayerReport]] = {}
+    for report in reports:
+        key = (_NUMBER.sub("*", report.name), report.features, report.note)
+        counts.setdefault(key, []).append(report)
+    return [
+        (group[0].name if len(group) == 1 else pattern, features, str(len(group)), note)
+        for (pattern, features, note), group in counts.items()
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    table = [_TITLES, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def _print_rich(conversion: Conversion) -> None:
+    # By name: the extra is optional, and importing qtensor must not import it.
+    box: Any = importlib.import_module("rich.box")
+    console: Any = importlib.import_module("rich.console").Console(highlight=False)
+    table_class: Any = importlib.import_module("rich.table").Table
+    text: Any = importlib.import_module("rich.text").Text
+    console.print(text(conversion.heading))
+    for what, reports in (("swapped", conversion.swapped), ("skipped", conversion.skipped)):
+        if not reports:
+            continue
+        table = table_class(title=f"{what} ({len(reports)})", box=box.SIMPLE, title_justify="left")
+        for title in _TITLES:
+            table.add_column(title, overflow="fold")
+        for row in _rows(reports):
+            table.add_row(*map(text, row))
+        console.print(table)

@@ -1,0 +1,414 @@
+"""Swapping the linear layers of a model: ``convert_`` and ``revert_``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from qtensor.errors import DtypeError, QTensorError, fail
+from qtensor.functional.plan import alignment, weight_canonical
+from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
+from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.linear import Linear
+from qtensor.modules.state import LinearState
+from qtensor.quantizers import Quantizer
+from qtensor.recipes import Recipe, role_quantizers
+from qtensor.storage.base import QuantizedTensorStorage
+
+Filter = Callable[[nn.Module, str], bool]
+
+_FEATURES = {"in_features", "out_features"}
+_INITIAL = "_high_precision_init_val"
+
+
+class Place(NamedTuple):
+    """Where a module stands: ``parent._modules[key]``, and the path from the root."""
+
+    parent: nn.Module
+    key: str
+    name: str
+
+
+class Request(NamedTuple):
+    """What a caller of ``convert_`` asked for."""
+
+    recipe: Recipe | None
+    filter_fn: Filter | None
+    quantized_params: bool
+
+    @property
+    def key(self) -> str:
+        """Of the recipe; "" for None."""
+        return "" if self.recipe is None else self.recipe.key
+
+    def operands(self, name: str) -> dict[str, Quantizer | None]:
+        """Tensor role -> quantizer of a layer's operands."""
+        return role_quantizers(self.key, "linear", name) if self.key else {}
+
+
+def convert_(
+    model: nn.Module,
+    recipe: Recipe | None,
+    filter_fn: Filter | None = None,
+    *,
+    quantized_params: bool = False,
+    verbose: bool = True,
+) -> Conversion:
+    """Swap the ``nn.Linear`` layers inside of a model for ``qtensor.Linear``, in place.
+
+    A new layer holds the same ``Parameter`` objects, so that optimizers, tied weights and checkpoints stay good, and all
+    that was on the old one: hooks, training mode, attributes. Its ``name`` is its path in the model. Layers that are
+    ``qtensor.Linear`` (or another of qtensor's modules) already get the recipe and are otherwise left alone. If anything is
+    refused with an error, the model is as it was.
+
+    Args:
+        model: the root; it is changed, and itself stays the same object.
+        recipe: bound to the new layers, which use it outside of every ``qtensor.autocast``. None: they follow
+            ``qtensor.autocast`` alone.
+        filter_fn: ``(module, name) -> bool``: which layers to take. All if None. A layer that stands in several places is
+            taken where the answer is yes for each.
+        quantized_params: store the weights quantized, as the recipe reads them. They become new ``Parameter`` objects
+            without the high-precision values: make the optimizer afterwards.
+        verbose: print what was swapped, and what was skipped and why.
+
+    Returns:
+        The same as a value.
+
+    Raises:
+        QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place; ``quantized_params`` without a
+            recipe; arguments of another kind.
+    """
+    _check_root("convert_", model, nn.Linear)
+    if not (recipe is None or isinstance(recipe, Recipe)):
+        fix = "Pass qtensor.recipes.MXFP8BlockScaling(), say"
+        fail("convert_", "recipe must be a recipe object", repr(recipe), fix, DtypeError)
+    if not (filter_fn is None or callable(filter_fn)):
+        rule = "filter_fn must be a function of a module and its name"
+        fail("convert_", rule, repr(filter_fn), "Pass one that returns a bool", DtypeError)
+    if quantized_params and recipe is None:
+        rule = "quantized_params needs a recipe, which says how weights are quantized"
+        fail("convert_", rule, "none", "Pass recipe=")
+    request = Request(recipe, filter_fn, quantized_params)
+    found = _find(model, (nn.Linear, QuantizedModule))
+    owners = _owners(model)
+    obstacles = {m: _convert_obstacle(m, places, request, owners) for m, places in found.items()}
+    swapped, skipped = [], []
+    for module, places in found.items():
+        if obstacles[module]:
+            skipped.append(_report(module, places, obstacles[module]))
+            continue
+        if isinstance(module, QuantizedModule):
+            module.recipe = recipe
+            note = "was converted; recipe set"
+        else:
+            note = ""
+            new = _quantized_layer(module, places[0].name, recipe)
+            _put(places, new)
+            module = new
+        if _wants_quantized_weight(module, request):
+            _store_quantized(module)
+            note = f"{note}; weight quantized".removeprefix("; ")
+        swapped.append(_report(module, places, note))
+    title = f"convert_ to {'qtensor.autocast' if recipe is None else type(recipe).__name__}"
+    return _conclude(title, swapped, skipped, verbose)
+
+
+def revert_(
+    model: nn.Module, filter_fn: Filter | None = None, *, verbose: bool = True
+) -> Conversion:
+    """Swap the ``qtensor.Linear`` layers inside of a model for ``nn.Linear``, in place.
+
+    The new layers hold the same ``Parameter`` objects; weights that are stored quantized become plain ones with the
+    dequantized values. All else that was on the old layers stays, but for the state of delayed scaling.
+
+    Args:
+        model: the root; it is changed, and itself stays the same object.
+        filter_fn: as in ``convert_``.
+        verbose: print what was swapped, and what was skipped and why.
+
+    Returns:
+        The same as a value.
+
+    Raises:
+        QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place.
+    """
+    _check_root("revert_", model, Linear)
+    found = _find(model, QuantizedModule)
+    owners = _owners(model)
+    obstacles = {m: _revert_obstacle(m, p, filter_fn, owners) for m, p in found.items()}
+    swapped, skipped = [], []
+    plain: dict[Any, nn.Parameter] = {}
+    for module, places in found.items():
+        if obstacles[module]:
+            skipped.append(_report(module, places, obstacles[module]))
+            continue
+        stored = module._stored["weight"]
+        new = _plain_layer(module, plain)
+        _put(places, new)
+        note = f"weight dequantized from {stored.partition('(')[0]}" if stored else ""
+        swapped.append(_report(new, places, note))
+    return _conclude("revert_ to nn.Linear", swapped, skipped, verbose)
+
+
+# ---- what there is --------------------------------------------------------------------------------------
+
+
+def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
+    if not isinstance(model, nn.Module):
+        fail(op, "model must be a torch.nn.Module", type(model).__name__, "Pass one", DtypeError)
+    if isinstance(model, kind):
+        rule = "layers are swapped inside of their parent, and the root has none"
+        fix = "Pass the module that holds it, or wrap it: holder = nn.Sequential(layer)"
+        fail(op, rule, f"a bare {type(model).__name__}", f"{fix}; its new layer is holder[0]")
+
+
+def _find(
+    model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> dict[Any, list[Place]]:
+    """Module -> all its places, in the order of ``named_modules``; a root that is one has the place ("")."""
+    found: dict[Any, list[Place]] = {}
+    if isinstance(model, kinds):
+        found[model] = [Place(model, "", "")]
+    for path, parent in model.named_modules(remove_duplicate=False):
+        for key, child in parent._modules.items():
+            if isinstance(child, kinds):
+                name = f"{path}.{key}" if path else key
+                found.setdefault(child, []).append(Place(parent, key, name))
+    return found
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+    """Parameter -> the modules that hold it, and its path in each."""
+    owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                owners.setdefault(parameter, []).append((module, name))
+    return owners
+
+
+def _report(module: Any, places: list[Place], note: str) -> LayerReport:
+    names = [p.name or "(root)" for p in places]
+    if len(names) > 1:
+        note = f"{note}; also {', '.join(names[1:])}".removeprefix("; ")
+    sizes = (getattr(module, "in_features", "?"), getattr(module, "out_features", "?"))
+    return LayerReport(names[0], f"{sizes[0]} -> {sizes[1]}", note)
+
+
+def _conclude(
+    title: str, swapped: list[LayerReport], skipped: list[LayerReport], verbose: bool
+) -> Conversion:
+    conversion = Conversion(title, tuple(swapped), tuple(skipped))
+    if verbose:
+        conversion.print()
+    return conversion
+
+
+# ---- why a layer stays ----------------------------------------------------------------------------------
+
+
+def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) -> str:
+    if filter_fn is None or all([filter_fn(module, place.name) for place in places]):
+        return ""
+    return "filtered"
+
+
+def _convert_obstacle(
+    module: Any, places: list[Place], request: Request, owners: dict[Tensor, Any]
+) -> str:
+    """Why ``convert_`` leaves a layer as it is, "" if it does not."""
+    if filtered := _filtered(module, places, request.filter_fn):
+        return filtered
+    if isinstance(module, QuantizedModule):
+        name, weights = module.name, list(module._states)
+    else:
+        name, weights = places[0].name, ["weight"]
+        if obstacle := _plain_obstacle(module):
+            return obstacle
+    for weight in weights:
+        if obstacle := _weight_obstacle(getattr(module, weight), name, request):
+            return obstacle
+    if _wants_quantized_weight(module, request, name):
+        return _tie_obstacle(module, owners)
+    return ""
+
+
+def _plain_obstacle(module: Any) -> str:
+    """Why an ``nn.Linear`` is more than its class says."""
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is a subclass of nn.Linear, with a forward of its own"
+    values = vars(module)
+    if values["_parameters"].keys() != {"weight", "bias"}:
+        return f"its parameters are {', '.join(values['_parameters'])}, not weight and bias"
+    if "forward" in values or values.get("_compiled_call_impl") is not None:
+        return "its forward was replaced or compiled on the layer itself"
+    if taken := sorted(values.keys() & _fields_of(Linear) - _FEATURES):
+        return f"qtensor.Linear has attributes of the same name: {', '.join(taken)}"
+    if tuple(module.weight.shape) != (module.out_features, module.in_features):
+        return f"its weight is of shape {tuple(module.weight.shape)}"
+    return ""
+
+
+def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
+    """Why the recipe cannot read a weight."""
+    stored = stored_canonical(weight)
+    kind = type(weight)
+    if not stored and kind is not nn.Parameter:
+        return f"its weight is a {kind.__name__}"
+    if weight.dtype not in FLOATING:
+        return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
+    if weight.numel() == 0:
+        return "it has no elements"
+    rows, columns = weight.shape[-2:]
+    for role, quantizer in request.operands(name).items():
+        multiple = 1 if quantizer is None else alignment(quantizer.canonical)
+        if rows % multiple or columns % multiple:
+            return f"features must be multiples of {multiple} for the {role} in {quantizer.format}"  # type: ignore[union-attr]
+    if stored:
+        try:
+            weight_canonical(stored, request.key, "linear", name, False)
+        except QTensorError:
+            return f"its weight is stored as {stored.partition('(')[0]}; qtensor.revert_ it first"
+    return ""
+
+
+def _wants_quantized_weight(module: Any, request: Request, name: str | None = None) -> bool:
+    """Whether the weight is to be stored quantized and is not yet."""
+    if not request.quantized_params or not isinstance(module, nn.Linear | Linear):
+        return False
+    if stored_canonical(module.weight):
+        return False
+    own: Any = module.name if name is None else name
+    return request.operands(own)["weight"] is not None
+
+
+def _tie_obstacle(module: Any, owners: dict[Tensor, Any]) -> str:
+    """Why a weight cannot be exchanged for a quantized one."""
+    others = [name for owner, name in owners[module.weight] if owner is not module]
+    if others:
+        return f"its weight is tied to {', '.join(others)} and cannot be stored quantized"
+    if module.weight._backward_hooks or module.weight._post_accumulate_grad_hooks:
+        return "its weight has hooks, which a new parameter would lose"
+    return ""
+
+
+def _revert_obstacle(
+    module: Any, places: list[Place], filter_fn: Filter | None, owners: dict[Tensor, Any]
+) -> str:
+    """Why ``revert_`` leaves a layer as it is, "" if it does not."""
+    if filtered := _filtered(module, places, filter_fn):
+        return filtered
+    if type(module) is not Linear:
+        return f"{type(module).__name__} has no counterpart in torch.nn"
+    options = module._options
+    asked = {
+        "parallel_mode": options.parallel is not None,
+        "return_bias": module.return_bias,
+        "fuse_wgrad_accumulation": options.fuse_wgrad_accumulation,
+        "delay_wgrad_compute": options.delay_wgrad_compute,
+    }
+    if used := [name for name, value in asked.items() if value]:
+        return f"nn.Linear has no {', '.join(used)}"
+    if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
+        return "its forward was replaced or compiled on the layer itself"
+    if module._stored["weight"]:
+        holders = owners[module.weight]
+        foreign = [name for owner, name in holders if type(owner) is not Linear]
+        if foreign:
+            return f"its quantized weight is tied to {', '.join(foreign)}"
+    return ""
+
+
+# ---- the swap -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
+    """The attributes that a layer's constructor adds to those of every module."""
+    return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
+
+
+def _quantized_layer(old: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
+    rows, columns = old.weight.shape
+    # On "meta" nothing is allocated, initialised or drawn from a generator.
+    new = Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name)
+    _carry_over(old, new)
+    new.weight, new.bias = old.weight, old.bias
+    new.quantized_params = isinstance(old.weight, QuantizedTensorStorage)
+    new._states["weight"] = LinearState("cpu" if old.weight.is_meta else old.weight.device)
+    return new
+
+
+def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
+    """An ``nn.Linear`` in the place of ``old``; ``plain`` remembers what tied weights became."""
+    new = nn.Linear(old.in_features, old.out_features, old.bias is not None, "meta")
+    _carry_over(old, new)
+    weight: Any = old.weight
+    if isinstance(weight, QuantizedTensorStorage):
+        if weight not in plain:
+            with torch.no_grad():
+                plain[weight] = _successor(weight, weight.dequantize())
+        weight = plain[weight]
+    new.weight, new.bias = weight, old.bias
+    return new
+
+
+def _store_quantized(layer: Linear) -> None:
+    """Exchange a layer's weight for a quantized one; without data there is nothing to quantize yet."""
+    layer.quantized_params = True
+    old: Any = layer.weight
+    if old.is_meta:
+        return
+    values = layer._quantized_parameter(old.detach(), layer.recipe, layer._options)
+    layer.weight = _successor(old, values)
+
+
+def _successor(old: nn.Parameter, values: Any) -> nn.Parameter:
+    """A parameter with other values and all else that was on ``old``."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}
+    for key, value in vars(old).items():
+        if key not in own:
+            setattr(new, key, value)
+    new.grad = old.grad
+    return new
+
+
+def _carry_over(old: nn.Module, new: nn.Module) -> None:
+    """Hand on everything but parameters and what the classes' constructors made.
+
+    The very dicts of hooks are handed on: a handle that a caller holds still removes its hook.
+    """
+    own = {"_parameters", *_fields_of(type(old)), *_fields_of(type(new))}
+    for key, value in vars(old).items():
+        if key not in own:
+            vars(new)[key] = value
+    hooks: Any = new._load_state_dict_pre_hooks
+    for hook in hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
+
+
+def _put(places: list[Place], new: nn.Module) -> None:
+    for place in places:
+        setattr(place.parent, place.key, new)
+        if isinstance(place.parent, nn.TransformerEncoderLayer):
+            _set_fast_path(place.parent)
+
+
+def _set_fast_path(layer: nn.TransformerEncoderLayer) -> None:
+    """In evaluation this class computes with its layers' weights and does not call them, unless this code is 0."""
+    activation, code = layer.activation, 0
+    if type(layer.linear1) is nn.Linear and type(layer.linear2) is nn.Linear:
+        if activation is functional.relu or isinstance(activation, nn.ReLU):
+            code = 1
+        elif activation is functional.gelu or isinstance(activation, nn.GELU):
+            code = 2
+    layer.activation_relu_or_gelu = code
