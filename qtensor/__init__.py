@@ -4,6 +4,7 @@ from qtensor import recipes
 from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.autocast import autocast
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.linear import Linear
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -42,6 +43,7 @@ __all__ = [
     "Float8RowwiseQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "Linear",
     "MXFP4Quantizer",
     "MXFP4Tensor",
