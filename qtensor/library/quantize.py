@@ -98,6 +98,8 @@ def _quantize_inplace_fill(
         _encode(codec, out, x, scale, amax, seed)
         return
     fresh = alloc_slots(codec.slots, x.shape, x.device)
+    if len(out) > len(fresh):
+        fresh.append(torch.empty(1, dtype=torch.float32, device=x.device))
     _encode(codec, fresh, x, scale, amax, seed)
     for old, new in zip(out, fresh, strict=True):
         # A choice on the device: reading the flag on the host would wait for it.
