@@ -52,7 +52,10 @@ class DelayedState:
         """Move what lives beside the parameters; dtypes stay."""
         for name in ("scale", "history", "cell"):
             old = getattr(self, name)
-            setattr(self, name, function(old).to(old.dtype))
+            device = function(old).device
+            # Where to alone counts: to_empty() would hand back other values, and meta has none.
+            if device.type != "meta":
+                setattr(self, name, old.to(device))
 
     def begin(
         self, key: str, module: str, name: str, training: bool, groups: int = 1
