@@ -7,6 +7,7 @@ from qtensor.errors import DtypeError, QTensorError, UnsupportedError
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.modules.conversion import Conversion
 from qtensor.modules.convert import convert_, revert_
+from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
 from qtensor.modules.layernorm_mlp import LayerNormMLP
 from qtensor.modules.linear import Linear
@@ -48,6 +49,7 @@ __all__ = [
     "Float8RowwiseQuantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

@@ -79,7 +79,8 @@ def quantize_weight_buffers(args: LinearFwdArgs) -> tuple[Operand, Tensor | None
     if args.update_workspace:
         out = args.weight_workspace
         if scale is not None:
-            amax = scale.new_empty(1)
+            # Zero, which no history notices, where the flag says that nothing is quantized.
+            amax = scale.new_zeros(1)
             out = [*out, amax]
         quantize_buffers_(
             args.weight, args.workspace_quantizer, out, scale, None, args.seeds[1], args.noop

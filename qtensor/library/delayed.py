@@ -104,8 +104,9 @@ replaces the merged history, ``new_scale`` (n,) what the algorithm would compute
 
 def _record_fill(_: None, history: Tensor, amax: list[Tensor], first: int) -> None:
     with below_autograd():
-        row = history.data[0, first : first + len(amax)]
-        torch.maximum(row, torch.cat(amax), out=row)
+        found = torch.cat(amax)
+        row = history.data[0, first : first + found.numel()]
+        torch.maximum(row, found, out=row)
 
 
 RECORD_AMAX = leaf_op(
@@ -113,7 +114,7 @@ RECORD_AMAX = leaf_op(
     lambda *args, **kwargs: None,
     _record_fill,
 )
-"""``history[0, first:] = max(history[0, first:], amax)``; each amax (1,)."""
+"""``history[0, first:] = max(history[0, first:], amax)``; each amax (1,), or those of several tensors side by side."""
 
 
 def _record_gradient_fill(
@@ -133,7 +134,7 @@ RECORD_GRADIENT_AMAX = leaf_op(
     lambda *args, **kwargs: None,
     _record_gradient_fill,
 )
-"""Keep the maxima of gradients, each (1,), for the next step; those that the history has are overwritten."""
+"""Keep the maxima of gradients, (1,) or several side by side, for the next step; those that the history has are overwritten."""
 
 
 def _advance_fill(_: None, step: Tensor, forward_only: bool = False) -> None:

@@ -176,7 +176,8 @@ class QuantizedModule(nn.Module):
             )
         if any(plan.delayed):
             args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
-        if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
+        scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
+        if scheduled and args.weight_requires_grad:
             args.wgrad = self._wgrad(w, state, options)
         if call.is_first_microbatch is not None:
             self._use_workspace(args, state, call)

@@ -30,19 +30,21 @@ _KEYS = itertools.count(1)
 class DelayedState:
     """Factors and maxima of delayed scaling: of inputs, weights and gradients, in this order.
 
+    A layer of several GEMMs has ``groups`` of each: first its inputs, then its weights, then its gradients.
+
     Attributes:
-        scale: (3,) float32 encode factors.
-        history: (1024, 3) float32 maxima, of which a recipe uses the first ``amax_history_len`` rows.
+        scale: (3 * groups,) float32 encode factors.
+        history: (1024, 3 * groups) float32 maxima, of which a recipe uses the first ``amax_history_len`` rows.
         steps: (2,) int64 on the CPU: see ``qtensor.library.delayed``.
-        cell: (1,) float32: the gradient's maximum, written by backward.
+        cell: (groups,) float32: the gradients' maxima, written by backward.
         cell_step: (1,) int64 on the CPU.
         own_step: (1,) int64 on the CPU: counts the steps of a layer outside of every ``autocast``.
     """
 
-    def __init__(self, device: Any = None) -> None:
-        self.scale = torch.ones(3, dtype=torch.float32, device=device)
-        self.history = torch.zeros(MAX_HISTORY, 3, dtype=torch.float32, device=device)
-        self.cell = torch.zeros(1, dtype=torch.float32, device=device)
+    def __init__(self, device: Any = None, groups: int = 1) -> None:
+        self.scale = torch.ones(3 * groups, dtype=torch.float32, device=device)
+        self.history = torch.zeros(MAX_HISTORY, 3 * groups, dtype=torch.float32, device=device)
+        self.cell = torch.zeros(groups, dtype=torch.float32, device=device)
         self.steps = torch.zeros(2, dtype=torch.int64)
         self.cell_step = torch.zeros(1, dtype=torch.int64)
         self.own_step = torch.zeros(1, dtype=torch.int64)
@@ -55,20 +57,20 @@ class DelayedState:
         for name in ("scale", "history", "cell"):
             old = getattr(self, name)
             device = function(old).device
-            if old.is_meta and device.type != "meta":
-                fresh = torch.ones_like if name == "scale" else torch.zeros_like
-                setattr(self, name, fresh(old, device=device))
-            else:
+            # Where to alone counts: to_empty() would hand back other values, and meta has none.
+            if device.type != "meta":
                 setattr(self, name, old.to(device))
 
-    def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
-        """The factors of this call; the first call of a step renews them."""
+    def begin(
+        self, key: str, module: str, name: str, training: bool, groups: int = 1
+    ) -> DelayedCall:
+        """The factors of this call; the first call of a step renews them. ``groups`` as at construction."""
         options = delayed_options(key)
         length, algorithm = options.amax_history_len, options.amax_compute_algo
         step = step_in_force(self.own_step)
         if is_outside() and training:
             ADVANCE_STEP(step, True)
-        largest = list(largest_values(key, module, name))
+        largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
         rows = new_scale = None
         # Without a step there is nothing to reduce: a rank may evaluate on its own.
         group = active_group() if options.reduce_amax and training else None
@@ -152,11 +154,11 @@ class LinearState:
         token: int64 (1,): written when one is put off.
     """
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, groups: int = 1) -> None:
         self.workspace: list[Tensor] | None = None
         self.workspace_quantizer = ""
         self.workspace_shape: tuple[int, ...] = ()
-        self.delayed = DelayedState(device)
+        self.delayed = DelayedState(device, groups)
         self.renew_key()
 
     def renew_key(self) -> None:

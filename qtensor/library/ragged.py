@@ -1,0 +1,118 @@
+"""Ragged groups: the rows of one matrix (M, K) in ``groups`` parts, whose sizes are given one by one.
+
+Each group is a matrix of its own. Its buffers lie one behind the other, flat: buffer s of all groups is one tensor (total,),
+in which group i begins where those before it end. The total follows from the sizes where they are known as numbers; where
+a tensor holds them, it is the largest that any sizes with the same M and number of groups can need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import fail
+from qtensor.formats import Slot
+from qtensor.layout import Shape, buffer_shapes, dim_size
+from qtensor.library.codec import Codec, parse
+
+
+def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
+    """Entries of each flat buffer for groups of ``sizes`` rows."""
+    totals: list[int] = [0] * len(slots)
+    for rows in sizes:
+        for i, shape in enumerate(buffer_shapes(slots, (rows, cols))):
+            totals[i] = totals[i] + math.prod(shape)
+    return totals
+
+
+def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
+    """Entries of a flat buffer that suffice for every way to cut ``rows`` rows into ``groups`` parts.
+
+    A dimension over m rows grows by the same number of entries with every whole period of rows, and r rows more take at
+    most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P - 1)) / P), that many periods suffice.
+    """
+    count, ragged = 1, False
+    for dim in slot.dims:
+        if dim.axis in ("m", "lead"):
+            period = dim.per * dim.pad // math.gcd(dim.units, dim.pad)
+            entries = dim_size(dataclasses.replace(dim, axis="m"), period, cols)
+            count = count * ((rows + groups * (period - 1)) // period * entries)
+            ragged = True
+        else:
+            count = count * dim_size(dim, rows, cols)
+    return count if ragged else count * groups
+
+
+def alloc_flat(
+    codec: Codec, shape: Shape, sizes: Shape | None, groups: int, device: torch.device
+) -> list[Tensor]:
+    """Allocate the flat buffers of a matrix of ``shape``; padding and what no group takes start as zeros.
+
+    Args:
+        codec: whose buffers.
+        shape: (M, K).
+        sizes: rows of each group; None: not known as numbers.
+        groups: how many there are.
+        device: of the buffers.
+    """
+    rows, cols = shape
+    if sizes is None:
+        totals = [flat_bound(slot, rows, cols, groups) for slot in codec.slots]
+    else:
+        totals = flat_sizes(codec.slots, sizes, cols)
+    buffers = []
+    for slot, total in zip(codec.slots, totals, strict=True):
+        make = torch.zeros if slot.padded else torch.empty
+        buffers.append(make(total, dtype=slot.dtype, device=device))
+    return buffers
+
+
+def group_buffers(
+    buffers: Sequence[Tensor], quantizer: str, sizes: Sequence[int], cols: int
+) -> list[list[Tensor]]:
+    """The buffers of each group, as views.
+
+    Args:
+        buffers: flat ones in slot order, or (quantizer "") one plain matrix (M, K).
+        quantizer: canonical text.
+        sizes: rows of each group.
+        cols: K.
+    """
+    if not quantizer:
+        return [[part] for part in buffers[0].split(list(sizes))]
+    slots = parse(quantizer).slots
+    starts = [0] * len(slots)
+    found = []
+    for rows in sizes:
+        views = []
+        for i, shape in enumerate(buffer_shapes(slots, (rows, cols))):
+            count = math.prod(shape)
+            views.append(buffers[i].narrow(0, starts[i], count).view(shape))
+            starts[i] += count
+        found.append(views)
+    return found
+
+
+def read_sizes(sizes: Sequence[int], splits: Tensor | None) -> list[int]:
+    """The sizes as numbers, on real tensors."""
+    return list(sizes) if splits is None else splits.tolist()
+
+
+def check_sizes(label: str, sizes: Sequence[int], rows: int) -> None:
+    """Refuse sizes that are no partition of the rows.
+
+    Raises:
+        QTensorError: a negative size, or a sum that is not ``rows``.
+    """
+    for i, size in enumerate(sizes):
+        if size < 0:
+            rule = "the groups of m_splits must have zero or more rows"
+            fail(f"{label} m_splits", rule, f"{size} for group {i}", "Mend m_splits")
+    total = sum(sizes)
+    if total != rows:
+        rule = f"m_splits must sum to the rows of the input, {rows}"
+        fail(f"{label} m_splits", rule, f"a sum of {total}", "Mend m_splits or the input")
