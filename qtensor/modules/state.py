@@ -66,7 +66,7 @@ class DelayedState:
     ) -> DelayedCall:
         """The factors of this call; the first call of a step renews them. ``groups`` as at construction."""
         options = delayed_options(key)
-        length, algorithm = options.amax_history_len, options.amax_compute_algo
+        length = options.amax_history_len
         step = step_in_force(self.own_step)
         if is_outside() and training:
             ADVANCE_STEP(step, True)
@@ -76,7 +76,7 @@ class DelayedState:
         group = active_group() if options.reduce_amax and training else None
         if group is not None or caller_functions(key) != (-1, -1):
             rows, new_scale = self._by_caller(key, length, largest, group)
-        text = algorithm if isinstance(algorithm, str) else ""
+        text = options.amax_compute_algo if caller_functions(key)[0] < 0 else ""
         scales, ticket = DELAYED_BEGIN(
             self.scale,
             self.history,
