@@ -22,6 +22,7 @@ from qtensor.functional.operands import (
     column_part,
     multiply,
     plain_operand,
+    quantize_buffers,
     quantize_operand,
     row_part,
 )
@@ -31,13 +32,13 @@ from qtensor.functional.parallel import (
     reduce_gradient,
     reduce_output,
 )
-from qtensor.functional.plan import parts
-from qtensor.library.codec import parse
+from qtensor.functional.plan import assembly, parts
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
 from qtensor.library.direct import direct
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE_
+from qtensor.storage.registry import lookup
 
 quantize_buffers_ = direct(QUANTIZE_, 0)
 bias_gradient = direct(BIAS_GRAD, 0)
@@ -275,8 +276,10 @@ def _linear_backward(
 
 def quantized_output(out: Tensor, canonical: str) -> Any:
     """The output as a tensor subclass."""
-    quantizer: Any = parse(canonical)
-    return quantizer._quantize(out, None, None, None)[0]
+    name, keywords = assembly(canonical)
+    buffers = quantize_buffers(out, canonical, None, None, None)
+    named = dict(zip(keywords, buffers, strict=True))
+    return lookup(name)(out.shape, out.dtype, canonical, **named)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -33,6 +33,10 @@ def output_canonical(key: str, asked: str, module: str, name: str) -> str:
     if found is None:
         rule = "a quantized output needs a recipe, or the format to take"
         fail(label, rule, "neither", 'Pass quantized_output="fp8", say, or enter qtensor.autocast')
+    if found.stochastic_rounding:
+        # A seed would have to be drawn for it; the field rounds gradients at random, not outputs.
+        rule = "an output is rounded to nearest"
+        fail(label, rule, found.canonical, "Drop stochastic_rounding")
     if found.needs_scale:
         rule = "an output has no delayed-scaling state"
         fail(label, rule, found.canonical, 'Pass quantized_output="fp8"')

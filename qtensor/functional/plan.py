@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qtensor.errors import check, fail
 from qtensor.library.codec import Codec, parse
@@ -208,6 +208,13 @@ def alignment(canonical: str) -> int:
         return 1
     block = parse(canonical).spec.block
     return 32 if block is not None and block[1] == 32 else 16
+
+
+@compile_constant
+def assembly(canonical: str) -> tuple[str, tuple[str, ...]]:
+    """(name of the tensor class, constructor keywords of the buffers) of what a text names."""
+    quantizer: Any = parse(canonical)
+    return quantizer.tensor_cls.__qualname__, quantizer.keywords
 
 
 @compile_constant
