@@ -79,6 +79,15 @@ INLINE VB with_signs(__m512i q, const Parts& p) {
     return (VB)_mm512_ternarylogic_epi32(q, E::width == 8 ? p.high : _mm512_srli_epi16(p.high, 8 - E::width), top, 0xf8);
 }
 
+// q with the codes of the words at or below the base, which lie in tables 1 .. Depth.
+template <class E, int Depth>
+INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small, const u8 tables[][128]) {
+    const __m512i below = _mm512_sub_epi8(base, p.exponent);
+    for (int d = 0; d < Depth; d++)
+        q = _mm512_mask_mov_epi8(q, _mm512_mask_cmpeq_epi8_mask(small, below, bytes_of(d)), fraction_of<E>(p.fraction, tables[d + 1]));
+    return q;
+}
+
 // Codes of words times 2^(127 - code). base: bytes, base_of<E>(code).
 template <class E>
 INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base) {
@@ -87,11 +96,8 @@ INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base) {
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
     // Few values of an 8-bit element are subnormal, many of a narrower one.
     if (E::width < 8 || __builtin_expect(small != 0, 0)) {
-        const __m512i below = _mm512_sub_epi8(base, p.exponent);
         q = _mm512_maskz_mov_epi8(~small, q);
-        for (int d = 0; d <= E::mantissa; d++)
-            q = _mm512_mask_mov_epi8(q, _mm512_mask_cmpeq_epi8_mask(small, below, bytes_of(d)),
-                                     fraction_of<E>(p.fraction, FRACTIONS<E>.at[d + 1]));
+        q = with_small<E, E::mantissa + 1>(q, p, base, small, FRACTIONS<E>.at);
     }
     return with_signs<E>(q, p);
 }
@@ -127,22 +133,36 @@ INLINE VB pow2_group(const u16* x, __m512i base) {
 }
 
 // ---- bfloat16 times one factor: the products of all significands in a table ---------------------------------------------------------
+struct Significands {
+    alignas(64) u32 at[128];  // of the bfloat16 from 1 to 2, as floats
+    constexpr Significands() : at() {
+        for (u32 m = 0; m < 128; m++) at[m] = 127u << 23 | m << 16;
+    }
+};
+static constexpr Significands SIGNIFICANDS;
+
+// at[0] as in Fractions. at[1 + d], where `deep`: the code of 1.m * 2^(e - 1 - d) times the factor's significand, 2^e being the
+// smallest normal value; from d = mantissa bits + 2 on, it is 0.
 template <class E>
 struct FactorTable {
-    alignas(64) u8 at[128];
+    static constexpr int depth = E::mantissa + 2;
+    alignas(64) u8 at[1 + depth][128];
     int base;
-    bool usable;
+    bool usable, deep;
 
-    explicit FactorTable(float factor) {
-        const i32 u = bits<i32>(factor), one = 127 << 23;
+    // count: elements that it will serve.
+    FactorTable(float factor, i64 count) : deep(count > 8192) {
+        const i32 u = bits<i32>(factor), one = 127 << 23, significand = u & 0x7fffff;
         base = base_of<E>(127 + 127 - (u >> 23));
-        usable = u >= 0x00800000 && u < INF_BITS && base >= LEAST_BASE<E>;
+        usable = count >= 512 && u >= 0x00800000 && u < INF_BITS && base >= LEAST_BASE<E>;
         if (!usable) return;
-        const VF f = (VF)all((u & 0x7fffff) | one);
+        fill(at[0], significand | one, encode<E, false, false>(all(1.0f)));
+        for (int d = 0; deep && d < depth; d++) fill(at[1 + d], significand | (E::min_exponent - 1 - d) << 23, VI{});
+    }
+    static void fill(u8* row, i32 factor, VI less) {
         for (int m = 0; m < 128; m += W) {
-            VI x;
-            for (int i = 0; i < W; i++) x[i] = one | (m + i) << 16;
-            narrow(at + m, encode<E, false, false>((VF)x * f) - encode<E, false, false>(all(1.0f)));
+            const VF x = load<VF>(SIGNIFICANDS.at + m);
+            narrow(row + m, encode<E, false, false>(x * (VF)all(factor)) - less);
         }
     }
 };
@@ -150,12 +170,14 @@ template <class E>
 INLINE VB codes_of_table(const u16* x, const FactorTable<E>& t, const VF f[4]) {
     const Parts p = parts_of(load<__m512i>(x), load<__m512i>(x + 32));
     const __m512i base = bytes_of(t.base);
-    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, t.at));
+    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, t.at[0]));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
     if (__builtin_expect(small != 0, 0)) {
-        // The product could be subnormal, unless it is that of a zero.
-        if (_mm512_mask_test_epi8_mask(small, p.exponent, p.exponent)) return codes_of_products<Bfloat16, E>(x, f);
         q = _mm512_maskz_mov_epi8(~small, q);
+        if (t.deep)
+            q = with_small<E, FactorTable<E>::depth>(q, p, base, small, t.at);
+        else if (_mm512_mask_test_epi8_mask(small, p.exponent, p.exponent))  // more than zeros
+            return codes_of_products<Bfloat16, E>(x, f);
     }
     return with_signs<E>(q, p);
 }

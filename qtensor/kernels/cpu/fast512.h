@@ -56,7 +56,7 @@ INLINE VI maxima_of_pairs(const u16* x) {
 }
 
 // ---- E2M1 by table --------------------------------------------------------------------------------------------------------
-// Without -0; y has no NaN. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
+// Without -0; y has no NaN. The low 7 bits count. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
 template <bool Small>
 INLINE VI e2m1_index(VF y) {
     __m512 v = (__m512)y;
@@ -66,8 +66,38 @@ INLINE VI e2m1_index(VF y) {
     }
     __m512i down = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512i up = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-    return (VI)_mm512_and_si512(_mm512_add_epi32(down, up), _mm512_set1_epi32(0x7f));
+    return (VI)_mm512_add_epi32(down, up);
 }
+// The low bytes of four vectors, as pack() has them.
+template <bool Pairs>
+INLINE VB pack_bytes(const VI c[4]) {
+    const __m512i low = _mm512_set1_epi32(0xff), even = _mm512_load_si512(BYTES.low);
+    if (!Pairs) {
+        const __m512i a = _mm512_permutex2var_epi16((__m512i)c[0], even, (__m512i)c[1]);
+        const __m512i b = _mm512_permutex2var_epi16((__m512i)c[2], even, (__m512i)c[3]);
+        return (VB)_mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.even), b);
+    }
+    const __m512i w0 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[1], 8), (__m512i)c[0], low, 0xf8);
+    const __m512i w1 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[3], 8), (__m512i)c[2], low, 0xf8);
+    return (VB)_mm512_permutex2var_epi16(w0, even, w1);
+}
+// 128 codes to 64 bytes.
+INLINE VB nibbles_of(VB a, VB b) {
+    const __m512i k = _mm512_set1_epi16(0x1001);
+    return (VB)_mm512_permutex2var_epi8(_mm512_maddubs_epi16((__m512i)a, k), _mm512_load_si512(BYTES.even), _mm512_maddubs_epi16((__m512i)b, k));
+}
+// Which of 16 blocks of 16 elements each lane belongs to: lanes of vector j of group g.
+template <class D>
+struct Spread {
+    alignas(64) i32 block[4][4][16];
+    constexpr Spread() : block() {
+        for (int g = 0; g < 4; g++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < 16; i++) block[g][j][i] = (g * GROUP + position<D>(j, i)) / 16;
+    }
+};
+template <class D>
+static constexpr Spread<D> SPREAD;
 INLINE VB e2m1_codes(VB index) {
     return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), (__m512i)index, _mm512_load_si512(ORDER.e2m1 + 64));
 }

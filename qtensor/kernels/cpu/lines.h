@@ -91,7 +91,7 @@ INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
 #if QT_ISA == 512
     if constexpr (E::width == 4 && Unsigned && !Safe) {
         for (int j = 0; j < 4; j++) c[j] = e2m1_index<false>((VF)v[j] * f[j]);
-        return e2m1_codes(pack<D::pairs>(c));
+        return e2m1_codes(pack_bytes<D::pairs>(c));
     }
 #endif
     for (int j = 0; j < 4; j++) c[j] = encode<E, Safe, Unsigned>((VF)v[j] * f[j]);
@@ -110,21 +110,34 @@ INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, 
 }
 
 #if QT_ISA == 512
-// NVFP4 where no value is far beyond the grid. Four times the factor: the table counts quarters.
+// Whether four times these factors serve quarters_group.
+template <class D>
+INLINE bool fits_quarters(VI amax, VF encode) {
+    // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
+    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
+    return !any(~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
+}
+// GROUP elements of NVFP4 of which none is far beyond the grid. f: four times the factors, since the table counts quarters.
+template <class D>
+INLINE VB quarters_group(const typename D::T* x, const VF f[4]) {
+    VI v[4];
+    D::group(x, v);
+    for (int j = 0; j < 4; j++) v[j] = e2m1_index<true>((VF)v[j] * f[j]);
+    return e2m1_codes(pack_bytes<D::pairs>(v));
+}
 template <class D, class E, int B, int Codes>
 INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
     if constexpr (B == NV) {
-        // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
-        const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
-        const VI fits = ((VI)((VF)amax * encode <= all(7.5f))) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f));
-        if (any(~fits)) return false;
-        alignas(64) float factors[W];
-        store(factors, encode * all(4.0f));
-        for (int at = 0; at < W * B; at += GROUP) {
-            VI v[4], c[4];
-            D::group(x + at, v);
-            for (int j = 0; j < 4; j++) c[j] = e2m1_index<true>((VF)v[j] * spread<D, B>(factors, at, j));
-            store_codes<E, Codes>(out + at / Codes, e2m1_codes(pack<D::pairs>(c)), stream);
+        if (!fits_quarters<D>(amax, encode)) return false;
+        const __m512 factors = (__m512)(encode * all(4.0f));
+        for (int at = 0; at < W * B; at += 2 * GROUP) {
+            VB codes[2];
+            for (int h = 0; h < 2; h++) {
+                VF f[4];
+                for (int j = 0; j < 4; j++) f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[at / GROUP + h][j]), factors);
+                codes[h] = quarters_group<D>(x + at + h * GROUP, f);
+            }
+            store_bytes(out + at / Codes, nibbles_of(codes[0], codes[1]), stream);
         }
         return true;
     }
@@ -214,7 +227,7 @@ struct Strips {
             if (n < B && !whole)
                 memcpy(target(line, block), scratch + b * bytes, size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
             else if (bytes % GROUP == 0 && stream)
-                stream_copy(target(line, block), scratch + b * bytes, bytes);
+                put_bytes(target(line, block), scratch + b * bytes, bytes, true);
             else
                 memcpy(target(line, block), scratch + b * bytes, bytes);
             if (++block == blocks) block = 0, line++;
@@ -302,6 +315,8 @@ struct LineQuantizer {
         }
         if (any(top >= all(INF_BITS))) return false;
         u8* out = strips.target(line, block);
+        const bool goes_on = strips.flat_in || line + 1 == m.count || block + 2 * n * W <= strips.blocks;
+        const T* next = goes_on ? x + n * strip : strips.source(line + 1, 0);
         for (int s = 0; s < n; s++) {
             if (d.line_amax) set_global(at + s * W, W);
             const Factors f = factors_of<E>(amax[s], d, global);
@@ -311,7 +326,7 @@ struct LineQuantizer {
         }
         const bool stream = d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
         for (int s = 0; s < n; s++) {
-            prefetch(x + (n + s) * strip, 1, 0, i64(sizeof(T)) * strip);
+            prefetch(next + s * strip, 1, 0, i64(sizeof(T)) * strip);
             codes(x + s * strip, s, out + s * W * strips.bytes, stream);
         }
         return true;
@@ -335,7 +350,7 @@ struct LineQuantizer {
         // Packed codes leave in pieces too small to go around the cache one by one.
         u8* out = stream && Codes > 1 ? scattered : target;
         codes_to(*this, x, s, out, stream);
-        if (out != target) stream_copy(target, out, W * strips.bytes);
+        if (out != target) put_bytes(target, out, W * strips.bytes, true);
     }
     INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream) {
 #if QT_ISA == 512
