@@ -60,6 +60,9 @@ INLINE bool any(VI mask) {
 #endif
 }
 INLINE i32 lane_max(VI v) {
+#if QT_ISA == 512
+    return _mm512_reduce_max_epi32((__m512i)v);
+#endif
     i32 r = v[0];
     for (int i = 1; i < W; i++) r = r > v[i] ? r : v[i];
     return r;
