@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,7 +52,20 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
             fix,
             DtypeError,
         )
-    return codec_class(fmt)(**options)
+    cls = codec_class(fmt)
+    # Dynamo builds the value itself: it would warn of a cache in what it traces.
+    if not torch.compiler.is_compiling():
+        try:
+            return _built(cls, **options)
+        except TypeError:
+            pass  # no hash, or an error that is raised again below
+    return cls(**options)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _built(cls: type[Quantizer], **options: Any) -> Quantizer:
+    """Values that are equal may be one object; by type too, since ``1`` is no legal ``True``."""
+    return cls(**options)
 
 
 def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:

@@ -151,8 +151,8 @@ def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
     assert isinstance(library, native.Library)
     pointers = native._pointers(site, buffers)
     assert pointers is not None
-    call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, None, None, 0)
-    assert library.quantize(site.address, *call) == 0
+    call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, 0, 0, 0)
+    assert library.quantize(native._QUANTIZE.pack(site.address, *call)) == 0
 
 
 def test_the_largest_dims_of_a_small_tensor() -> None:

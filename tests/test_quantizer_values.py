@@ -364,3 +364,40 @@ def test_a_default_that_depends_on_another_option() -> None:
     assert qtensor.quantizer(chosen, use_4over6=False) == plain
     assert dataclasses.replace(plain, use_4over6=True).e4m3_max == 448.0
     assert dataclasses.replace(plain, use_4over6=True, e4m3_max=0.0) == chosen
+
+
+def test_a_value_is_built_once() -> None:
+    assert qtensor.quantizer("mxfp8", columnwise=True) is qtensor.quantizer(
+        "mxfp8", columnwise=True
+    )
+    assert qtensor.quantizer("mxfp8") is not qtensor.quantizer("mxfp8", columnwise=True)
+
+
+def test_options_that_are_equal_but_of_another_type_are_refused_each_time() -> None:
+    """``1 == True``, and both have one hash."""
+    qtensor.quantizer("mxfp8", columnwise=True)
+    for _ in range(2):
+        with pytest.raises(qtensor.QTensorError, match=r"columnwise must be a bool; got 1\."):
+            qtensor.quantizer("mxfp8", columnwise=1)
+
+
+def test_an_option_without_a_hash_is_refused_with_the_rule() -> None:
+    with pytest.raises(
+        qtensor.QTensorError, match=r"columnwise must be a bool; got \[1\]\."
+    ) as caught:
+        qtensor.quantizer("mxfp8", columnwise=[1])
+    assert caught.value.__context__ is None
+
+
+def test_a_format_that_takes_another_class_is_built_anew() -> None:
+    """The class is part of what is remembered, not the format's name alone."""
+    kept = dict(codec._CODECS)
+    first = qtensor.quantizer("mxfp8")
+    try:
+        codec._CODECS["mxfp8"] = type("Other", (type(first),), {"format": "mxfp8_other"})
+        assert type(qtensor.quantizer("mxfp8")).__name__ == "Other"
+    finally:
+        codec._CODECS.clear()
+        codec._CODECS.update(kept)
+        codec.parse.cache_clear()
+    assert qtensor.quantizer("mxfp8") is first

@@ -44,6 +44,11 @@ BACKENDS = {
 """Device type -> its kernels."""
 
 
+def _backend(t: Tensor) -> Backend | None:
+    # The name of a device costs as much as a small tensor takes to quantize.
+    return BACKENDS.get("cpu" if t.is_cpu else t.device.type)
+
+
 def quantize_(
     codec: Any,
     buffers: Sequence[Tensor],
@@ -53,7 +58,7 @@ def quantize_(
     seed: Tensor | None,
 ) -> bool:
     """Quantize by the kernels of the device of ``x``, where they serve the call."""
-    backend = BACKENDS.get(x.device.type)
+    backend = _backend(x)
     return backend is not None and backend.quantize_(codec, buffers, x, scale, amax, seed)
 
 
@@ -65,7 +70,7 @@ def dequantize_(
     part: native.Part = native.WHOLE,
 ) -> bool:
     """Decode by the kernels of the device of ``out``, where they serve the call."""
-    backend = BACKENDS.get(out.device.type)
+    backend = _backend(out)
     return backend is not None and backend.dequantize_(codec, buffers, shape, out, part)
 
 

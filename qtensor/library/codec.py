@@ -104,6 +104,7 @@ def register_codec(name: str, cls: type) -> None:
         )
     _CODECS[name] = cls
     parse.cache_clear()
+    _known_shapes.cache_clear()
 
 
 def codec_class(name: str) -> type:
@@ -170,11 +171,29 @@ def _value(text: str, default: Any) -> Any:
 
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
     """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
+    return _alloc(slots, buffer_shapes(slots, shape), device)
+
+
+def _alloc(slots: Sequence[Slot], sizes: Sequence[Shape], device: torch.device) -> list[Tensor]:
     buffers = []
-    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
+    for slot, size in zip(slots, sizes, strict=True):
         make = torch.zeros if slot.padded else torch.empty
         buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_shapes(canonical: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    return tuple(buffer_shapes(parse(canonical).slots, shape))
+
+
+def alloc_outputs(codec: Codec, x: Tensor) -> list[Tensor]:
+    """``alloc_slots`` for a tensor like ``x``: an op's outputs, whose shapes are worked out once."""
+    try:
+        sizes: Sequence[Shape] = _known_shapes(codec.canonical, x.shape)
+    except TypeError:  # symbolic sizes have no hash
+        sizes = buffer_shapes(codec.slots, x.shape)
+    return _alloc(codec.slots, sizes, x.device)
 
 
 def by_name(codec: Codec, buffers: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
-from qtensor.library.codec import Codec, alloc_slots, by_name, parse
+from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
 from qtensor.library.define import below_autograd, leaf_op
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ def _quantize_alloc(
 ) -> list[Tensor]:
     codec = parse(quantizer)
     check_input(x, codec.format)
-    outputs = alloc_slots(codec.slots, x.shape, x.device)
+    outputs = alloc_outputs(codec, x)
     if codec.returns_amax:
         outputs.append(torch.empty(1, dtype=torch.float32, device=x.device))
     return outputs
@@ -97,7 +97,7 @@ def _quantize_inplace_fill(
     if noop_flag is None:
         _encode(codec, out, x, scale, amax, seed)
         return
-    fresh = alloc_slots(codec.slots, x.shape, x.device)
+    fresh = alloc_outputs(codec, x)
     # The amax of delayed scaling, where a caller made room for it, is written in any case.
     _encode(codec, [*fresh, *out[len(fresh) :]], x, scale, amax, seed)
     for old, new in zip(out, fresh, strict=False):

@@ -2,6 +2,7 @@
 #pragma once
 #include "amax.h"
 #include "square.h"
+#include "turned.h"
 
 namespace QT_NAMESPACE {
 
@@ -72,37 +73,57 @@ struct BlockQuantizer {
         });
     }
 
-    // f(rows of the transposed tile as lines) for every tile of 0 .. n; `turned` holds it.
+    // f(rows of the transposed tile as lines) for every tile of 0 .. n.
     template <class F>
     void each_tile(const F& f) {
         const i64 down = (c.rows + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
-        const i64 stride = line_bytes(c.rows, column.whole_groups), total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
             T* turned = new T[size_t(TILE * TILE)];
             for (i64 t = a; t < b; t++) {
                 const i64 r = t / across * TILE, k = t % across * TILE;
-                const i64 n = c.rows - r < TILE ? c.rows - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
-                transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
-                if (t + 1 < b) {
-                    const i64 r1 = (t + 1) / across * TILE, k1 = (t + 1) % across * TILE;
-                    const i64 n1 = c.rows - r1 < TILE ? c.rows - r1 : TILE, w1 = c.cols - k1 < TILE ? c.cols - k1 : TILE;
-                    prefetch(x + r1 * c.stride + k1, n1, c.stride * i64(sizeof(T)), w1 * i64(sizeof(T)));
-                }
-                const Lines<T> m{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total};
-                f(m, r, n, k, width);
+                one_tile(r, c.rows - r < TILE ? c.rows - r : TILE, k, c.cols - k < TILE ? c.cols - k : TILE, turned, f);
             }
             delete[] turned;
         });
     }
+    // n rows and `width` columns, at most TILE of each; `turned` holds their transpose.
+    template <class F>
+    void one_tile(i64 r, i64 n, i64 k, i64 width, T* turned, const F& f) {
+        const i64 stride = line_bytes(c.rows, column.whole_groups), total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
+        transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
+        if (k + 2 * TILE <= c.cols) prefetch(x + r * c.stride + k + TILE, n, c.stride * i64(sizeof(T)), TILE * i64(sizeof(T)));
+        f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total});
+    }
 
     void transposed() {
-        each_tile([&](const Lines<T>& m, i64 r, i64 n, i64 k, i64 width) {
-            if (c.row.data) {
-                const Lines<T> lines = row_lines(r, n, k, width);
-                quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
-            }
-            quantize_lines<D, E, B, Codes>(m, column, 0, blocks_of(m));
-        });
+        if constexpr (B != MX) {
+            using Turned = TurnedQuantizer<D, E, B, Codes>;
+            constexpr i64 rows = Turned::ROWS, cols = B == 128 ? 2048 : 1024;  // of a tile, which the second cache level holds
+            const i64 down = (c.rows + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
+            const i64 stride = line_bytes(c.rows, column.whole_groups);
+            const bool served = Turned::serves(p);
+            parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
+                auto* codes = new Turned(column);
+                T* turned = new T[size_t(TILE * TILE)];
+                for (i64 t = a; t < b; t++) {
+                    const i64 r = t / across * rows, k = t % across * cols;
+                    const i64 n = c.rows - r < rows ? c.rows - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
+                    if (c.row.data) {
+                        const Lines<T> lines = row_lines(r, n, k, width);
+                        quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
+                    }
+                    i64 done = served && n % B == 0 ? width / GROUP * GROUP : 0;
+                    u8* out = c.column.data + k * stride + r / Codes * unit;
+                    if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, stride, k, r / B)) done = 0;
+                    for (; done < width; done += TILE)
+                        one_tile(r, n, k + done, width - done < TILE ? width - done : TILE, turned, [&](const Lines<T>& m) {
+                            quantize_lines<D, E, B, Codes>(m, column, 0, blocks_of(m));
+                        });
+                }
+                delete[] turned;
+                delete codes;
+            });
+        }
     }
 
     void squares() {
@@ -171,7 +192,7 @@ struct BlockQuantizer {
             return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
         }
         i32 top = 0;
-        each_tile([&](const Lines<T>& m, i64, i64, i64, i64) {
+        each_tile([&](const Lines<T>& m) {
             const i32 part = rotated_lines(m, 0, blocks_of(m));
 #pragma omp critical(qtensor_max)
             top = top > part ? top : part;

@@ -5,7 +5,6 @@
 
 namespace QT_NAMESPACE {
 
-constexpr int MX = 32;
 constexpr i64 COLUMN_TILE = 1024;  // columns whose factors stay in the first cache level while 32 rows pass
 
 template <class T>
@@ -26,7 +25,7 @@ struct ColumnQuantizer {
     alignas(64) VF factor[COLUMN_TILE / W];
     alignas(64) u8 codes[4][COLUMN_TILE];
 #if QT_ISA == 512
-    __m512i bias[COLUMN_TILE / (2 * W)];
+    __m512i base[COLUMN_TILE / GROUP];
 #endif
 
     explicit ColumnQuantizer(const Direction& direction) : d(direction) {}
@@ -108,18 +107,19 @@ struct ColumnQuantizer {
 
     INLINE VB pow2_of(const ColumnQuantizer& q, const T* x, int g) {
 #if QT_ISA == 512
-        if constexpr (D::id == BF16) return pow2_group<E>(x, q.bias[2 * g], q.bias[2 * g + 1]);
+        if constexpr (D::id == BF16) return pow2_group<E>(x, q.base[g]);
 #endif
         return encode_group<D, E, false, false>(x, q.factor + 4 * g);
     }
-    // Whether all factors allow pow2_group; fills its biases.
+    // Whether all factors allow pow2_group; fills its bases.
     bool use_pow2(int groups) {
 #if QT_ISA == 512
         if constexpr (D::id == BF16) {
-            for (int i = 0; i < 2 * groups; i++) {
-                VI even = all(254) - (VI)((VU)(VI)factor[2 * i] >> 23), odd = all(254) - (VI)((VU)(VI)factor[2 * i + 1] >> 23);
-                if (any(min(even, odd) < all(LEAST_CODE<E>))) return false;
-                bias[i] = (__m512i)((pow2_bias<E>(even) & all(0xffff)) | (pow2_bias<E>(odd) & all(i32(0xffff0000))));
+            for (int g = 0; g < groups; g++) {
+                VI code[4];
+                for (int j = 0; j < 4; j++) code[j] = all(254) - (VI)((VU)(VI)factor[4 * g + j] >> 23);
+                if (any(min(min(code[0], code[1]), min(code[2], code[3])) < all(LEAST_CODE<E>))) return false;
+                base[g] = _mm512_add_epi8((__m512i)pack<true>(code), bytes_of(base_of<E>(0)));
             }
             return true;
         }

@@ -51,13 +51,15 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
         });
     } else if (p.family == TENSOR) {
         const u8* codes = c.row.data + c.first * c.cols;
-        parallel(c.count * c.cols, 4096, c.threads, [&](i64 a, i64 b) { decode_run<D, E>(codes + a, b - a, factors, 0, y + a, stream); });
+        parallel(c.count * c.cols, 4096, c.threads, [&](i64 a, i64 b) { decode_one<D, E>(codes + a, b - a, *c.scale_inv, y + a, stream); });
     } else {
         parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 r = a; r < b; r++) {
-                const VF one = p.family == ROW ? all(c.scale_inv[c.first + r]) : VF{};
-                const VF four[4] = {one, one, one, one};
-                decode_run<D, E>(c.row.data + (c.first + r) * c.cols, c.cols, p.family == ROW ? four : factors, step, y + r * c.cols, stream);
+                const u8* codes = c.row.data + (c.first + r) * c.cols;
+                if (p.family == ROW)
+                    decode_one<D, E>(codes, c.cols, c.scale_inv[c.first + r], y + r * c.cols, stream);
+                else
+                    decode_run<D, E>(codes, c.cols, factors, step, y + r * c.cols, stream);
             }
         });
     }

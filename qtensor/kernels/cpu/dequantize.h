@@ -1,5 +1,6 @@
 // Codes and factors back to float32, rounded once to the output's dtype.
 #pragma once
+#include "decode512.h"
 #include "lines.h"
 #include "threads.h"
 
@@ -47,6 +48,7 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
     const Table<E>& t = table<E>();
     stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
     for (i64 i = 0; i < n; i += GROUP) {
+        look_ahead<GROUP>(codes + i);
         const VF* f = factors + i / W * step;
         VF v[4];
         if (i + GROUP <= n) {
@@ -63,6 +65,21 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
             memcpy(y + i, out, sizeof(typename D::T) * size_t(n - i));
         }
     }
+}
+
+// n codes times one factor.
+template <class D, class E>
+static void decode_one(const u8* codes, i64 n, float factor, typename D::T* y, bool stream) {
+#if QT_ISA == 512
+    if constexpr (D::id != F32) {
+        if (n >= 512) {
+            const ValueTable<D, E> t(factor);
+            return decode_by_table<D, E>(codes, n, t, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
+        }
+    }
+#endif
+    const VF four[4] = {all(factor), all(factor), all(factor), all(factor)};
+    decode_run<D, E>(codes, n, four, 0, y, stream);
 }
 
 // Lines of blocks: codes of line l at codes + l * code_stride, values to y + l * stride.
@@ -188,11 +205,32 @@ struct LineDecoder {
     }
 #endif
 
+#if QT_ISA == 512
+    INLINE void pow2_strip(VI steps, const u8* codes, T* y, bool stream) {
+        const __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)steps));
+        for (int at = 0; at < W * B; at += GROUP) {
+            look_ahead<GROUP>(codes + at);
+            VH w[2];
+            words<E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), table<E>(), w);
+            for (int h = 0; h < 2; h++) {
+                const __m512i step = _mm512_permutexvar_epi16(_mm512_set1_epi16(short((at + h * 2 * W) / B)), low);
+                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>((__m512i)w[h], step), stream);
+            }
+        }
+    }
+#endif
+
     INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, bool stream) {
 #if QT_ISA == 512
         if constexpr (B == NV) return nv_strip(q, codes, y, stream);
 #endif
         const Table<E>& t = table<E>();
+#if QT_ISA == 512
+        if constexpr (D::id == BF16) {
+            const VI f = load<VI>(q.factor);
+            if (fits_exponents<E>(f)) return pow2_strip(exponent_steps(f), codes, y, stream);
+        }
+#endif
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             decode_group<D, E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), t, v);

@@ -1,4 +1,6 @@
 // The C interface: what native.py calls.
+#include <cstring>
+
 #include "simd.h"
 
 namespace QT_NAMESPACE {
@@ -10,22 +12,52 @@ bool linear(const Plan& p, const LinearCall& c);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
-constexpr int ABI = 1;
+constexpr int ABI = 2;
+
+// Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 19 of them than a small tensor
+// takes to quantize.
+struct QuantizeArguments {
+    const Plan* plan;
+    const void* x;
+    i64 dtype, rows, cols, stride, threads;
+    Buffers row, column;
+    float* scale_inv;
+    const float* scale;
+    float* amax_out;
+    i64 seed;
+};
+struct Stored {
+    u8* data;
+    void* scale;
+    float* amax;
+};
+struct DequantizeArguments {
+    const Plan* plan;
+    void* y;
+    i64 dtype, rows, cols, first, count, threads;
+    Stored row, column;
+    const float* scale_inv;
+};
+template <class Arguments>
+static Arguments unpack(const void* packed) {
+    static_assert(sizeof(void*) == 8 && sizeof(Arguments) % 8 == 0, "fields of 8 bytes");
+    Arguments a;
+    memcpy(&a, packed, sizeof a);
+    return a;
+}
 
 extern "C" {
 
 int qt_abi() { return ABI * 1000 + int(sizeof(Plan)); }
 
-// Fills the buffers of `plan` from x. 0: done; 1: this plan has no kernel.
-int qt_quantize(const Plan* plan, const void* x, i64 dtype, i64 rows, i64 cols, i64 stride, i64 threads, u8* row_data,
-                void* row_scale, float* row_amax, const float* row_given, u8* column_data, void* column_scale,
-                float* column_amax, const float* column_given, float* scale_inv, const float* scale, float* amax_out,
-                i64 seed) {
-    const QuantizeCall c{x, i32(dtype), i32(threads), rows, cols, stride, {row_data, row_scale, row_amax, row_given},
-                         {column_data, column_scale, column_amax, column_given}, scale_inv, scale, amax_out, seed};
-    const bool done = dtype == F32    ? quantize_as<Float32>(*plan, c)
-                      : dtype == BF16 ? quantize_as<Bfloat16>(*plan, c)
-                                      : quantize_as<Float16>(*plan, c);
+// Fills the buffers of a plan from x. 0: done; 1: this plan has no kernel.
+int qt_quantize(const void* packed) {
+    const QuantizeArguments a = unpack<QuantizeArguments>(packed);
+    const QuantizeCall c{a.x, i32(a.dtype), i32(a.threads), a.rows, a.cols, a.stride, a.row, a.column, a.scale_inv, a.scale,
+                         a.amax_out, a.seed};
+    const bool done = a.dtype == F32    ? quantize_as<Float32>(*a.plan, c)
+                      : a.dtype == BF16 ? quantize_as<Bfloat16>(*a.plan, c)
+                                        : quantize_as<Float16>(*a.plan, c);
     return done ? 0 : 1;
 }
 
@@ -39,15 +71,14 @@ int qt_linear(const Plan* plan, const void* x, i64 m, i64 k, i64 n, i64 threads,
 }
 
 // Decodes `count` rows from row `first` into y, which holds only these. The same codes back.
-int qt_dequantize(const Plan* plan, void* y, i64 dtype, i64 rows, i64 cols, i64 first, i64 count, i64 threads,
-                  const u8* row_data, const void* row_scale, const float* row_amax, const u8* column_data,
-                  const void* column_scale, const float* column_amax, const float* scale_inv) {
-    const DequantizeCall c{y, i32(dtype), i32(threads), rows, cols, first, count,
-                           {(u8*)row_data, (void*)row_scale, (float*)row_amax, nullptr},
-                           {(u8*)column_data, (void*)column_scale, (float*)column_amax, nullptr}, scale_inv};
-    const bool done = dtype == F32    ? dequantize_as<Float32>(*plan, c)
-                      : dtype == BF16 ? dequantize_as<Bfloat16>(*plan, c)
-                                      : dequantize_as<Float16>(*plan, c);
+int qt_dequantize(const void* packed) {
+    const DequantizeArguments a = unpack<DequantizeArguments>(packed);
+    const DequantizeCall c{a.y, i32(a.dtype), i32(a.threads), a.rows, a.cols, a.first, a.count,
+                           {a.row.data, a.row.scale, a.row.amax, nullptr}, {a.column.data, a.column.scale, a.column.amax, nullptr},
+                           a.scale_inv};
+    const bool done = a.dtype == F32    ? dequantize_as<Float32>(*a.plan, c)
+                      : a.dtype == BF16 ? dequantize_as<Bfloat16>(*a.plan, c)
+                                        : dequantize_as<Float16>(*a.plan, c);
     return done ? 0 : 1;
 }
 }

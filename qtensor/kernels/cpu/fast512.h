@@ -1,16 +1,15 @@
-// Shorter ways to the same codes with AVX-512: bfloat16 in 16-bit lanes, E2M1 by table. simd.h and elements.h say what they
+// Shorter ways to the same numbers with AVX-512: maxima of bfloat16 in words, E2M1 by table. simd.h and elements.h say what they
 // compute; here is only speed.
 #pragma once
-#include "scales.h"
+#include "bytes512.h"
 
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 512
 struct Order {
-    alignas(64) u8 even[64], odd[64], e2m1[128], nibble[64];
+    alignas(64) u8 e2m1[128], nibble[64];
     alignas(64) u16 high[32], block[32];
-    constexpr Order() : even(), odd(), e2m1(), nibble(), high(), block() {
-        for (int i = 0; i < 64; i++) even[i] = u8(2 * i), odd[i] = u8(2 * i + 1);
+    constexpr Order() : e2m1(), nibble(), high(), block() {
         for (int i = 0; i < 32; i++) high[i] = u16(2 * i + 1);
         for (int i = 0; i < 16; i++) block[2 * i] = u16((i & 3) * 8 + (i >> 2));
         for (int i = 0; i < 8; i++) nibble[8 * i] = u8(8 * i), nibble[8 * i + 4] = u8(8 * i + 4);
@@ -26,54 +25,6 @@ struct Order {
     }
 };
 static constexpr Order ORDER;
-
-// ---- bfloat16 times a power of two, in words ------------------------------------------------------------------------------
-// 2^(127 - code) scales exactly where neither a zero or subnormal of the input nor a result needs care.
-template <class E>
-constexpr i32 LEAST_CODE = 130 + E::mantissa - E::min_exponent;
-// What words_of_pow2 adds to the exponent, in both halves of each lane.
-template <class E>
-INLINE VI pow2_bias(VI code) {
-    VI w = (all(128 - E::min_exponent) - code) << 7 & all(0xffff);
-    return w | w << 16;
-}
-// Codes in words of 32 bfloat16. bias: words.
-template <class E>
-INLINE __m512i words_of_pow2(__m512i v, __m512i bias) {
-    constexpr int drop = 14 - E::mantissa;
-    constexpr int most = ((E::max_bits >> 23) - E::min_exponent + 1) << E::mantissa |
-                         (E::max_bits >> (23 - E::mantissa) & ((1 << E::mantissa) - 1));
-    const __m512i one = _mm512_set1_epi16(1);
-    __m512i a = _mm512_and_si512(v, _mm512_set1_epi16(0x7fff));
-    __m512i e = _mm512_srai_epi16(_mm512_add_epi16(a, bias), 7), n = _mm512_max_epi16(e, one);
-    // The significand with its leading 1 in bit 14, moved right for subnormals; then nearest even.
-    __m512i z = _mm512_ternarylogic_epi32(_mm512_slli_epi16(a, 7), _mm512_set1_epi16(0x3f80), _mm512_set1_epi16(0x4000), 0xea);
-    z = _mm512_srlv_epi16(z, _mm512_sub_epi16(n, e));
-    __m512i tie = _mm512_and_si512(_mm512_srli_epi16(z, drop), one);
-    z = _mm512_srli_epi16(_mm512_add_epi16(_mm512_add_epi16(z, tie), _mm512_set1_epi16((1 << (drop - 1)) - 1)), drop);
-    __m512i q = _mm512_add_epi16(z, _mm512_slli_epi16(_mm512_sub_epi16(n, one), E::mantissa));
-    q = _mm512_min_epi16(q, _mm512_set1_epi16(most));
-    constexpr int top = 1 << (E::width - 1);
-    return _mm512_ternarylogic_epi32(q, _mm512_srli_epi16(v, 16 - E::width), _mm512_set1_epi16(top), 0xf8);
-}
-// 64 bfloat16 to codes, one a byte.
-template <class E>
-INLINE VB pow2_group(const u16* x, __m512i bias0, __m512i bias1) {
-    __m512i w0 = words_of_pow2<E>(load<__m512i>(x), bias0), w1 = words_of_pow2<E>(load<__m512i>(x + 32), bias1);
-    return (VB)_mm512_permutex2var_epi8(w0, _mm512_load_si512(ORDER.even), w1);
-}
-
-// ---- bfloat16 to FP8 with any factor: the signs of 64 elements at once --------------------------------------------------------
-template <class E>
-INLINE VB group_of_pairs(const u16* x, const VF f[4]) {
-    __m512i v0 = load<__m512i>(x), v1 = load<__m512i>(x + 32), k = _mm512_set1_epi32(0x7fff7fff);
-    VI a0 = (VI)_mm512_and_si512(v0, k), a1 = (VI)_mm512_and_si512(v1, k), high = all(i32(0xffff0000));
-    VI y[4] = {(VI)((VF)(a0 << 16) * f[0]), (VI)((VF)(a0 & high) * f[1]), (VI)((VF)(a1 << 16) * f[2]), (VI)((VF)(a1 & high) * f[3])};
-    VI c[4];
-    for (int j = 0; j < 4; j++) c[j] = magnitude_code<E>(min(y[j], all(E::max_bits)));
-    __m512i sign = _mm512_permutex2var_epi8(v0, _mm512_load_si512(ORDER.odd), v1);
-    return (VB)_mm512_ternarylogic_epi32((__m512i)pack<true>(c), sign, _mm512_set1_epi8(char(0x80)), 0xf8);
-}
 
 // ---- maxima of 16 blocks of bfloat16, by words and without a horizontal maximum ----------------------------------------------
 template <int B>
@@ -105,7 +56,7 @@ INLINE VI maxima_of_pairs(const u16* x) {
 }
 
 // ---- E2M1 by table --------------------------------------------------------------------------------------------------------
-// Without -0; y has no NaN. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
+// Without -0; y has no NaN. The low 7 bits count. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
 template <bool Small>
 INLINE VI e2m1_index(VF y) {
     __m512 v = (__m512)y;
@@ -115,8 +66,38 @@ INLINE VI e2m1_index(VF y) {
     }
     __m512i down = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512i up = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-    return (VI)_mm512_and_si512(_mm512_add_epi32(down, up), _mm512_set1_epi32(0x7f));
+    return (VI)_mm512_add_epi32(down, up);
 }
+// The low bytes of four vectors, as pack() has them.
+template <bool Pairs>
+INLINE VB pack_bytes(const VI c[4]) {
+    const __m512i low = _mm512_set1_epi32(0xff), even = _mm512_load_si512(BYTES.low);
+    if (!Pairs) {
+        const __m512i a = _mm512_permutex2var_epi16((__m512i)c[0], even, (__m512i)c[1]);
+        const __m512i b = _mm512_permutex2var_epi16((__m512i)c[2], even, (__m512i)c[3]);
+        return (VB)_mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.even), b);
+    }
+    const __m512i w0 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[1], 8), (__m512i)c[0], low, 0xf8);
+    const __m512i w1 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[3], 8), (__m512i)c[2], low, 0xf8);
+    return (VB)_mm512_permutex2var_epi16(w0, even, w1);
+}
+// 128 codes to 64 bytes.
+INLINE VB nibbles_of(VB a, VB b) {
+    const __m512i k = _mm512_set1_epi16(0x1001);
+    return (VB)_mm512_permutex2var_epi8(_mm512_maddubs_epi16((__m512i)a, k), _mm512_load_si512(BYTES.even), _mm512_maddubs_epi16((__m512i)b, k));
+}
+// Which of 16 blocks of 16 elements each lane belongs to: lanes of vector j of group g.
+template <class D>
+struct Spread {
+    alignas(64) i32 block[4][4][16];
+    constexpr Spread() : block() {
+        for (int g = 0; g < 4; g++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < 16; i++) block[g][j][i] = (g * GROUP + position<D>(j, i)) / 16;
+    }
+};
+template <class D>
+static constexpr Spread<D> SPREAD;
 INLINE VB e2m1_codes(VB index) {
     return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), (__m512i)index, _mm512_load_si512(ORDER.e2m1 + 64));
 }

@@ -1,35 +1,66 @@
 // FP8 with one factor for the tensor, a row or a column.
 #pragma once
 #include "amax.h"
+#include "transpose.h"
 
 namespace QT_NAMESPACE {
 
 constexpr i64 RUN = 4096;  // elements that stay in the first cache level between two looks
 
-// n elements with one factor (stride 0), or with factors in the lanes' order (docs in simd.h), 4 vectors a group.
-template <class D, class E, bool Safe>
-static void encode_run(const typename D::T* x, i64 n, const VF* factors, int step, u8* out, bool stream) {
+// One factor for many elements.
+template <class D, class E>
+struct OneFactor {
+    using T = typename D::T;
+    VF four[4];
+#if QT_ISA == 512
+    FactorTable<E> table;
+    OneFactor(float f, i64 count) : four{all(f), all(f), all(f), all(f)}, table(f, D::id == BF16 ? count : 0) {}
+#else
+    OneFactor(float f, i64) : four{all(f), all(f), all(f), all(f)} {}
+#endif
+    template <bool Safe>
+    INLINE VB codes(const OneFactor& o, const T* x, i64) {
+#if QT_ISA == 512
+        if constexpr (D::id == BF16 && !Safe)
+            if (o.table.usable) return codes_of_table<E>(x, o.table, o.four);
+#endif
+        return encode_group<D, E, Safe, false>(x, o.four);
+    }
+};
+// Factors in the lanes' order (position() in simd.h), 4 vectors a group.
+template <class D, class E>
+struct LaneFactors {
+    const VF* f;
+    template <bool Safe>
+    INLINE VB codes(const LaneFactors& o, const typename D::T* x, i64 i) {
+        return encode_group<D, E, Safe, false>(x, o.f + i / W);
+    }
+};
+
+// n elements to codes; asks for the elements `ahead` bytes on.
+template <class D, class E, bool Safe, class F>
+static void encode_run(const typename D::T* x, i64 n, const F& factors, u8* out, bool stream, i64 ahead) {
     using T = typename D::T;
     stream = stream && (uintptr_t(out) & (GROUP - 1)) == 0;
     i64 i = 0;
     for (; i + GROUP <= n; i += GROUP) {
-        look_ahead<GROUP * sizeof(T)>(x + i);
-        store_bytes(out + i, encode_group<D, E, Safe, false>(x + i, factors + i / W * step), stream);
+        prefetch((const u8*)(x + i) + ahead, 1, 0, GROUP * sizeof(T));
+        store_bytes(out + i, F::template codes<Safe>(factors, x + i, i), stream);
     }
     if (i < n) {
         T t[GROUP] = {};
         u8 codes[GROUP];
         memcpy(t, x + i, sizeof(T) * size_t(n - i));
-        store(codes, encode_group<D, E, Safe, false>(t, factors + i / W * step));
+        store(codes, F::template codes<Safe>(factors, t, i));
         memcpy(out + i, codes, size_t(n - i));
     }
 }
-template <class D, class E>
-INLINE void encode_any(const typename D::T* x, i64 n, const VF* factors, int step, u8* out, bool stream, bool safe) {
+template <class D, class E, class F>
+static void encode_any(const typename D::T* x, i64 n, const F& factors, u8* out, bool stream, bool safe, i64 ahead = AHEAD) {
     if (safe)
-        encode_run<D, E, true>(x, n, factors, step, out, false);
+        encode_run<D, E, true>(x, n, factors, out, false, ahead);
     else
-        encode_run<D, E, false>(x, n, factors, step, out, stream);
+        encode_run<D, E, false>(x, n, factors, out, stream, ahead);
 }
 
 template <class D, class E>
@@ -62,15 +93,28 @@ struct Float8Quantizer {
         if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
-        VF f[4] = {all(scale), all(scale), all(scale), all(scale)};
+        const OneFactor<D, E> f(scale, c.rows * c.cols);
         const bool known = own || c.amax_out;
-        encode_all(f, 0, nullptr, is_odd(scale) ? 1 : known ? found >= INF_BITS : -1);
+        const int safe = is_odd(scale) ? 1 : known ? found >= INF_BITS : -1;
+        if (c.column.data || (c.stride != c.cols && c.rows > 1))
+            tiles(safe, [&](i64, i64) -> const OneFactor<D, E>& { return f; });
+        else
+            flat(f, safe);
     }
 
     void rows() {
         i32* amax = (i32*)c.scale_inv;  // holds the maxima until the factors are known
         if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.rows));
-        encode_all(nullptr, 0, amax, -1);
+        if (c.column.data) return turned_rows();
+        parallel(c.rows, 1, c.threads, [&](i64 a, i64 b) {
+            for (i64 r = a; r < b; r++) {
+                const Scaled s = row_scale(r);
+                const OneFactor<D, E> f(s.scale, c.cols);
+                // A row that stays in the cache while it is read twice; the next one comes meanwhile.
+                const i64 next = c.stride * i64(sizeof(T));
+                encode_any<D, E>(x + r * c.stride, c.cols, f, c.row.data + r * c.cols, nontemporal, s.safe, next < 1 << 16 ? next : AHEAD);
+            }
+        });
     }
 
     void columns() {
@@ -94,87 +138,105 @@ struct Float8Quantizer {
                     const i64 k = g * GROUP + position<D>(j, i);
                     if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
                 }
-        encode_all(factors, 1, nullptr, safe);
+        tiles(safe, [&](i64, i64 k) { return LaneFactors<D, E>{factors + k / W}; });
         operator delete[](factors, std::align_val_t(64));
     }
 
     // A given factor that is no positive finite number: signs and NaN are those of the products.
     static bool is_odd(float scale) { return !(scale > 0 && scale <= FLT_MAX); }
 
-    // The factor of a row: given, from a given maximum, or from its own.
-    float row_scale(i64 r) const {
-        i32* amax = (i32*)c.scale_inv;
-        if (c.scale) return c.scale[r];
-        return scale_of(c.row.given ? amax[r] : amax_run<D>(x + r * c.stride, c.cols));
+    // The factor of a row: given, from a given maximum, or from its own. Stores its inverse.
+    struct Scaled {
+        float scale;
+        bool safe;  // signs and NaN need care
+    };
+    Scaled row_scale(i64 r) const {
+        const i32 own = amax_run<D>(x + r * c.stride, c.cols), given = ((i32*)c.scale_inv)[r];
+        const float scale = c.scale ? c.scale[r] : scale_of(c.row.given ? given : own);
+        c.scale_inv[r] = 1.0f / scale;
+        return {scale, own >= INF_BITS || is_odd(scale)};
     }
 
     // safe: 1 or 0 where it is known whether there are values that are not finite, else -1.
-    void encode_all(const VF* factors, int step, i32* by_row, int safe) {
-        if (!c.column.data && !by_row && !step && (c.stride == c.cols || c.rows == 1)) {
-            parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
-                // Backwards: what the pass for the maximum read last is still in the cache.
-                constexpr i64 part = 16 * RUN;
-                for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
-                    for (i64 i = at; i < b && i < at + part; i += RUN)
-                        run_of(x + i, b - i < RUN ? b - i : RUN, factors, 0, c.row.data + i, safe);
-            });
-            return;
-        }
-        constexpr i64 band = 256;
-        parallel(c.rows, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
-            u8* codes = c.column.data ? new (std::align_val_t(64)) u8[size_t(2 * band * band)] : nullptr;
-            // Without a transpose a row is encoded while it is still in the cache.
-            const i64 step_rows = codes ? band : 1;
-            for (i64 r = a; r < b; r += step_rows) bands(r, b - r < step_rows ? b - r : step_rows, factors, step, by_row, safe, codes);
-            operator delete[](codes, std::align_val_t(64));
+    static bool careful(const T* from, i64 n, int safe) { return safe < 0 ? amax_run<D>(from, n) >= INF_BITS : safe; }
+
+    void flat(const OneFactor<D, E>& f, int safe) {
+        parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
+            // Backwards: what the pass for the maximum read last is still in the cache.
+            constexpr i64 part = 16 * RUN;
+            for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
+                for (i64 i = at; i < b && i < at + part; i += RUN) {
+                    const i64 n = b - i < RUN ? b - i : RUN;
+                    encode_any<D, E>(x + i, n, f, c.row.data + i, nontemporal, careful(x + i, n, safe));
+                }
         });
     }
 
-    void run_of(const T* from, i64 n, const VF* factors, int step, u8* out, int safe) {
-        const bool careful = safe < 0 ? amax_run<D>(from, n) >= INF_BITS : safe;
-        encode_any<D, E>(from, n, factors, step, out, nontemporal && !c.column.data, careful);
+    static constexpr i64 BAND = 256, TILE = 128;  // rows and columns of a tile that is transposed
+
+    void turned_rows() {
+        constexpr i64 band = 64;  // few, so that they stay in the cache while they are read twice
+        parallel(c.rows, band, c.threads, [&](i64 a, i64 b) {
+            OneFactor<D, E>* f = (OneFactor<D, E>*)operator new(sizeof(OneFactor<D, E>) * band, std::align_val_t(64));
+            Tile tile(*this);
+            for (i64 r = a; r < b; r += band) {
+                const i64 n = b - r < band ? b - r : band;
+                bool safe = false;
+                for (i64 i = 0; i < n; i++) {
+                    const Scaled s = row_scale(r + i);
+                    new (f + i) OneFactor<D, E>(s.scale, c.cols);
+                    safe |= s.safe;
+                }
+                for (i64 k = 0; k < c.cols; k += TILE)
+                    tile.run(r, n, k, safe, [&](i64 row, i64) -> const OneFactor<D, E>& { return f[row]; });
+            }
+            operator delete(f, std::align_val_t(64));
+        });
     }
 
-    void bands(i64 row0, i64 n, const VF* factors, int step, i32* by_row, int safe, u8* codes) {
-        VF of_row[256];
-        for (i64 r = 0; by_row && r < n; r++) {
-            const float s = row_scale(row0 + r);
-            of_row[r] = all(s);
-            c.scale_inv[row0 + r] = 1.0f / s;
-        }
-        const i64 tile = codes ? 256 : RUN;
-        if (by_row && !codes && row0 + 1 < c.rows) prefetch(x + (row0 + 1) * c.stride, 1, 0, (c.cols < 16384 ? c.cols : 16384) * i64(sizeof(T)));
-        for (i64 k = 0; k < c.cols; k += tile) {
-            const i64 width = c.cols - k < tile ? c.cols - k : tile;
-            if (codes && k + 2 * tile <= c.cols)
-                prefetch(x + row0 * c.stride + k + tile, n, c.stride * i64(sizeof(T)), tile * i64(sizeof(T)));
-            for (i64 r = 0; r < n; r++) {
-                const VF four[4] = {of_row[r], of_row[r], of_row[r], of_row[r]};
-                const int careful = by_row && is_odd(of_row[r][0]) ? 1 : safe;
-                u8* out = codes ? codes + r * 256 : c.row.data + (row0 + r) * c.cols + k;
-                run_of(x + (row0 + r) * c.stride + k, width, by_row ? four : factors + k / W * step, by_row ? 0 : step, out,
-                       careful);
-                if (codes && c.row.data) {
-                    u8* row = c.row.data + (row0 + r) * c.cols + k;
-                    if (nontemporal)
-                        stream_copy(row, out, width);
-                    else
-                        memcpy(row, out, size_t(width));
+    // factors(row of the tile, column): what encodes a row of a tile.
+    template <class F>
+    void tiles(int safe, const F& factors) {
+        parallel(c.rows, c.column.data ? BAND : 1, c.threads, [&](i64 a, i64 b) {
+            if (c.column.data) {
+                Tile tile(*this);
+                for (i64 r = a; r < b; r += BAND)
+                    for (i64 k = 0; k < c.cols; k += TILE) tile.run(r, b - r < BAND ? b - r : BAND, k, safe, factors);
+                return;
+            }
+            for (i64 r = a; r < b; r++)
+                for (i64 k = 0; k < c.cols; k += RUN) {
+                    const i64 n = c.cols - k < RUN ? c.cols - k : RUN;
+                    const T* from = x + r * c.stride + k;
+                    encode_any<D, E>(from, n, factors(0, k), c.row.data + r * c.cols + k, nontemporal, careful(from, n, safe));
                 }
-            }
-            if (!codes) continue;
-            // Through a tile of its own, so that whole lines of memory leave at once.
-            u8* turned = codes + 256 * 256;
-            transpose<u8>(codes, 256, turned, 256, n, width);
-            for (i64 i = 0; i < width; i++) {
-                u8* out = c.column.data + (k + i) * c.rows + row0;
-                if (nontemporal)
-                    stream_copy(out, turned + i * 256, n);
-                else
-                    memcpy(out, turned + i * 256, size_t(n));
-            }
-        }
+        });
     }
+
+    // Codes of a tile, which leave as they are and transposed.
+    struct Tile {
+        const Float8Quantizer& q;
+        u8 *codes, *turned;
+        explicit Tile(const Float8Quantizer& quantizer)
+            : q(quantizer), codes(new (std::align_val_t(64)) u8[size_t(2 * BAND * TILE)]), turned(codes + BAND * TILE) {}
+        ~Tile() { operator delete[](codes, std::align_val_t(64)); }
+
+        template <class F>
+        void run(i64 row0, i64 n, i64 k, int safe, const F& factors) {
+            const QuantizeCall& c = q.c;
+            const i64 width = c.cols - k < TILE ? c.cols - k : TILE;
+            // The tile to the right, row by row.
+            const i64 ahead = k + 2 * TILE <= c.cols ? TILE * i64(sizeof(T)) : 0;
+            for (i64 r = 0; r < n; r++) {
+                const T* from = q.x + (row0 + r) * c.stride + k;
+                encode_any<D, E>(from, width, factors(r, k), codes + r * TILE, false, careful(from, width, safe), ahead);
+                if (!c.row.data) continue;
+                u8* row = c.row.data + (row0 + r) * c.cols + k;
+                put_bytes(row, codes + r * TILE, width, q.nontemporal);
+            }
+            turn_bytes(codes, TILE, c.column.data + k * c.rows + row0, c.rows, n, width, q.nontemporal, turned);
+        }
+    };
 };
 
 }  // namespace QT_NAMESPACE

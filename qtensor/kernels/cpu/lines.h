@@ -84,14 +84,14 @@ INLINE void store_codes(u8* out, VB codes, bool stream) {
 template <class D, class E, bool Safe, bool Unsigned>
 INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
 #if QT_ISA == 512
-    if constexpr (D::pairs && E::width == 8 && !Safe) return group_of_pairs<E>(x, f);
+    if constexpr (!Safe && !Unsigned) return codes_of_products<D, E>(x, f);
 #endif
     VI v[4], c[4];
     D::group(x, v);
 #if QT_ISA == 512
     if constexpr (E::width == 4 && Unsigned && !Safe) {
         for (int j = 0; j < 4; j++) c[j] = e2m1_index<false>((VF)v[j] * f[j]);
-        return e2m1_codes(pack<D::pairs>(c));
+        return e2m1_codes(pack_bytes<D::pairs>(c));
     }
 #endif
     for (int j = 0; j < 4; j++) c[j] = encode<E, Safe, Unsigned>((VF)v[j] * f[j]);
@@ -110,21 +110,34 @@ INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, 
 }
 
 #if QT_ISA == 512
-// NVFP4 where no value is far beyond the grid. Four times the factor: the table counts quarters.
+// Whether four times these factors serve quarters_group.
+template <class D>
+INLINE bool fits_quarters(VI amax, VF encode) {
+    // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
+    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
+    return !any(~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
+}
+// GROUP elements of NVFP4 of which none is far beyond the grid. f: four times the factors, since the table counts quarters.
+template <class D>
+INLINE VB quarters_group(const typename D::T* x, const VF f[4]) {
+    VI v[4];
+    D::group(x, v);
+    for (int j = 0; j < 4; j++) v[j] = e2m1_index<true>((VF)v[j] * f[j]);
+    return e2m1_codes(pack_bytes<D::pairs>(v));
+}
 template <class D, class E, int B, int Codes>
 INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bool stream) {
     if constexpr (B == NV) {
-        // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
-        const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
-        const VI fits = ((VI)((VF)amax * encode <= all(7.5f))) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f));
-        if (any(~fits)) return false;
-        alignas(64) float factors[W];
-        store(factors, encode * all(4.0f));
-        for (int at = 0; at < W * B; at += GROUP) {
-            VI v[4], c[4];
-            D::group(x + at, v);
-            for (int j = 0; j < 4; j++) c[j] = e2m1_index<true>((VF)v[j] * spread<D, B>(factors, at, j));
-            store_codes<E, Codes>(out + at / Codes, e2m1_codes(pack<D::pairs>(c)), stream);
+        if (!fits_quarters<D>(amax, encode)) return false;
+        const __m512 factors = (__m512)(encode * all(4.0f));
+        for (int at = 0; at < W * B; at += 2 * GROUP) {
+            VB codes[2];
+            for (int h = 0; h < 2; h++) {
+                VF f[4];
+                for (int j = 0; j < 4; j++) f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[at / GROUP + h][j]), factors);
+                codes[h] = quarters_group<D>(x + at + h * GROUP, f);
+            }
+            store_bytes(out + at / Codes, nibbles_of(codes[0], codes[1]), stream);
         }
         return true;
     }
@@ -137,10 +150,11 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream)
     if constexpr (D::id == BF16 && B >= 2 * W) {
         VI code = all(254) - (VI)((VU)encode >> 23);
         if (any(code < all(LEAST_CODE<E>))) return false;
-        alignas(64) i32 bias[W];
-        store(bias, pow2_bias<E>(code));
+        const __m512i bases = _mm512_castsi128_si512(_mm512_cvtepi32_epi8((__m512i)(code + all(base_of<E>(0)))));
         for (int at = 0; at < W * B; at += GROUP) {
-            VB codes = pow2_group<E>(x + at, (__m512i)all(bias[at / B]), (__m512i)all(bias[(at + 2 * W) / B]));
+            const __m512i block = B == MX ? _mm512_load_si512(BYTES.block[at / GROUP % 8]) : bytes_of(at / B);
+            const __m512i base = _mm512_permutexvar_epi8(block, bases);
+            VB codes = pow2_group<E>(x + at, base);
             store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
         }
         return true;
@@ -187,6 +201,12 @@ struct Strips {
     bool direct(i64 line, i64 block, bool flat) const {
         return (flat && (line * blocks + block + W) <= m.count * blocks) || (block + W) * B <= m.length;
     }
+    // Strips of the next n blocks whose elements, and codes, lie one behind the other.
+    i64 whole(i64 line, i64 block, i64 n) const {
+        const i64 in_line = (m.length - block * B) / B, left = m.count * blocks - line * blocks - block;
+        const i64 most = flat_in && flat_out ? left : in_line;
+        return (n < most ? n : most) / W;
+    }
     const T* source(i64 line, i64 block) const { return m.x + line * m.stride + block * B; }
     u8* target(i64 line, i64 block) const { return m.out + line * m.out_stride + block * bytes; }
     void gather(i64 line, i64 block, T* scratch) const {
@@ -207,7 +227,7 @@ struct Strips {
             if (n < B && !whole)
                 memcpy(target(line, block), scratch + b * bytes, size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
             else if (bytes % GROUP == 0 && stream)
-                stream_copy(target(line, block), scratch + b * bytes, bytes);
+                put_bytes(target(line, block), scratch + b * bytes, bytes, true);
             else
                 memcpy(target(line, block), scratch + b * bytes, bytes);
             if (++block == blocks) block = 0, line++;
@@ -237,17 +257,20 @@ INLINE void put_factors(const Sink& s, VI stored, i64 line, i64 block, i64 block
 template <class D, class E, int B, int Codes>
 struct LineQuantizer {
     using T = typename D::T;
+    static constexpr int strip = W * B, batch = 8192 / int(sizeof(T)) / strip > 1 ? 8192 / int(sizeof(T)) / strip : 1;
     const Lines<T>& m;
     const Direction& d;
     const Plan& p;
     Strips<D, B, Codes> strips;
     const bool nv, special;
     GlobalLanes global;
-    alignas(64) T gathered[W * B];
-    alignas(64) u8 scattered[W * B];
-    alignas(64) u8 unpacked[W * B];
-    alignas(64) float wide[W * B];
-    alignas(64) float encode[W];
+    i64 global_line = -1;
+    alignas(64) T gathered[strip];
+    alignas(64) u8 scattered[strip];
+    alignas(64) u8 unpacked[strip];
+    alignas(64) float wide[strip];
+    alignas(64) float encode[batch][W];
+    VI amax[batch];
 
     LineQuantizer(const Lines<T>& lines, const Direction& direction)
         : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
@@ -257,67 +280,117 @@ struct LineQuantizer {
 
     void run(i64 first, i64 end) {
         i64 line = first / strips.blocks, block = first % strips.blocks;
-        for (i64 at = first; at < end; at += W, block += W) {
+        for (i64 at = first; at < end;) {
             for (; block >= strips.blocks; block -= strips.blocks) line++;
-            int lanes = int(end - at < W ? end - at : W);
-            bool direct_in = lanes == W && strips.direct(line, block, strips.flat_in);
-            bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
-            if (!direct_in) strips.gather(line, block, gathered);
-            const T* x = direct_in ? strips.source(line, block) : gathered;
-            if (direct_in) prefetch(x + W * B, 1, 0, sizeof(T) * W * B);
-            u8* target = direct ? strips.target(line, block) : scattered;
-            bool stream = direct && d.nontemporal && (uintptr_t(target) & (GROUP - 1)) == 0;
-            // Packed codes leave in pieces too small to go around the cache one by one.
-            u8* out = stream && Codes > 1 ? scattered : target;
-            if (d.line_amax)
-                for (int b = 0; b < W; b++) {
-                    i64 l = (at + b) / strips.blocks;
-                    global.set(b, nvfp4_global(d.line_amax[m.line0 + (l < m.count ? l : line)], p.e4m3_max));
-                }
-            VI stored = strip_of(*this, x, out, at, stream);
-            if (!direct) strips.scatter(line, block, scattered, d.whole_groups, d.nontemporal);
-            if (out != target) stream_copy(target, out, W * strips.bytes);
-            put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
+            i64 n = special ? 0 : strips.whole(line, block, end - at);
+            n = n < batch ? n : batch;
+            if (n < 1 || !quantize_batch(line, block, at, int(n))) {
+                quantize_strip(line, block, at, int(end - at < W ? end - at : W));
+                n = 1;
+            }
+            at += n * W, block += n * W;
         }
     }
 
-    INLINE VI plain_strip(LineQuantizer& q, const T* x, u8* out, VI amax, bool stream) {
-        Factors f = factors_of<E>(amax, q.d, q.global);
-        store(q.encode, f.encode);
-        if (any(amax >= all(INF_BITS))) {
-            for (int i = 0; i < W * B; i++) q.wide[i] = D::to_float(x[i]);
-            encode_strip<Float32, E, B, Codes, true>(q.wide, q.encode, out, false);
-            return f.stored;
+    // The second level of NVFP4 where each line has its own.
+    void set_global(i64 at, int lanes) {
+        const i64 line = at / strips.blocks, last = (at + lanes - 1) / strips.blocks;
+        if (line == last && line == global_line) return;
+        global_line = line == last ? line : -1;
+        Global g{};
+        for (i64 b = 0, known = -1; b < W; b++) {
+            const i64 l = b < lanes ? (at + b) / strips.blocks : line;
+            if (l != known) g = nvfp4_global(d.line_amax[m.line0 + (known = l)], p.e4m3_max);
+            global.set(int(b), g);
         }
+    }
+
+    // Strips that lie one behind the other, in three loops: within one strip, each step waits for the step before.
+    bool quantize_batch(i64 line, i64 block, i64 at, int n) {
+        const T* x = strips.source(line, block);
+        VI top{};
+        for (int s = 0; s < n; s++) {
+            amax[s] = strip_maxima<D, B>(x + s * strip);
+            top = max(top, amax[s]);
+        }
+        if (any(top >= all(INF_BITS))) return false;
+        u8* out = strips.target(line, block);
+        const bool goes_on = strips.flat_in || line + 1 == m.count || block + 2 * n * W <= strips.blocks;
+        const T* next = goes_on ? x + n * strip : strips.source(line + 1, 0);
+        for (int s = 0; s < n; s++) {
+            if (d.line_amax) set_global(at + s * W, W);
+            const Factors f = factors_of<E>(amax[s], d, global);
+            store(encode[s], f.encode);
+            put_factors(d.sink, f.stored, line, block, strips.blocks, W, m.line0, m.block0);
+            for (block += W; block >= strips.blocks; block -= strips.blocks) line++;
+        }
+        const bool stream = d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
+        for (int s = 0; s < n; s++) {
+            prefetch(next + s * strip, 1, 0, i64(sizeof(T)) * strip);
+            codes(x + s * strip, s, out + s * W * strips.bytes, stream);
+        }
+        return true;
+    }
+
+    void quantize_strip(i64 line, i64 block, i64 at, int lanes) {
+        const bool direct_in = lanes == W && strips.direct(line, block, strips.flat_in);
+        const bool direct = lanes == W && strips.direct(line, block, strips.flat_out);
+        if (!direct_in) strips.gather(line, block, gathered);
+        const T* x = direct_in ? strips.source(line, block) : gathered;
+        u8* out = direct ? strips.target(line, block) : scattered;
+        const bool stream = direct && d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
+        if (d.line_amax) set_global(at, lanes);
+        const VI stored = strip_of(x, out, at, stream);
+        if (!direct) strips.scatter(line, block, scattered, d.whole_groups, d.nontemporal);
+        put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
+    }
+
+    // Codes of a strip of finite values whose maxima and factors are known.
+    void codes(const T* x, int s, u8* target, bool stream) {
+        // Packed codes leave in pieces too small to go around the cache one by one.
+        u8* out = stream && Codes > 1 ? scattered : target;
+        codes_to(*this, x, s, out, stream);
+        if (out != target) put_bytes(target, out, W * strips.bytes, true);
+    }
+    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream) {
 #if QT_ISA == 512
-        if (encode_small<D, E, B, Codes>(x, amax, f.encode, out, stream)) return f.stored;
-        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f.encode, out, stream)) return f.stored;
+        const VF f = load<VF>(q.encode[s]);
+        if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream)) return;
+        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream)) return;
 #endif
-        encode_strip<D, E, B, Codes, false>(x, q.encode, out, stream);
-        return f.stored;
+        encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream);
     }
 
-    INLINE VI strip_of(LineQuantizer& q, const T* x, u8* out, i64 at, bool stream) {
-        if (q.special) return q.special_strip(x, out, at);
-        VI amax = strip_maxima<D, B>(x);
-        if (q.nv && any(amax >= all(INF_BITS))) return q.special_strip(x, out, at);
-        return plain_strip(q, x, out, amax, stream);
+    VI strip_of(const T* x, u8* out, i64 at, bool stream) {
+        if (special) return special_strip(x, out, at);
+        amax[0] = strip_maxima<D, B>(x);
+        const bool finite = !any(amax[0] >= all(INF_BITS));
+        if (nv && !finite) return special_strip(x, out, at);
+        const Factors f = factors_of<E>(amax[0], d, global);
+        store(encode[0], f.encode);
+        if (finite) {
+            codes(x, 0, out, stream);
+        } else {
+            for (int i = 0; i < strip; i++) wide[i] = D::to_float(x[i]);
+            encode_strip<Float32, E, B, Codes, true>(wide, encode[0], out, false);
+        }
+        return f.stored;
     }
 
     // NVFP4 with a rotation, random rounding, two candidates, or values that are not finite.
     __attribute__((noinline)) VI special_strip(const T* x, u8* out, i64 at) {
         if constexpr (B != NV) return VI{};
         to_finite<D>(x, wide, d.rotate, p.signs);
-        VI amax = strip_maxima<Float32, NV>(wide);
+        const VI amax = strip_maxima<Float32, NV>(wide);
         if (p.four_over_six) {
             VI stored = encode_4over6(wide, 1, 0, unpacked, 0, p, amax, global.amax, global.scale, global.inverse);
             pack_all<Codes>(unpacked, out);
             return stored;
         }
         Factors f = factors_of<E>(amax, d, global);
-        store(encode, f.encode);
+        store(encode[0], f.encode);
         if (!p.stochastic) {
-            encode_strip<Float32, E, B, Codes, false>(wide, encode, out, false);
+            encode_strip<Float32, E, B, Codes, false>(wide, encode[0], out, false);
             return f.stored;
         }
         i64 element[W];
@@ -325,7 +398,7 @@ struct LineQuantizer {
             element[b] = (m.line0 + (at + b) / strips.blocks) * m.total + (m.block0 + (at + b) % strips.blocks) * NV;
         u8 random[W * NV];
         noise(element, d.stream, d.seed, random);
-        encode_stochastic(wide, encode, random, unpacked);
+        encode_stochastic(wide, encode[0], random, unpacked);
         pack_all<Codes>(unpacked, out);
         return f.stored;
     }

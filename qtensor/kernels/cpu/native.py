@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ ONE_THREAD = 1 << 19
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose memory may be read at once. A result that a collective still fills has another one, and ops wait for it."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-# Arguments after the plan, as entry.cpp has them.
-_QUANTIZE = (_POINTER, _POINTER, *(_SIZE,) * 5, *(_POINTER,) * 11, _SIZE)
+# Arguments as entry.cpp has them. The structs hold addresses (0 for none) and sizes.
+_QUANTIZE = struct.Struct("=19q")
 _LINEAR = (*(_POINTER,) * 2, *(_SIZE,) * 4, *(_POINTER,) * 5, _SIZE, _POINTER, _POINTER, _SIZE)
-_DEQUANTIZE = (_POINTER, _POINTER, *(_SIZE,) * 6, *(_POINTER,) * 7)
+_DEQUANTIZE = struct.Struct("=15q")
 
 
 _ONE = ctypes.c_float(1.0)
@@ -42,8 +43,7 @@ class Library:
         expected = ABI * 1000 + ctypes.sizeof(Plan)
         if handle.qt_abi() != expected:
             raise OSError(f"{path} has interface {handle.qt_abi()}, this qtensor {expected}")
-        handle.qt_quantize.argtypes = _QUANTIZE
-        handle.qt_dequantize.argtypes = _DEQUANTIZE
+        handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
         handle.qt_linear.argtypes = _LINEAR
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
@@ -179,9 +179,9 @@ def _floats(t: Tensor, count: int) -> bool:
     return plain and t.numel() == count and t.is_contiguous()
 
 
-def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int | None] | None:
-    """Addresses by place; None where a buffer is not that of a whole tensor: parts lack padding, which kernels count on."""
-    pointers: list[int | None] = [None] * 9
+def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int] | None:
+    """Addresses by place, 0 for what is absent; None where a buffer is not that of a whole tensor: parts lack padding, which kernels count on."""
+    pointers = [0] * 9
     for slot, place, size, dtype in site.slots:
         buffer = buffers[slot]
         if buffer.shape != size or buffer.dtype is not dtype:
@@ -233,17 +233,19 @@ def quantize_(
         if matrix.stride(1) != 1 or stride < cols:
             matrix, stride = matrix.contiguous(), cols
     status = kernels.quantize(
-        site.address,
-        matrix.data_ptr(),
-        code,
-        site.rows,
-        cols,
-        stride,
-        torch.get_num_threads() if site.rows * cols > ONE_THREAD else 1,
-        *pointers,
-        None if scale is None else scale.data_ptr(),
-        buffers[-1].data_ptr() if codec.returns_amax and len(buffers) > len(codec.slots) else None,
-        0 if seed is None or not codec.stochastic_rounding else int(seed),
+        _QUANTIZE.pack(
+            site.address,
+            matrix.data_ptr(),
+            code,
+            site.rows,
+            cols,
+            stride,
+            torch.get_num_threads() if site.rows * cols > ONE_THREAD else 1,
+            *pointers,
+            0 if scale is None else scale.data_ptr(),
+            buffers[-1].data_ptr() if codec.returns_amax and len(buffers) > len(codec.slots) else 0,
+            0 if seed is None or not codec.stochastic_rounding else int(seed),
+        )
     )
     return bool(status == 0)
 
@@ -251,7 +253,7 @@ def quantize_(
 def _take_given(
     codec: Any,
     site: Site,
-    pointers: list[int | None],
+    pointers: list[int],
     scale: Tensor | None,
     amax: list[Tensor] | None,
 ) -> bool:
@@ -302,22 +304,24 @@ def dequantize_(
         side = int(codec.side(part.columnwise) == "_columnwise")
     count = site.rows - part.first if part.count is None else part.count
     # Exactly one direction is handed over.
-    row = pointers[:3] if side == 0 else (None, None, None)
-    column = pointers[4:7] if side == 1 else (None, None, None)
+    row = pointers[:3] if side == 0 else (0, 0, 0)
+    column = pointers[4:7] if side == 1 else (0, 0, 0)
     if out.numel() != count * site.cols or not 0 <= part.first <= site.rows - count:
         return False
     status = kernels.dequantize(
-        site.address,
-        out.data_ptr(),
-        code,
-        site.rows,
-        site.cols,
-        part.first,
-        count,
-        torch.get_num_threads() if count * site.cols > ONE_THREAD else 1,
-        *row,
-        *column,
-        _ONE_ADDRESS if part.codes_only else pointers[_SHARED],
+        _DEQUANTIZE.pack(
+            site.address,
+            out.data_ptr(),
+            code,
+            site.rows,
+            site.cols,
+            part.first,
+            count,
+            torch.get_num_threads() if count * site.cols > ONE_THREAD else 1,
+            *row,
+            *column,
+            _ONE_ADDRESS if part.codes_only else pointers[_SHARED],
+        )
     )
     return bool(status == 0)
 
@@ -346,7 +350,7 @@ def linear_(
         return False
     kernels = library()
     pointers = _pointers(site, weight.buffers)
-    if isinstance(kernels, str) or pointers is None or pointers[0] is None:
+    if isinstance(kernels, str) or pointers is None or not pointers[0]:
         return False
     status = kernels.linear(
         site.address,

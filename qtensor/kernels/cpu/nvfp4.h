@@ -6,6 +6,7 @@
 namespace QT_NAMESPACE {
 
 constexpr int NV = 16;  // block, and size of the rotation
+constexpr int MX = 32;
 
 // ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
 INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even

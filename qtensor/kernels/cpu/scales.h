@@ -38,11 +38,15 @@ INLINE VI e8m0_code(VI amax, const Plan& p, i32 max_bits, i32 mantissa) {
     VI finite = amax < all(INF_BITS);
     VI code;
     if (p.mode == RCEIL) {
-        // Any mantissa bit carries into the exponent. What is at most 2^-127 counts as 0.
-        VF ratio = (VF)amax / all(bits<float>(max_bits));
-        VI r = (VI)ratio;
-        r = r > all(0x00400000) ? r : all(0);
-        code = (VI)(((VU)r + (VU)all(0x7fffff)) >> 23);
+        // Any mantissa bit of amax / max carries into its exponent. It has one where the mantissa of amax is the larger,
+        // since no quotient rounds to a power of two; that can happen below 2^-126 alone, where what is at most 2^-127 counts as 0.
+        const i32 top = (max_bits >> 23) - 127, fraction = max_bits & 0x7fffff;
+        code = max((VI)(((VU)amax + (VU)all(0x7fffff - fraction)) >> 23) - all(top), all(0));
+        if (any((VI)((VU)amax - (VU)all(1) < (VU)all((top + 3) << 23)))) {
+            VI r = (VI)((VF)amax / all(bits<float>(max_bits)));
+            r = r > all(0x00400000) ? r : all(0);
+            code = (VI)(((VU)r + (VU)all(0x7fffff)) >> 23);
+        }
     } else {
         i32 bias = p.mode == FLOOR ? 0 : p.mode == CEIL ? 0x7fffff : 1 << (22 - mantissa);
         i32 top = (max_bits >> 23) - 127;

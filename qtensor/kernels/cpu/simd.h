@@ -60,6 +60,9 @@ INLINE bool any(VI mask) {
 #endif
 }
 INLINE i32 lane_max(VI v) {
+#if QT_ISA == 512
+    return _mm512_reduce_max_epi32((__m512i)v);
+#endif
     i32 r = v[0];
     for (int i = 1; i < W; i++) r = r > v[i] ? r : v[i];
     return r;
@@ -96,11 +99,11 @@ INLINE void store_bytes(u8* p, VB v, bool stream) {
 #endif
     store(p, v);
 }
-// n bytes around the cache, where the address allows it.
-INLINE void stream_copy(u8* to, const u8* from, i64 n) {
+// n bytes, around the cache where that is asked for and the address allows it.
+INLINE void put_bytes(u8* to, const u8* from, i64 n, bool stream) {
+    stream = stream && (uintptr_t(to) & (GROUP - 1)) == 0;
     i64 i = 0;
-    if ((uintptr_t(to) & (GROUP - 1)) == 0)
-        for (; i + GROUP <= n; i += GROUP) store_bytes(to + i, load<VB>(from + i), true);
+    for (; i + GROUP <= n; i += GROUP) store_bytes(to + i, load<VB>(from + i), stream);
     if (i < n) memcpy(to + i, from + i, size_t(n - i));
 }
 // Ask for what is read AHEAD bytes later: the prefetchers of the CPU stop at page borders.

@@ -124,10 +124,7 @@ struct SquareQuantizer {
             for (int at = 0; Codes > 1 && at < width; at += GROUP)
                 store_codes<E, Codes>(packed + at * (Codes == 4 ? 3 : 1) / Codes, load<VB>(c + at), false);
             // Codes behind the last column are those of zeros: a packed group may end with them.
-            if (row.nontemporal)
-                stream_copy(out + r * stride, Codes > 1 ? packed : c, size);
-            else
-                memcpy(out + r * stride, Codes > 1 ? packed : c, size_t(size));
+            put_bytes(out + r * stride, Codes > 1 ? packed : c, size, row.nontemporal);
         }
     }
 
@@ -136,10 +133,7 @@ struct SquareQuantizer {
         if (Codes == 1) {
             for (i64 c = 0; c < n; c++) {
                 u8* to = out + (column0 + c) * stride + row0;
-                if (row.nontemporal)
-                    stream_copy(to, turned + c * B, rows);
-                else
-                    memcpy(to, turned + c * B, size_t(rows));
+                put_bytes(to, turned + c * B, rows, row.nontemporal);
             }
             return;
         }
