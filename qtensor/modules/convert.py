@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -168,18 +168,25 @@ def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
         fail(op, rule, f"a bare {type(model).__name__}", f"{fix}; its new layer is holder[0]")
 
 
+def _places(parent: nn.Module, path: str = "") -> Iterator[tuple[nn.Module, Place]]:
+    """(module, place) of every module below ``parent``, in the order of ``named_modules``."""
+    for key, child in parent._modules.items():
+        if child is not None:
+            name = f"{path}.{key}" if path else key
+            yield child, Place(parent, key, name)
+            yield from _places(child, name)
+
+
 def _find(
     model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> dict[Any, list[Place]]:
-    """Module -> all its places, in the order of ``named_modules``; a root that is one has the place ("")."""
+    """Module -> all its places; a root that is one of ``kinds`` has none of its own, and "" for a name."""
     found: dict[Any, list[Place]] = {}
     if isinstance(model, kinds):
         found[model] = [Place(model, "", "")]
-    for path, parent in model.named_modules(remove_duplicate=False):
-        for key, child in parent._modules.items():
-            if isinstance(child, kinds):
-                name = f"{path}.{key}" if path else key
-                found.setdefault(child, []).append(Place(parent, key, name))
+    for module, place in _places(model):
+        if isinstance(module, kinds):
+            found.setdefault(module, []).append(place)
     return found
 
 
@@ -335,7 +342,7 @@ def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
 
-def _quantized_layer(old: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
+def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
     rows, columns = old.weight.shape
     # On "meta" nothing is allocated, initialised or drawn from a generator.
     new = Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name)
@@ -363,14 +370,14 @@ def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
 def _store_quantized(layer: Linear) -> None:
     """Exchange a layer's weight for a quantized one; without data there is nothing to quantize yet."""
     layer.quantized_params = True
-    old: Any = layer.weight
+    old = layer.weight
     if old.is_meta:
         return
     values = layer._quantized_parameter(old.detach(), layer.recipe, layer._options)
     layer.weight = _successor(old, values)
 
 
-def _successor(old: nn.Parameter, values: Any) -> nn.Parameter:
+def _successor(old: Any, values: Any) -> nn.Parameter:
     """A parameter with other values and all else that was on ``old``."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}
@@ -386,7 +393,8 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
 
     The very dicts of hooks are handed on: a handle that a caller holds still removes its hook.
     """
-    own = {"_parameters", *_fields_of(type(old)), *_fields_of(type(new))}
+    kinds: tuple[Any, Any] = (type(old), type(new))
+    own = {"_parameters", *_fields_of(kinds[0]), *_fields_of(kinds[1])}
     for key, value in vars(old).items():
         if key not in own:
             vars(new)[key] = value
