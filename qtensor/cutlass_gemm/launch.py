@@ -216,6 +216,7 @@ class Launcher:
         sizes: (L, M, N, K).
         device: of the tensors.
         alpha: factor of the product.
+        processors: multiprocessors of the device; asked for if None.
 
     Raises:
         QTensorError: the kernel cannot compute products of these sizes.
@@ -227,10 +228,12 @@ class Launcher:
         sizes: tuple[int, int, int, int],
         device: torch.device,
         alpha: float = 1.0,
+        processors: int | None = None,
     ) -> None:
         batch, m, n, k = sizes
         index = device.index or 0
-        processors = _processors(index) if device.type == "cuda" else 1
+        if processors is None:
+            processors = _processors(index)
         self.kernel, self.sizes = kernel, sizes
         self._template = _arguments(m, n, k, batch, index, processors)
         self._template.alpha = alpha

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -138,6 +139,20 @@ def list_built() -> tuple[Built, ...]:
     return tuple(entry for entry in cache.list_built() if entry.name.startswith(PREFIX))
 
 
+def clean(specs: Sequence[KernelSpec]) -> tuple[Built, ...]:
+    """Remove the libraries of kernels, those of older releases included; processes that have loaded one keep it."""
+    names = tuple(f"{spec.name}_" for spec in specs)
+    doomed = [entry for entry in list_built() if _without_digest(entry.name) in names]
+    for entry in doomed:
+        shutil.rmtree(entry.path.parent, ignore_errors=True)
+    refresh()
+    return tuple(entry for entry in doomed if not entry.path.exists())
+
+
+def _without_digest(name: str) -> str:
+    return name[:-8]
+
+
 def built_specs() -> dict[str, Path]:
     """Names of the built kernels of this release, with their newest libraries."""
     known = {library_name(spec): spec.name for spec in tuning.specs()}
@@ -158,6 +173,7 @@ def refresh() -> None:
     _paths.cache_clear()
     for name in [name for name, kernel in _LOADED.items() if isinstance(kernel, str)]:
         del _LOADED[name]
+    tuning.changed()
 
 
 def load(spec: KernelSpec) -> Kernel | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from qtensor.cutlass_gemm.spec import ARCHS, RECIPES, KernelSpec
@@ -166,13 +166,15 @@ class Want:
         return f"{self.recipe} {self.a} x {self.b} -> {self.d} {self.layout} on {self.arch}{block}{fast}"
 
 
+def want_of(spec: KernelSpec) -> Want:
+    """What a kernel is for."""
+    return Want(spec.recipe, spec.arch, spec.a, spec.b, spec.d, spec.layout, spec.block, spec.fast)
+
+
 @functools.cache
 def candidates(want: Want) -> tuple[KernelSpec, ...]:
     """Kernels that compute what is wanted, from the smallest tile to the largest."""
-    names = ("recipe", "arch", "a", "b", "d", "layout", "block", "fast")
-    return tuple(
-        s for s in specs() if all(getattr(s, name) == getattr(want, name) for name in names)
-    )
+    return tuple(spec for spec in specs() if want_of(spec) == want)
 
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
@@ -210,19 +212,30 @@ def bucket(size: int) -> int:
     return next((b for b in _BUCKETS if size <= b), _BUCKETS[-1])
 
 
+LISTENERS: list[Callable[[], None]] = []
+"""Called when another kernel may be the right one: kernels were built, or measured."""
+
+
+def changed() -> None:
+    """Tell those who keep choices."""
+    ranked.cache_clear()
+    for listener in LISTENERS:
+        listener()
+
+
 _MEASURED: dict[tuple[Want, tuple[int, int, int]], str] = {}
 
 
 def remember(want: Want, sizes: tuple[int, int, int], name: str) -> None:
     """Prefer the kernel ``name`` for products of about these sizes in this process."""
     _MEASURED[want, _key(sizes)] = name
-    ranked.cache_clear()
+    changed()
 
 
 def forget() -> None:
     """Drop what ``remember`` was told."""
     _MEASURED.clear()
-    ranked.cache_clear()
+    changed()
 
 
 def _key(sizes: Iterable[int]) -> tuple[int, int, int]:
