@@ -52,7 +52,13 @@ def front_end(spec: KernelSpec, folder: Path) -> list[str]:
     first = next(i for i, step in enumerate(steps) if step.startswith("cudafe++"))
     for step in steps[: first + 1]:
         done = subprocess.run(
-            step, shell=True, env=environment, capture_output=True, text=True, cwd=folder, check=False
+            step,
+            shell=True,
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            check=False,
         )
         if done.returncode:
             output = (done.stdout + done.stderr).splitlines()
@@ -74,7 +80,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", help="only this architecture: sm_90a, ...")
     parser.add_argument("--recipe", help="only this recipe: fp8, ...")
-    parser.add_argument("--jobs", type=int, help="at once; by processors and free memory if not given")
+    parser.add_argument(
+        "--jobs", type=int, help="at once; by processors and free memory if not given"
+    )
     options = parser.parse_args()
     specs = tuning.select(options.arch, options.recipe)
     jobs = options.jobs or parallel_jobs(len(specs), MEMORY)

@@ -132,9 +132,7 @@ def random_tensors(spec: KernelSpec, size: Sizes, device: torch.device) -> Tenso
     columns = ceil_div(k, spec.factor_block)
     one = 127 if spec.recipe.startswith("mx") else 0x38  # 1.0 in E8M0 and in E4M3
     sfa, sfb = (
-        torch.full(
-            (layout.swizzled_count(rows, columns),), one, dtype=torch.uint8, device=device
-        )
+        torch.full((layout.swizzled_count(rows, columns),), one, dtype=torch.uint8, device=device)
         for rows in (m, n)
     )
     return Tensors(a, b, out, sfa, sfb)

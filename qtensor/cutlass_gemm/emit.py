@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -136,7 +135,8 @@ def _operation(spec: KernelSpec) -> Any:
     lib = cutlass()
     elements, layouts = lib.DataType, lib.LayoutType
     factor = _FACTOR_ELEMENTS.get(spec.recipe)
-    kind, opcode, extra = lib.GemmKind.Universal3x, lib.OpcodeClass.TensorOp, {}
+    kind, opcode = lib.GemmKind.Universal3x, lib.OpcodeClass.TensorOp
+    extra: dict[str, Any] = {}
     if spec.block:
         kind = lib.GemmKind.BlockwiseUniversal3x
         names = [f"ScaleFactor{dim}VecSize" for dim in "MNK"]
@@ -204,9 +204,7 @@ def _epilogue_types(spec: KernelSpec) -> str:
     tile = f"cute::Shape<cute::_{rows}, cute::_{n}, cute::_{k}>"
     name = "AccumulatingEpilogue" if spec.accumulates else "Epilogue"
     elements = f"{element}, {element}" if spec.accumulates else element
-    return (
-        f"using QtCtaTile = {tile};\nusing QtEpilogue = qt::{name}<QtCtaTile, {elements}>;\n"
-    )
+    return f"using QtCtaTile = {tile};\nusing QtEpilogue = qt::{name}<QtCtaTile, {elements}>;\n"
 
 
 def _factor_macros(spec: KernelSpec, name: str) -> str:

@@ -78,15 +78,16 @@ def _places() -> Iterator[tuple[str, Path]]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if root := os.environ.get(variable, "").strip():
             yield variable, Path(root, "bin/nvcc")
-    if path := shutil.which("nvcc"):
-        yield "PATH", Path(path)
+    if found := shutil.which("nvcc"):
+        yield "PATH", Path(found)
     spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        for root in sorted(Path(folder).glob("cu1[3-9]"), reverse=True):
-            if (root / "bin/nvcc").exists():
-                yield "wheel nvidia-cuda-nvcc", root / "bin/nvcc"
-    if (path := Path("/usr/local/cuda/bin/nvcc")).exists():
-        yield str(path), path
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for wheel in sorted(Path(folder).glob("cu1[3-9]"), reverse=True):
+            if (wheel / "bin/nvcc").exists():
+                yield "wheel nvidia-cuda-nvcc", wheel / "bin/nvcc"
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    if usual.exists():
+        yield str(usual), usual
 
 
 @functools.cache

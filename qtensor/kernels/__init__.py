@@ -37,7 +37,11 @@ def build(isa: str | None = None) -> Path:
 
 
 def build_gemms(
-    arch: str | None = None, recipe: str | None = None, *, jobs: int | None = None, progress: Any = None
+    arch: str | None = None,
+    recipe: str | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Any = None,
 ) -> list[Path]:
     """Compile the GEMMs of GPUs, where the cache does not have them yet. Needs ``qtensor[cutlass-build]``, and no GPU.
 

@@ -170,6 +170,8 @@ def multiply_(
     found = _PLANS.get(key)
     if found is None:
         found = _remember(key)
+    if found.missing is not None and backend == "auto":
+        _warn(found)
     refusals = []
     for runner in found.runners:
         if backend in ("auto", runner.name):
@@ -211,15 +213,17 @@ def accumulate_(
 
 
 def _remember(key: Any) -> Plan:
-    """The plan of a call seen for the first time, with the warning that it may need."""
+    """The plan of a call seen for the first time."""
     if len(_PLANS) >= _MOST_PLANS:
         _PLANS.clear()
-    found = plan(_problem_of(key))
-    if found.missing is not None:
-        from qtensor.cutlass_gemm.library import warn_missing  # noqa: PLC0415 - see _loaded
+    return _PLANS.setdefault(key, plan(_problem_of(key)))
 
+
+def _warn(found: Plan) -> None:
+    from qtensor.cutlass_gemm.library import warn_missing  # noqa: PLC0415 - see _loaded
+
+    if found.missing is not None:
         warn_missing(*found.missing, found.chosen)
-    return _PLANS.setdefault(key, found)
 
 
 def _problem_of(key: Any) -> Problem:

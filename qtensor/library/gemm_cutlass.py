@@ -233,7 +233,9 @@ class Cutlass:
             self.launcher(tensors, beta)
         return why
 
-    def tensors(self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None) -> Tensors:
+    def tensors(
+        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
+    ) -> Tensors:
         """What the kernel reads and writes."""
         left, right = self.a, self.b
         if bias is not None:

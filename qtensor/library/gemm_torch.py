@@ -208,7 +208,9 @@ class Dequant:
             codec = dataclasses.replace(codec, with_rht=False)
         values = torch.empty(operand.shape, dtype=self.dtype, device=buffers[0].device)
         columnwise = operand.columnwise
-        if not table.dequantize_(codec, buffers, operand.shape, values, Part(columnwise=columnwise)):
+        if not table.dequantize_(
+            codec, buffers, operand.shape, values, Part(columnwise=columnwise)
+        ):
             values.copy_(codec.decode(by_name(codec, buffers), operand.shape, columnwise))
         return values, factor
 

@@ -135,7 +135,7 @@ class Problem:
 
     @property
     def arch(self) -> str:
-        """"sm_90a", as kernels name it; "cpu" elsewhere."""
+        """As kernels name it: "sm_90a"; "cpu" elsewhere."""
         if self.capability is None:
             return self.device
         major, minor = self.capability
@@ -148,7 +148,9 @@ class Problem:
         many = f"{batch} x " if batch > 1 else ""
         bias = " + bias" if self.bias else ""
         sizes = f"{many}M={m} N={n} K={k}"
-        return f"{self.a.label} x {self.b.label}{bias} -> {dtype}, {self.layout}, {sizes}, {self.arch}"
+        return (
+            f"{self.a.label} x {self.b.label}{bias} -> {dtype}, {self.layout}, {sizes}, {self.arch}"
+        )
 
 
 def operands(
@@ -159,8 +161,12 @@ def operands(
     With both quantized, the sides count whose blocks run along the contraction; alone, an operand's value counts.
     """
     both = bool(a[0] and b[0])
-    left = Operand(a[0], tuple(a[1]), a[2], layout == "NT" if both else None, -2 if layout == "NT" else -1)
-    right = Operand(b[0], tuple(b[1]), b[2], layout != "TN" if both else None, -1 if layout == "TN" else -2)
+    left = Operand(
+        a[0], tuple(a[1]), a[2], layout == "NT" if both else None, -2 if layout == "NT" else -1
+    )
+    right = Operand(
+        b[0], tuple(b[1]), b[2], layout != "TN" if both else None, -1 if layout == "TN" else -2
+    )
     return left, right
 
 
