@@ -19,6 +19,9 @@ VARIABLE = "QTENSOR_NVCC"
 LEAST = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_120a": (12, 8)}
 """Architecture -> the first CUDA toolkit that compiles for it."""
 
+USUAL = Path("/usr/local/cuda/bin/nvcc")
+"""Where toolkits install themselves."""
+
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _TIME_LIMIT = 60.0
 _FIX = (
@@ -85,9 +88,8 @@ def _places() -> Iterator[tuple[str, Path]]:
         for wheel in sorted(Path(folder).glob("cu1[3-9]"), reverse=True):
             if (wheel / "bin/nvcc").exists():
                 yield "wheel nvidia-cuda-nvcc", wheel / "bin/nvcc"
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    if usual.exists():
-        yield str(usual), usual
+    if USUAL.exists():
+        yield str(USUAL), USUAL
 
 
 @functools.cache
