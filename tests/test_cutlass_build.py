@@ -86,16 +86,17 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nowhere(monkeypatch, tmp_path)
-    with pytest.raises(CompilerNotFound, match=r"CUDA 12\.0 or later .* sm_90a; got none in CUDA_HOME, on PATH, among wheels"):
+    with pytest.raises(
+        CompilerNotFound,
+        match=r"CUDA 12\.0 or later .* sm_90a; got none in CUDA_HOME, on PATH, among wheels",
+    ):
         library.build(SPEC)
     with pytest.raises(CompilerNotFound, match=r"pip install 'qtensor\[cutlass-build\]'"):
         toolchain.find_nvcc("sm_90a")
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
-def test_nvcc_of_a_variable(
-    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nvcc_of_a_variable(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nowhere(monkeypatch, tmp_path)
     (tmp_path / "bin").mkdir()
     path = fake(tmp_path / "bin")
@@ -160,7 +161,10 @@ def test_no_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, "importlib", SimpleNamespace(import_module=absent))
     emit.cutlass.cache_clear()
     try:
-        with pytest.raises(BuildError, match=r"nvidia-cutlass 4\.2 must be importable.*pip install 'qtensor\[cutlass-build\]'"):
+        with pytest.raises(
+            BuildError,
+            match=r"nvidia-cutlass 4\.2 must be importable.*pip install 'qtensor\[cutlass-build\]'",
+        ):
             emit.emit(SPEC)
     finally:
         emit.cutlass.cache_clear()
@@ -192,7 +196,9 @@ def test_the_place_of_cutlass_does_not_count(nvcc: Path, monkeypatch: pytest.Mon
     assert library.build(SPEC, notice=lambda text: None) != path
 
 
-def test_a_compile_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: Path) -> None:
+def test_a_compile_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: Path
+) -> None:
     body = 'echo "kernel.cu(7): error: static assertion failed with \\"tile\\"" >&2; exit 2'
     monkeypatch.setenv("QTENSOR_NVCC", str(fake(tmp_path, body)))
     with pytest.raises(BuildError) as caught:
@@ -273,7 +279,7 @@ def test_giving_up_stops_the_compilers(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         library.build_all(tuning.specs()[:2], jobs=2, progress=give_up)
     assert time.monotonic() - began < SECONDS
-    assert compilers._PROCESSES == set()
+    assert not compilers._PROCESSES
 
 
 @pytest.mark.parametrize(("free", "jobs"), [(5, 1), (13, 2), (64, 4), (None, 4)])

@@ -65,7 +65,11 @@ def test_the_instruction(kernel: tuple[KernelSpec, Path, Kernel]) -> None:
     folder = str(Path(program).parent)
     environment = {"PATH": f"{folder}:/usr/bin:/bin"}
     done = subprocess.run(
-        [program, "--dump-sass", str(path)], capture_output=True, text=True, check=True, env=environment
+        [program, "--dump-sass", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     found = set(MATRIX.findall(done.stdout))
     assert f"code for {spec.arch}" in done.stdout

@@ -44,7 +44,9 @@ def test_names_are_unique_and_plain() -> None:
 
 def test_values() -> None:
     spec = SPECS[0]
-    assert spec == KernelSpec(**(json.loads(spec.json()) | {"tile": spec.tile, "cluster": spec.cluster, "block": ()}))
+    assert spec == KernelSpec(
+        **(json.loads(spec.json()) | {"tile": spec.tile, "cluster": spec.cluster, "block": ()})
+    )
     assert hash(spec) == hash(dataclasses.replace(spec))
 
 
@@ -155,7 +157,14 @@ def test_what_was_measured_comes_first() -> None:
 
 
 def test_buckets() -> None:
-    assert [tuning.bucket(n) for n in (1, 16, 17, 8192, 8193, 99999)] == [16, 16, 32, 8192, 16384, 16384]
+    assert [tuning.bucket(n) for n in (1, 16, 17, 8192, 8193, 99999)] == [
+        16,
+        16,
+        32,
+        8192,
+        16384,
+        16384,
+    ]
 
 
 def test_importing_and_choosing_import_no_cutlass() -> None:
@@ -164,5 +173,7 @@ def test_importing_and_choosing_import_no_cutlass() -> None:
         "tuning.ranked(tuning.want_of(tuning.specs()[0]), (1, 2, 3), 4); emit.digest();"
         "print([m for m in sys.modules if m.startswith(('cutlass', 'qtensor.build'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
     assert done.stdout.strip() == "[]"

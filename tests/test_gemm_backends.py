@@ -105,11 +105,15 @@ def test_reasons(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("bias", "reason"),
-    [((4, 16), "kernels add a bias of N values"), ((16,), None), ((1,), None), ((), None), ((1, 16), None)],
+    [
+        ((4, 16), "kernels add a bias of N values"),
+        ((16,), None),
+        ((1,), None),
+        ((), None),
+        ((1, 16), None),
+    ],
 )
-def test_biases(
-    bias: tuple[int, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biases(bias: tuple[int, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, HOPPER)
     install_some("sm_90a", "fp8")
     a, b = quantize("fp8", (4, 64), False, 0), quantize("fp8", (16, 64), False, 1)
@@ -137,10 +141,15 @@ def test_slices_go_to_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_backends_and_gradients() -> None:
     a, b = quantize("fp8", (32, 64), False, 0), quantize("fp8", (16, 64), False, 1)
-    with pytest.raises(QTensorError, match="backend must be auto or one of cutlass, scaled_mm, dequant, reference; got 'cublas'"):
+    with pytest.raises(
+        QTensorError,
+        match="backend must be auto or one of cutlass, scaled_mm, dequant, reference; got 'cublas'",
+    ):
         qtensor.gemm(a, b, "TN", backend="cublas")
     bias = torch.zeros(16, requires_grad=True)
-    with pytest.raises(QTensorError, match="a product with backend or fast_accumulation has no gradient"):
+    with pytest.raises(
+        QTensorError, match="a product with backend or fast_accumulation has no gradient"
+    ):
         qtensor.gemm(a, b, "TN", bias, backend="reference")
     with torch.no_grad():
         assert qtensor.gemm(a, b, "TN", bias, backend="reference").shape == (32, 16)
@@ -271,7 +280,13 @@ def test_scaled_mm_with_factors_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     ("shape", "options", "dtype", "bias", "reason"),
     [
         ((16, 72), {}, torch.bfloat16, None, "N and K at multiples of 16; got N=16, K=72"),
-        ((16, 64), {}, torch.bfloat16, torch.float32, "bias of N values in the result's 16-bit dtype"),
+        (
+            (16, 64),
+            {},
+            torch.bfloat16,
+            torch.float32,
+            "bias of N values in the result's 16-bit dtype",
+        ),
         ((16, 64), {}, torch.float64, None, "does not write torch.float64"),
     ],
 )
@@ -321,7 +336,9 @@ def test_nothing_is_compiled_unless_asked(monkeypatch: pytest.MonkeyPatch) -> No
     built = []
     monkeypatch.setattr(library, "build", lambda spec: built.append(spec) or install(spec))
     a, b = quantize("fp8", (32, 64), False, 0), quantize("fp8", (16, 64), False, 1)
-    with pytest.raises(qtensor.UnsupportedError, match="none of its kernels is built; run: qtensor kernels build"):
+    with pytest.raises(
+        qtensor.UnsupportedError, match="none of its kernels is built; run: qtensor kernels build"
+    ):
         qtensor.gemm(a, b, "TN", backend="cutlass")
     assert built == []
     monkeypatch.setenv("QTENSOR_JIT", "1")
@@ -360,7 +377,9 @@ def test_explain_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.splitlines()[0].endswith("TN, M=32 N=16 K=64, sm_90a: dequant")
     assert "there is no kernel mxfp8 e4m3 x e4m3 -> " in out
-    with pytest.raises(QTensorError, match="arch must be one of sm_90a, sm_100a, sm_120a; got 'sm_70a'"):
+    with pytest.raises(
+        QTensorError, match="arch must be one of sm_90a, sm_100a, sm_120a; got 'sm_70a'"
+    ):
         qtensor.explain(a, b, arch="sm_70")
 
 
@@ -383,7 +402,9 @@ def test_a_dequant_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     """The bound of these tests sees values that were rounded to bfloat16 with their factors."""
     pretend(monkeypatch, HOPPER)
     a, b = pair("fp8", "TN", {}, {})
-    rounded = (a.dequantize(torch.bfloat16).float() @ b.dequantize(torch.bfloat16).float().t()).float()
+    rounded = (
+        a.dequantize(torch.bfloat16).float() @ b.dequantize(torch.bfloat16).float().t()
+    ).float()
     with pytest.raises(AssertionError, match="bounds"):
         assert_product(rounded, *oriented(a, b, "TN"))
 
@@ -396,7 +417,8 @@ def test_choosing_costs_a_cpu_nothing() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"QTENSOR_NATIVE": "0"},  # not to compile the CPU kernels into this test's cache
+        env=os.environ
+        | {"QTENSOR_NATIVE": "0"},  # not to compile the CPU kernels into this test's cache
         capture_output=True,
         text=True,
         check=True,

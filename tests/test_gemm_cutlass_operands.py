@@ -87,7 +87,9 @@ def recipe_of(name: str) -> str:
     return "fp8" if name.startswith("fp8") and name != "fp8_blockwise" else name
 
 
-@pytest.mark.parametrize(("name", "capability", "layout", "left", "right", "dtype"), CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "capability", "layout", "left", "right", "dtype"), CASES, ids=case_id
+)
 def test_the_kernel_gets_what_the_tensors_hold(
     name: str,
     capability: tuple[int, int],
@@ -117,7 +119,9 @@ def test_rotated_operands_meet_rotated_operands(monkeypatch: pytest.MonkeyPatch)
     bound = 32 * K * 2.0**-24 * (left.norm(dim=1)[:, None] * right.norm(dim=0)[None])
     assert ((got.double() - left @ right).abs() <= bound).all()
     plain = quantize("nvfp4", (K, N), True, 1)
-    with pytest.raises(qtensor.UnsupportedError, match=r"one operand alone is rotated \(with_rht\)"):
+    with pytest.raises(
+        qtensor.UnsupportedError, match=r"one operand alone is rotated \(with_rht\)"
+    ):
         qtensor.gemm(a, plain, "NT", dtype=torch.float32, backend="cutlass")
 
 

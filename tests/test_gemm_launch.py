@@ -78,7 +78,9 @@ def test_the_workspace_comes_from_torch() -> None:
 
 def test_accumulation_is_for_kernels_that_accumulate() -> None:
     call, standin = launcher()
-    with pytest.raises(QTensorError, match=r"only kernels with a float32 result add to it; got beta=1\.0"):
+    with pytest.raises(
+        QTensorError, match=r"only kernels with a float32 result add to it; got beta=1\.0"
+    ):
         call(tensors(), beta=1.0)
     assert standin.calls == 0
     sums, standin = launcher(SUMS)
@@ -96,12 +98,24 @@ def misaligned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
-        ({"a": misaligned(M, K, torch.uint8)}, "a must start at a multiple of 16 bytes; got an address 1 bytes"),
-        ({"out": misaligned(M, N, torch.bfloat16)}, "out must start at a multiple of 16 bytes; got an address 2"),
+        (
+            {"a": misaligned(M, K, torch.uint8)},
+            "a must start at a multiple of 16 bytes; got an address 1 bytes",
+        ),
+        (
+            {"out": misaligned(M, N, torch.bfloat16)},
+            "out must start at a multiple of 16 bytes; got an address 2",
+        ),
         ({"b": torch.zeros(K, N, dtype=torch.uint8).t()}, "b must be contiguous; got strides"),
-        ({"bias": torch.zeros(N, dtype=torch.bfloat16)}, "bias must be float32; got torch.bfloat16"),
+        (
+            {"bias": torch.zeros(N, dtype=torch.bfloat16)},
+            "bias must be float32; got torch.bfloat16",
+        ),
         ({"scale_a": torch.zeros(2)[::2]}, None),
-        ({"a": torch.zeros(M, K, dtype=torch.uint8, device="meta")}, "all operands must be on one device; got a on meta"),
+        (
+            {"a": torch.zeros(M, K, dtype=torch.uint8, device="meta")},
+            "all operands must be on one device; got a on meta",
+        ),
     ],
     ids=["codes", "result", "strides", "bias", "one", "device"],
 )
@@ -119,21 +133,27 @@ def test_bad_tensors(changed: dict[str, torch.Tensor], rule: str | None) -> None
 def test_a_launch_that_fails_says_what_cutlass_says() -> None:
     call, standin = launcher()
     standin.set(status=7)
-    with pytest.raises(QTensorError, match=r"the kernel must launch; got Error Internal \(status 7\)"):
+    with pytest.raises(
+        QTensorError, match=r"the kernel must launch; got Error Internal \(status 7\)"
+    ):
         call(tensors())
 
 
 def test_a_product_that_the_library_refuses() -> None:
     kernel, standin = loaded()
     standin.set(workspace=-7)
-    with pytest.raises(QTensorError, match="must be able to compute it; got m=5, n=16, k=32: Error"):
+    with pytest.raises(
+        QTensorError, match="must be able to compute it; got m=5, n=16, k=32: Error"
+    ):
         Launcher(kernel, (1, M, N, K), CPU, processors=1)
 
 
 # ------------------------------------------------------------------------------------ libraries
 
 
-@pytest.mark.parametrize("flags", ["-DQT_TEST_VERSION=99 -DQT_TEST_SIZE=152", "-DQT_TEST_VERSION=1 -DQT_TEST_SIZE=8"])
+@pytest.mark.parametrize(
+    "flags", ["-DQT_TEST_VERSION=99 -DQT_TEST_SIZE=152", "-DQT_TEST_VERSION=1 -DQT_TEST_SIZE=8"]
+)
 def test_another_interface_is_never_called(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
     path = install(SPEC, compiled(*flags.split()))
