@@ -129,7 +129,7 @@ def kernels_build(
         int | None, typer.Option(metavar="N", help="Compilers at once, for GEMMs.", min=1)
     ] = None,
 ) -> None:
-    """Compile kernels now, so that nothing has to wait for them later.
+    """Compile the kernels now, so that nothing has to wait for them later.
 
     Those for CPUs by default; with --arch or --recipe the GEMMs of GPUs, which need qtensor[cutlass-build] and no GPU.
     """

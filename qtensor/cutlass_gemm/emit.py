@@ -135,21 +135,7 @@ def _operation(spec: KernelSpec) -> Any:
     lib = cutlass()
     elements, layouts = lib.DataType, lib.LayoutType
     factor = _FACTOR_ELEMENTS.get(spec.recipe)
-    kind, opcode = lib.GemmKind.Universal3x, lib.OpcodeClass.TensorOp
-    extra: dict[str, Any] = {}
-    if spec.block:
-        kind = lib.GemmKind.BlockwiseUniversal3x
-        names = [f"ScaleFactor{dim}VecSize" for dim in "MNK"]
-        extra = dict(zip(names, spec.block, strict=True))
-    if factor:
-        kind = lib.GemmKind.BlockScaledUniversal3x
-        opcode = lib.OpcodeClass.BlockScaledTensorOp
-        none = lib.TensorDescription(elements.void, layouts.RowMajor)
-        extra = {
-            "ScaleFactorA": elements[factor],
-            "ScaleFactorB": elements[factor],
-            "ScaleFactorD": {"tensor": none, "vector_size": None},
-        }
+    kind, opcode, extra = _kind(spec)
     shape = [*spec.tile[:2], _MMA_K.get(spec.recipe, 32)]
     math = lib.MathInstruction(
         shape,
@@ -194,6 +180,26 @@ def _operation(spec: KernelSpec) -> Any:
         tile_scheduler=lib.TileSchedulerType.Default,
         **extra,
     )
+
+
+def _kind(spec: KernelSpec) -> tuple[Any, Any, dict[str, Any]]:
+    """CUTLASS's kind of kernel and of instruction, and what says how factors are laid out."""
+    lib = cutlass()
+    kinds, opcodes = lib.GemmKind, lib.OpcodeClass
+    if spec.block:
+        names = [f"ScaleFactor{dim}VecSize" for dim in "MNK"]
+        sizes = dict(zip(names, spec.block, strict=True))
+        return kinds.BlockwiseUniversal3x, opcodes.TensorOp, sizes
+    if not spec.factor_block:
+        return kinds.Universal3x, opcodes.TensorOp, {}
+    factor = lib.DataType[_FACTOR_ELEMENTS[spec.recipe]]
+    none = lib.TensorDescription(lib.DataType.void, lib.LayoutType.RowMajor)
+    extra = {
+        "ScaleFactorA": factor,
+        "ScaleFactorB": factor,
+        "ScaleFactorD": {"tensor": none, "vector_size": None},
+    }
+    return kinds.BlockScaledUniversal3x, opcodes.BlockScaledTensorOp, extra
 
 
 def _epilogue_types(spec: KernelSpec) -> str:
