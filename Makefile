@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs-check bench overhead clean
+.PHONY: help demo test lint format docs-check check-kernels bench overhead clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint        ruff, import-linter, mypy, codespell"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make docs-check  are the generated documents up to date?"
+	@echo "make check-kernels  nvcc's front end over every GEMM (minutes; CHECK_ARGS=\"--arch sm_90a\")"
 	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
 	@echo "make overhead    host overhead beside torchao alone"
 	@echo "make clean       remove $(VENV), build output and caches"
@@ -48,6 +49,9 @@ format: $(VENV)/.dev.stamp
 
 docs-check: $(VENV)/.dev.stamp
 	$(BIN)/python docs/generate_op_matrix.py --check
+
+check-kernels: $(VENV)/.dev.stamp
+	$(BIN)/python scripts/check_kernels.py $(CHECK_ARGS)
 
 bench: $(VENV)/.bench.stamp
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -26,7 +26,7 @@ from qtensor.quantizers.delayed import delayed_scaling_state, delayed_scaling_up
 from qtensor.quantizers.proto import TensorProto, to_tensor_proto
 from qtensor.report import BlockError, ErrorReport, error_report
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.compute import gemm
+from qtensor.storage.compute import explain, gemm
 from qtensor.storage.float8 import Float8Tensor, Float8TensorStorage
 from qtensor.storage.float8_blockwise import Float8BlockwiseTensor, Float8BlockwiseTensorStorage
 from qtensor.storage.mxfp4 import MXFP4Tensor, MXFP4TensorStorage
@@ -79,6 +79,7 @@ __all__ = [
     "delayed_scaling_update",
     "dequantize",
     "error_report",
+    "explain",
     "formats",
     "gemm",
     "quantize",

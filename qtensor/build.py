@@ -48,11 +48,14 @@ class Unit:
         flags: all flags but ``-c``, ``-o`` and those for position-independent code. No ``-march=native``: homes,
             and so caches, are shared by machines with different processors.
         name: unique in its recipe; names the object file.
+        include: folders for ``-I`` whose paths do not count, such as those of an installed package; what their contents
+            depend on is in ``flags`` or in the recipe's headers.
     """
 
     source: Path
     flags: tuple[str, ...]
     name: str
+    include: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -372,7 +375,8 @@ def _compile(op: str, recipe: Recipe, library: Path, jobs: int, work: Path) -> N
     for unit in recipe.units:
         objects.append(work / f"{unit.name}.o")
         source = str(unit.source.absolute())
-        arguments = (*cxx.pic, *unit.flags, "-c", source, "-o", str(objects[-1]))
+        include = (f"-I{folder}" for folder in unit.include)
+        arguments = (*cxx.pic, *unit.flags, *include, "-c", source, "-o", str(objects[-1]))
         what = f"unit {unit.name!r} of {unit.source.name}"
         units.append(Command(what, cxx, arguments, objects[-1]))
     run_all(op, units, jobs, work)

@@ -26,6 +26,15 @@ app = typer.Typer(
 kernels = typer.Typer(help="The native kernels: build, list or remove them.", no_args_is_help=True)
 app.add_typer(kernels, name="kernels")
 
+Arch = Annotated[
+    str | None,
+    typer.Option(metavar="ARCH", help="GEMMs of sm_90a (Hopper), sm_100a (Blackwell) or sm_120a."),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(metavar="RECIPE", help="GEMMs of fp8, fp8_blockwise, mxfp8, mxfp4 or nvfp4."),
+]
+
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
@@ -106,8 +115,7 @@ def version() -> None:
 @kernels.command("build")
 def kernels_build(
     cpu: Annotated[
-        bool,
-        typer.Option("--cpu", help="Only those for CPUs, which are all that there are so far."),
+        bool, typer.Option("--cpu", help="Those for CPUs, which no other option asks for.")
     ] = False,
     isa: Annotated[
         str | None,
@@ -115,35 +123,64 @@ def kernels_build(
             metavar="ISA", help="avx512, avx2 or baseline. The best of this CPU by default."
         ),
     ] = None,
+    arch: Arch = None,
+    recipe: RecipeName = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Compilers at once, for GEMMs.", min=1)
+    ] = None,
 ) -> None:
-    """Compile the kernels now, so that the first quantization need not wait."""
+    """Compile the kernels now, so that nothing has to wait for them later.
+
+    Those for CPUs by default; with --arch or --recipe the GEMMs of GPUs, which need qtensor[cutlass-build] and no GPU.
+    """
     with _plain_errors():
-        import time  # noqa: PLC0415 - quick --help
+        if arch is None and recipe is None:
+            _build_cpu(isa)
+            return
+        from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
+        from qtensor.demo.gemm_list import build_gemms  # noqa: PLC0415
+        from qtensor.demo.render import make_console  # noqa: PLC0415
 
-        import qtensor.kernels  # noqa: PLC0415
+        specs = tuning.select(arch, recipe)
+        if cpu or isa is not None:
+            _build_cpu(isa)
+        build_gemms(make_console(), specs, jobs)
 
-        began = time.monotonic()
-        path = qtensor.kernels.build(isa)
-        typer.echo(f"{path} ({time.monotonic() - began:.1f} s)")
+
+def _build_cpu(isa: str | None) -> None:
+    import time  # noqa: PLC0415 - quick --help
+
+    import qtensor.kernels  # noqa: PLC0415
+
+    began = time.monotonic()
+    path = qtensor.kernels.build(isa)
+    typer.echo(f"{path} ({time.monotonic() - began:.1f} s)")
 
 
 @kernels.command("list")
-def kernels_list() -> None:
-    """List the kernels in the cache, and what this CPU uses."""
+def kernels_list(arch: Arch = None, recipe: RecipeName = None) -> None:
+    """List the kernels in the cache, and what this CPU uses; or the GEMMs of GPUs, built or not."""
     with _plain_errors():
-        from qtensor.demo.kernel_list import show_kernels  # noqa: PLC0415 - quick --help
+        from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
+        from qtensor.demo.gemm_list import show_gemms  # noqa: PLC0415
+        from qtensor.demo.kernel_list import show_kernels  # noqa: PLC0415
         from qtensor.demo.render import make_console  # noqa: PLC0415
 
-        show_kernels(make_console())
+        if arch is None and recipe is None:
+            show_kernels(make_console())
+        else:
+            show_gemms(make_console(), tuning.select(arch, recipe))
 
 
 @kernels.command("clean")
-def kernels_clean() -> None:
-    """Remove every compiled kernel; what is needed again is built again."""
+def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
+    """Remove every compiled kernel, or the GEMMs of an architecture and recipe; what is needed again is built again."""
     with _plain_errors():
         from qtensor.build import cache_dir, clean  # noqa: PLC0415 - quick --help
+        from qtensor.cutlass_gemm import library, tuning  # noqa: PLC0415
 
-        removed = clean()
+        every = arch is None and recipe is None
+        removed = clean() if every else library.clean(tuning.select(arch, recipe))
         size = sum(entry.size for entry in removed) / 1e6
         what = "library" if len(removed) == 1 else "libraries"
         typer.echo(f"removed {len(removed)} {what}, {size:.1f} MB, from {cache_dir()}")

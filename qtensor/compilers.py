@@ -151,10 +151,10 @@ def _probe(words: tuple[str, ...]) -> Compiler | str:
     return Compiler(path, lines[0], words[1:])
 
 
-def parallel_jobs(runs: int) -> int:
-    """How many of ``runs`` compilers to run at once: no more than processors, and one for each GiB that is free."""
+def parallel_jobs(runs: int, memory: int = _GIB) -> int:
+    """How many of ``runs`` compilers to run at once: no more than processors, and ``memory`` free bytes for each."""
     free = _free_memory()
-    room = runs if free is None else free // _GIB
+    room = runs if free is None else free // memory
     return max(1, min(runs, _processors(), room))
 
 
@@ -191,6 +191,16 @@ class _Run:
     deadline: float
 
 
+_PROCESSES: set[subprocess.Popen[bytes]] = set()
+"""Compilers that run now, of all threads."""
+
+
+def stop_all() -> None:
+    """Stop every compiler of this process: for one who gives up builds that run in other threads, which then fail."""
+    for process in tuple(_PROCESSES):
+        _kill(process)
+
+
 def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> None:
     """Run the commands, ``jobs`` at a time, and stop all of them at the first failure or interrupt.
 
@@ -225,9 +235,11 @@ def _run_all(
             for run in tuple(running):
                 if _has_ended(op, run):
                     running.remove(run)
+                    _PROCESSES.discard(run.process)
     finally:
         for run in running:
             _stop(run.process)
+            _PROCESSES.discard(run.process)
 
 
 def _start(op: str, command: Command, folder: Path) -> _Run:
@@ -247,6 +259,7 @@ def _start(op: str, command: Command, folder: Path) -> _Run:
             )
     except OSError as error:
         _failed(op, command, f"{type(error).__name__}: {error}", log)
+    _PROCESSES.add(process)
     return _Run(command, process, log, time.monotonic() + TIME_LIMIT)
 
 
@@ -267,9 +280,13 @@ def _has_ended(op: str, run: _Run) -> bool:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _failed(op: str, command: Command, got: str, log: Path) -> NoReturn:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from qtensor.kernels.cpu import native
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
@@ -38,3 +40,9 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path / "cache" / "libraries"
+
+
+@pytest.fixture(scope="module")
+def native_kernels() -> None:
+    """The CPU kernels are loaded from the user's cache, before a test gets one of its own and would compile them."""
+    native.library()

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qtensor.build import Built, cache_dir, library_path, list_built
+from qtensor.cutlass_gemm.library import built_specs
 from qtensor.errors import QTensorError
 from qtensor.kernels.cpu import sources
 
@@ -17,6 +18,7 @@ def show_kernels(console: Console) -> None:
     """Print a table of the libraries, and below it what serves here."""
     built = list_built()
     current, problem = current_libraries()
+    current |= dict.fromkeys(built_specs().values(), "current")
     if built:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column("kernels", style="bold", no_wrap=True)

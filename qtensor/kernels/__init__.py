@@ -1,7 +1,8 @@
-"""Fast kernels beside ``reference/``, with the same bytes: native code for CPUs, Triton for GPUs."""
+"""Fast kernels beside ``reference/``, with the same bytes: native code for CPUs, Triton for GPUs; and GEMMs for GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,69 @@ def build(isa: str | None = None) -> Path:
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
     return build_library(sources.recipe(chosen))
+
+
+def build_gemms(
+    arch: str | None = None,
+    recipe: str | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Any = None,
+) -> list[Path]:
+    """Compile the GEMMs of GPUs, where the cache does not have them yet. Needs ``qtensor[cutlass-build]``, and no GPU.
+
+    Args:
+        arch: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "sm_120a" (RTX); None is that of the current GPU.
+        recipe: "fp8", "fp8_blockwise", "mxfp8", "mxfp4" or "nvfp4"; None is all that the architecture has.
+        jobs: compilers at once; by default as many as processors and free memory (6 GiB each) allow.
+        progress: called with the spec and the path (or the error) of each that ends.
+
+    Returns:
+        The libraries.
+
+    Raises:
+        QTensorError: no such architecture or recipe, or no GPU and no ``arch``.
+        BuildError: no nvcc or no CUTLASS, or it fails.
+    """
+    from qtensor.cutlass_gemm import library, tuning  # noqa: PLC0415 - as in build
+
+    chosen = tuning.select(arch or _current_arch(), recipe)
+    return library.build_all(chosen, jobs=jobs, progress=progress)
+
+
+def _current_arch() -> str:
+    rule = "without an architecture there must be a GPU to build for"
+    fix = 'Pass arch="sm_90a", say'
+    check(torch.cuda.is_available(), "kernels.build_gemms", rule, "no CUDA device", fix)
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}a"
+
+
+def autotune(
+    sizes: Sequence[tuple[int, int, int]], arch: str | None = None, recipe: str | None = None
+) -> list[Any]:
+    """Time the GEMMs that are built for products of these sizes on the current GPU, and prefer the fastest from now on.
+
+    Nothing is compiled. The choices are kept in the cache, for this device and these libraries.
+
+    Args:
+        sizes: (M, N, K) of each product.
+        arch: as for ``build_gemms``.
+        recipe: as for ``build_gemms``.
+
+    Returns:
+        A ``Choice`` for each kind of product and size: the kernels and their microseconds.
+
+    Raises:
+        QTensorError: no GPU, or no kernel is built.
+    """
+    from qtensor.cutlass_gemm import autotune as tuner  # noqa: PLC0415 - as in build
+    from qtensor.cutlass_gemm import tuning  # noqa: PLC0415
+
+    chosen = tuning.select(arch or _current_arch(), recipe)
+    wanted = dict.fromkeys(tuning.want_of(spec) for spec in chosen)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return tuner.autotune(wanted, sizes, device, name=torch.cuda.get_device_name(device))
 
 
 def explain(quantizer: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> str:

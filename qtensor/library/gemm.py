@@ -12,7 +12,7 @@ from qtensor.errors import check, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
-from qtensor.library import tiles
+from qtensor.library import backends, tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.library.dequantize import decode_turned, turned
@@ -58,6 +58,28 @@ def _gemm_fill(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> None:
+    if not out.is_cpu:
+        with below_autograd():
+            if backends.multiply_(
+                out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias
+            ):
+                return
+    fill_by_decoding(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, dtype, bias)
+
+
+def fill_by_decoding(
+    out: Tensor,
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+    layout: str,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> None:
+    """The backend "reference": decoded operands, multiplied in float32."""
     with below_autograd():
         if _fill_by_tiles(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
             return

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
+from qtensor.library.backends import Explanation, check_backend, problem_for
+from qtensor.library.backends import explain as explain_problem
 from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
@@ -18,6 +20,8 @@ from qtensor.library.gemm import (
     output_shape,
     refuse_layout,
 )
+from qtensor.library.gemm_by import GEMM_BY
+from qtensor.library.problem import operands as both_sides
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
@@ -25,7 +29,14 @@ from qtensor.storage.write import plain
 
 
 def gemm(
-    a: Any, b: Any, layout: str, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    a: Any,
+    b: Any,
+    layout: str,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    backend: str = "auto",
+    fast_accumulation: bool = False,
 ) -> Tensor:
     """Product of two operands, quantized (tensor or storage) or plain, in one of the three GEMM layouts.
 
@@ -35,15 +46,21 @@ def gemm(
         layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
         bias: added in float32, broadcastable to the product.
         dtype: of the result; the nominal dtype of ``a`` if None.
+        backend: "auto", or one by name, which computes the product or raises: "cutlass", "scaled_mm", "dequant",
+            "reference" (see ``qtensor.explain``). A product by name has no gradient.
+        fast_accumulation: FP8 kernels of Hopper may keep sums in the tensor cores' narrow accumulators. No gradient.
 
     Raises:
-        QTensorError: operands that do not fit, or without the usage that the layout reads.
+        QTensorError: operands that do not fit, or without the usage that the layout reads; a backend that cannot compute
+            the product.
     """
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         rule = "the result's dtype must be a torch.dtype"
         fail("gemm", rule, repr(dtype), "Pass torch.float32, say", DtypeError)
     if not isinstance(layout, str):
         refuse_layout(layout)
+    if backend != "auto" or fast_accumulation:
+        return _gemm_by(operands(a, b, layout, bias, dtype), backend, fast_accumulation)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return GEMM_TENSOR(a, b, layout, dtype, bias)
     return gemm_operands(a, b, layout, bias, dtype, in_handler=False)
@@ -58,6 +75,66 @@ def gemm_operands(
     in_handler: bool = True,
 ) -> Tensor:
     """``gemm`` on the buffers; below dispatch, or for bare storages (``in_handler`` False)."""
+    arguments = operands(a, b, layout, bias, dtype)
+    call = GEMM
+    if in_handler:
+        buffers = [*arguments[0], *arguments[3], *(() if bias is None else (bias,))]
+        call = below_dispatch(GEMM, buffers)
+    return call(*arguments)
+
+
+def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
+    """The product by a named backend."""
+    check_backend(backend)
+    tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        rule = "a product with backend or fast_accumulation has no gradient"
+        fix = "Leave both at their defaults, or call it under torch.no_grad()"
+        fail("gemm", rule, "an operand that requires grad", fix)
+    return GEMM_BY(*arguments, backend, fast)
+
+
+def explain(
+    a: Any,
+    b: Any,
+    layout: str = "TN",
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    arch: str | None = None,
+) -> Explanation:
+    """Print who computes ``gemm(a, b, layout, bias, dtype)``, and why nobody faster does.
+
+    Args:
+        a: as for ``gemm``; only formats and shapes count.
+        b: as for ``gemm``.
+        layout: as for ``gemm``.
+        bias: as for ``gemm``.
+        dtype: as for ``gemm``.
+        arch: "sm_90a", ...: as if the operands were on such a GPU; None: the device that they are on.
+
+    Returns:
+        What was printed, as a value: the backend, the kernel, and a reason for each backend.
+
+    Raises:
+        QTensorError: operands that do not fit.
+    """
+    left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
+        a, b, layout, bias, dtype
+    )
+    sides = both_sides(
+        (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
+    )
+    place = left[0].device if arch is None else arch
+    found = explain_problem(problem_for(*sides, layout, result, bias, place))
+    print(found)
+    return found
+
+
+def operands(
+    a: Any, b: Any, layout: str, bias: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """The arguments of the op, checked."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
     if a.dtype not in FLOATING or b.dtype not in FLOATING:
         fail(
@@ -88,10 +165,7 @@ def gemm_operands(
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
     a_buffers = [a] if left is None else a.buffers()
     b_buffers = [b] if right is None else b.buffers()
-    call = GEMM
-    if in_handler:
-        call = below_dispatch(GEMM, [*a_buffers, *b_buffers, *(() if bias is None else (bias,))])
-    return call(
+    return (
         a_buffers,
         "" if left is None else left.canonical,
         a.shape,

@@ -1,0 +1,306 @@
+"""Quantized GEMMs on a GPU: our kernels beside ``torch._scaled_mm`` and bfloat16 ``torch.mm``.
+
+``python -m benchmarks.gemm [--seconds N] [--output DIR] [--no-autotune]``
+
+Shapes are the projections of Llama-3 8B and 70B (N, K) with M tokens. Each function is captured in a CUDA graph of several
+calls, so that times are the GPU's; what a call costs on the host is measured apart. The functions of a shape take turns, and
+the median of the turns counts. Random codes: zeros draw less power and run faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qtensor
+from benchmarks.machine import environment
+from qtensor.cutlass_gemm import autotune, tuning
+from qtensor.cutlass_gemm.tuning import Want
+from qtensor.library import backends
+
+TOKENS = (1, 16, 64, 128, 512, 2048, 8192, 16384)
+PROJECTIONS = (
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
+    (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),
+)  # fmt: skip
+LARGE = (8192, 8192, 8192)
+DENSE_PEAK = {(9, 0): 1979.0, (10, 0): 4500.0}
+"""FP8 TFLOP/s without sparsity, by the vendor's data sheets (H100 and H200 SXM; B200)."""
+TURNS = 5
+BURST_MS = 3.0
+MOST_CALLS = 40
+Call = Callable[[], Any]
+
+
+def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    """``calls`` calls as one graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Of one call of a graph."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def measure(functions: dict[str, Call]) -> tuple[dict[str, float], dict[str, str]]:
+    """Median milliseconds of each, taking turns; and why others cannot run."""
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    errors: dict[str, str] = {}
+    for name, call in functions.items():
+        try:
+            for _ in range(2):
+                call()
+            torch.cuda.synchronize()
+            once = milliseconds(graph_of(call, 1), 1)
+            calls = max(1, min(MOST_CALLS, int(BURST_MS / max(once, 1e-3))))
+            graphs[name] = graph_of(call, calls), calls
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch refuses shapes, layouts and modes with these
+            errors[name] = str(error).splitlines()[0][:200]
+            torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(TURNS + 1):
+        for name, (graph, calls) in graphs.items():
+            spent = milliseconds(graph, calls)
+            if turn:
+                samples[name].append(spent)
+    return {name: statistics.median(found) for name, found in samples.items()}, errors
+
+
+def operand(name: str, rows: int, columns: int, **options: Any) -> Any:
+    """A quantized random matrix."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return qtensor.quantize(x, name, **options)
+
+
+def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
+    """Our kernel."""
+    sides = [
+        *(a.buffers(), a._quantizer.canonical, a.shape),
+        *(b.buffers(), b._quantizer.canonical, b.shape),
+    ]
+    return lambda: backends.multiply_(out, *sides, "TN", None, "cutlass", fast)
+
+
+def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:
+    """``torch._scaled_mm`` on the same codes."""
+    left, right = (_codes(x).view(torch.float8_e4m3fn) for x in (a, b))
+    turned = right.t()
+    return lambda: torch._scaled_mm(
+        left, turned, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def _codes(x: Any) -> Tensor:
+    return x._data if hasattr(x, "_data") else x._rowwise_data
+
+
+def functions_of(m: int, n: int, k: int) -> dict[str, Call]:
+    """What is compared for a shape."""
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    a, b = operand("fp8", m, k), operand("fp8", n, k)
+    rows_a, rows_b = operand("fp8_rowwise", m, k), operand("fp8_rowwise", n, k)
+    blocks_a = operand("fp8_blockwise", m, k)
+    blocks_b = operand("fp8_blockwise", n, k, block_scaling_dim=2)
+    x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    tensor = a._scale_inv, b._scale_inv
+    row = rows_a._scale_inv.view(m, 1), rows_b._scale_inv.view(1, n)
+    # cuBLAS reads the same buffers: 1x128 factors with M contiguous, 128x128 factors with K contiguous.
+    block = (
+        blocks_a._rowwise_scale_inv[:, :m].t(),
+        blocks_b._rowwise_scale_inv[:, : math.ceil(k / 128)].t(),
+    )
+    return {
+        "tensor": ours(a, b, out),
+        "tensor _scaled_mm": theirs(a, b, tensor),
+        "tensor fast": ours(a, b, out, True),
+        "tensor fast _scaled_mm": theirs(a, b, tensor, True),
+        "row": ours(rows_a, rows_b, out),
+        "row _scaled_mm": theirs(rows_a, rows_b, row),
+        "block": ours(blocks_a, blocks_b, out),
+        "block _scaled_mm": theirs(blocks_a, blocks_b, block),
+        "bf16 mm": lambda: torch.mm(x, w.t(), out=out),
+    }
+
+
+def host_microseconds(calls: int = 2000) -> dict[str, float]:
+    """What a call costs on the host, the GPU idle: it cannot keep pace only where a launch is slower than its kernel."""
+    a, b = operand("fp8", 16, 128), operand("fp8", 64, 128)
+    out = torch.empty(16, 64, device="cuda", dtype=torch.bfloat16)
+    functions = {
+        "kernel and choice (backends.multiply_)": ours(a, b, out),
+        "qtensor.gemm": lambda: qtensor.gemm(a, b, "TN"),
+        "torch._scaled_mm": theirs(a, b, (a._scale_inv, b._scale_inv)),
+    }
+    found = {}
+    for name, call in functions.items():
+        best = math.inf
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = perf_counter()
+            for _ in range(calls // 5):
+                call()
+            best = min(best, (perf_counter() - began) / (calls // 5) * 1e6)
+        found[name] = best
+    torch.cuda.synchronize()
+    return found
+
+
+def tune(arch: str, seconds: float) -> list[dict[str, Any]]:
+    """Let autotune choose among the built kernels, as far as the time goes."""
+    block = (1, 128, 128)
+    wanted = [Want("fp8", arch, "e4m3", "e4m3", "bf16", fast=fast) for fast in (False, True)]
+    wanted.append(Want("fp8_blockwise", arch, "e4m3", "e4m3", "bf16", block=block))
+    device, end, rows = (
+        torch.device("cuda", torch.cuda.current_device()),
+        perf_counter() + seconds,
+        [],
+    )
+    for n, k in PROJECTIONS:
+        for m in TOKENS:
+            if perf_counter() > end:
+                return rows
+            name = torch.cuda.get_device_name()
+            for choice in autotune.autotune(wanted, [(m, n, k)], device, name=name):
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                guess = sorted(
+                    (spec for spec in tuning.candidates(choice.want) if spec.name in choice.times),
+                    key=lambda spec: tuning.cost(spec, *choice.sizes, processors),
+                )[0].name
+                rows.append({
+                    "sizes": choice.sizes,
+                    "recipe": choice.want.recipe,
+                    "fast": choice.want.fast,
+                    "best": choice.best,
+                    "guess": guess,
+                    "lost": choice.times[guess] / choice.times[choice.best] - 1.0,
+                    "microseconds": choice.times,
+                })
+    return rows
+
+
+def geometric_mean(values: list[float]) -> float:
+    """0 of nothing."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else 0.0
+
+
+PAIRS = (
+    ("tensor", "tensor _scaled_mm"),
+    ("tensor fast", "tensor fast _scaled_mm"),
+    ("row", "row _scaled_mm"),
+    ("block", "block _scaled_mm"),
+    ("tensor fast", "bf16 mm"),
+)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as text."""
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["ms"]))
+    peak = report["peak"]
+    lines = [
+        "# GEMMs on a GPU",
+        "",
+        report["device"],
+        "",
+        "TFLOP/s (share of the dense FP8 peak):",
+        "",
+    ]
+    lines += [f"| M x N x K | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    for row in report["rows"]:
+        m, n, k = row["sizes"]
+        cells = []
+        for name in names:
+            if name not in row["ms"]:
+                cells.append("n/a")
+                continue
+            speed = 2.0 * m * n * k / row["ms"][name] / 1e9
+            share = f" ({speed / peak:.0%})" if peak else ""
+            cells.append(f"{speed:.0f}{share}")
+        lines.append(f"| {m} x {n} x {k} | {' | '.join(cells)} |")
+    lines += ["", "Geometric means of the other's time / ours (above 1 we are faster):", ""]
+    lines += [f"- {a} against {b}: {x:.3f} ({c} shapes)" for a, b, x, c in report["means"]]
+    lines += ["", "Host microseconds a call:", ""]
+    lines += [f"- {name}: {value:.1f}" for name, value in report["host_us"].items()]
+    if report["errors"]:
+        lines += [
+            "",
+            "Not run:",
+            "",
+            *(f"- {name}: {why}" for name, why in report["errors"].items()),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def run(seconds: float, tuned: bool) -> dict[str, Any]:
+    """Measure, from the largest shape named in the aims to the others, until the time is over."""
+    capability = torch.cuda.get_device_capability()
+    arch = f"sm_{capability[0]}{capability[1]}a"
+    end = perf_counter() + seconds
+    tuning_rows = tune(arch, seconds / 3) if tuned else []
+    shapes = [LARGE, *((m, n, k) for n, k in PROJECTIONS for m in TOKENS)]
+    rows, errors = [], {}
+    for m, n, k in dict.fromkeys(shapes):
+        if perf_counter() > end:
+            errors["shapes"] = f"{len(dict.fromkeys(shapes)) - len(rows)} left out: time is over"
+            break
+        times, why = measure(functions_of(m, n, k))
+        rows.append({"sizes": (m, n, k), "ms": times})
+        errors |= why
+    means = []
+    for a, b in PAIRS:
+        ratios = [r["ms"][b] / r["ms"][a] for r in rows if a in r["ms"] and b in r["ms"]]
+        means.append((a, b, geometric_mean(ratios), len(ratios)))
+    return {
+        "device": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}",
+        "peak": DENSE_PEAK.get(capability),
+        "environment": environment(torch.get_num_threads(), {}),
+        "rows": rows,
+        "means": means,
+        "host_us": host_microseconds(),
+        "tuning": tuning_rows,
+        "errors": errors,
+    }
+
+
+def main() -> int:
+    """Measure and write gemm_gpu.json and gemm_gpu.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=180.0, help="for all of it, about")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--no-autotune", dest="autotune", action="store_false")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.gemm needs a CUDA device", file=sys.stderr)
+        return 2
+    report = run(options.seconds, options.autotune)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "gemm_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = markdown(report)
+    (options.output / "gemm_gpu.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What one generated GEMM is: a value that names a kernel and decides which products it can compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import torch
+
+from qtensor.errors import check
+
+ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120a": (12, 0)}
+"""Architecture -> compute capability. Code for an architecture with an "a" runs on no other."""
+
+RECIPES = ("fp8", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4")
+SCHEDULES = ("cooperative", "pingpong", "1sm", "2sm")
+LAYOUTS = ("TN", "NN", "NT")
+
+OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+"""dtype of a result -> its name in a spec."""
+
+BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "bf16": 16, "f16": 16, "f32": 32}
+_TMA_BITS = 128
+_BLOCK_FACTORS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: ``D = alpha * scale_a * scale_b * (A @ B.T) + bias + beta * C``.
+
+    Every kernel takes the factors of tensors (or of rows of ``a`` and of columns of the result) and a bias as pointers
+    that may be null. Kernels with a float32 result also take C and beta.
+
+    Attributes:
+        recipe: one of ``RECIPES``; "fp8" serves factors of the tensor and of rows.
+        arch: one of ``ARCHS``.
+        tile: (M, N, K) of the tile that one MMA group computes: a CTA, or with "2sm" a pair of them.
+        cluster: (M, N) of the cluster of CTAs.
+        schedule: "cooperative" or "pingpong" (sm_90a, sm_120a), "1sm" or "2sm" (sm_100a).
+        a: element of ``a``: "e4m3", "e5m2" or "e2m1".
+        b: element of ``b``.
+        d: element of the result: "bf16", "f16" or "f32".
+        layout: "TN": both operands with K contiguous. MXFP8, whose columnwise codes lie as the rowwise ones do, also has
+            "NN" (b with N contiguous) and "NT" (a with M, b with N contiguous).
+        fast: sm_90a FP8 only: sums stay in the tensor core's narrow accumulators (about 14 bits) for all of K, instead of
+            going to float32 every 128 steps.
+        block: (M, N, K) that share a factor, with "fp8_blockwise"; else empty.
+
+    Raises:
+        QTensorError: values that name no kernel.
+    """
+
+    recipe: str
+    arch: str
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int] = (1, 1)
+    schedule: str = "cooperative"
+    a: str = "e4m3"
+    b: str = "e4m3"
+    d: str = "bf16"
+    layout: str = "TN"
+    fast: bool = False
+    block: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = (
+            ("recipe", self.recipe, RECIPES),
+            ("arch", self.arch, tuple(ARCHS)),
+            ("schedule", self.schedule, SCHEDULES),
+            ("layout", self.layout, LAYOUTS if self.recipe == "mxfp8" else ("TN",)),
+            ("d", self.d, tuple(OUTPUTS.values())),
+        )
+        for field, value, choices in known:
+            rule = f"{field} must be one of {', '.join(choices)}"
+            check(value in choices, "kernel spec", rule, repr(value), "Choose one of them")
+        blockwise = self.recipe == "fp8_blockwise"
+        rule = "fp8_blockwise has a block of three sizes, other recipes none"
+        fits = len(self.block) == (3 if blockwise else 0)
+        check(fits, "kernel spec", rule, f"{self.recipe} with {self.block}", "Mend block")
+        rule = "fast accumulation exists for fp8 on sm_90a"
+        fits = not self.fast or (self.recipe, self.arch) == ("fp8", "sm_90a")
+        check(fits, "kernel spec", rule, f"{self.recipe} on {self.arch}", "Drop fast")
+
+    @property
+    def name(self) -> str:
+        """Of the library: letters, digits and underscores."""
+        parts = [self.arch.replace("_", ""), self.recipe, f"{self.a}_{self.b}_{self.d}"]
+        parts.append("x".join(map(str, self.tile)))
+        parts.append("x".join(map(str, self.cluster)))
+        parts.append(self.schedule)
+        if self.block:
+            parts.append("b" + "x".join(map(str, self.block)))
+        if self.layout != "TN":
+            parts.append(self.layout.lower())
+        return "gemm_" + "_".join([*parts, *(["fast"] if self.fast else [])])
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability that it runs on."""
+        return ARCHS[self.arch]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it can add to C."""
+        return self.d == "f32"
+
+    @property
+    def factor_block(self) -> int:
+        """Elements along K that share a stored factor; 0 where there are no block factors."""
+        if self.recipe == "fp8_blockwise":
+            return self.block[2]
+        return _BLOCK_FACTORS.get(self.recipe, 0)
+
+    @property
+    def majors(self) -> tuple[str, str]:
+        """The contiguous dim of ``a`` ("m" or "k") and of ``b`` ("n" or "k")."""
+        return ("m" if self.layout == "NT" else "k"), ("k" if self.layout == "TN" else "n")
+
+    def json(self) -> str:
+        """The fields as text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    def refusal(self, m: int, n: int, k: int) -> str | None:
+        """Why the kernel cannot compute a product of these sizes, or None: CUTLASS's ``can_implement``.
+
+        TMA moves rows of whole 16 bytes, so the contiguous dim of each matrix is a multiple of 128 bits.
+        """
+        sizes = {"m": m, "n": n, "k": k}
+        majors = self.majors
+        for operand, element, major in (
+            ("a", self.a, majors[0]),
+            ("b", self.b, majors[1]),
+            ("the result", self.d, "n"),
+        ):
+            multiple = _TMA_BITS // BITS[element]
+            if sizes[major] % multiple:
+                return (
+                    f"{major.upper()} must be a multiple of {multiple} (16-byte rows of {operand}); "
+                    f"got {major.upper()}={sizes[major]}"
+                )
+        return None

@@ -1,0 +1,255 @@
+"""The table of kernels, and which of them a product takes: by sizes, or by what ``autotune`` measured."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from qtensor.cutlass_gemm.spec import ARCHS, RECIPES, KernelSpec
+from qtensor.errors import check
+from qtensor.layout import ceil_div
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work of a kernel is cut."""
+
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int] = (1, 1)
+    schedule: str = "cooperative"
+
+
+def _tile(m: int, n: int, k: int, cluster: str, schedule: str) -> Tile:
+    first, second = cluster.split("x")
+    return Tile((m, n, k), (int(first), int(second)), schedule)
+
+
+# From the smallest products to the largest. On Hopper 64 rows are the least that an instruction has; cooperative kernels
+# need 128. Sizes follow what nvidia-matmul-heuristics 0.1.0.27 proposes for an H200, and await a measurement.
+_HOPPER = (
+    _tile(64, 32, 128, "1x1", "pingpong"),
+    _tile(64, 64, 128, "1x1", "pingpong"),
+    _tile(64, 128, 128, "1x1", "pingpong"),
+    _tile(128, 128, 128, "2x1", "cooperative"),
+    _tile(128, 256, 128, "2x1", "cooperative"),
+    _tile(256, 128, 128, "1x2", "cooperative"),
+)
+_SMALL, _MIDDLE, _LARGE = _HOPPER[2], _HOPPER[3], _HOPPER[4]
+# A tile of float32 sums beside the tile of the instruction: 128x128 is what the registers of two groups hold.
+_HOPPER_BLOCKS = (
+    _tile(64, 128, 128, "1x1", "pingpong"),
+    _tile(128, 128, 128, "1x1", "cooperative"),
+    _tile(128, 128, 128, "2x1", "cooperative"),
+    _tile(128, 128, 128, "1x2", "cooperative"),
+)
+_BLACKWELL = (
+    _tile(128, 64, 128, "1x1", "1sm"),
+    _tile(128, 128, 128, "1x1", "1sm"),
+    _tile(256, 128, 128, "2x1", "2sm"),
+    _tile(256, 256, 128, "2x1", "2sm"),
+)
+_BLACKWELL_FP4 = (
+    _tile(128, 128, 256, "1x1", "1sm"),
+    _tile(256, 128, 256, "2x1", "2sm"),
+    _tile(256, 256, 256, "2x1", "2sm"),
+)
+_RTX = (
+    _tile(128, 128, 128, "1x1", "pingpong"),
+    _tile(128, 128, 128, "1x1", "cooperative"),
+)
+_E4M3, _E5M2, _E2M1 = "e4m3", "e5m2", "e2m1"
+_ACTIVATION_BLOCK, _GRADIENT_BLOCK = (1, 128, 128), (1, 1, 128)
+
+
+def _specs(
+    recipe: str, arch: str, tiles: Sequence[Tile], elements: str, **options: object
+) -> list[KernelSpec]:
+    """``elements`` reads "e5m2 e4m3 f32": of a, b and the result."""
+    a, b, d = elements.split()
+    return [
+        KernelSpec(recipe, arch, t.tile, t.cluster, t.schedule, a, b, d, **options)  # type: ignore[arg-type]
+        for t in tiles
+    ]
+
+
+@functools.cache
+def specs() -> tuple[KernelSpec, ...]:
+    """All kernels of this release."""
+    hopper, blackwell = "sm_90a", "sm_100a"
+    table = [
+        # fprop, in both kinds of accumulation; dgrad; wgrad, whose float32 result can be added to main_grad.
+        *_specs("fp8", hopper, _HOPPER, "e4m3 e4m3 bf16"),
+        *_specs("fp8", hopper, _HOPPER, "e4m3 e4m3 bf16", fast=True),
+        *_specs("fp8", hopper, (_SMALL, _LARGE), "e4m3 e4m3 f16"),
+        *_specs("fp8", hopper, (_SMALL, _MIDDLE), "e4m3 e4m3 f32"),
+        *_specs("fp8", hopper, (_SMALL, _MIDDLE, _LARGE), "e5m2 e4m3 bf16"),
+        *_specs("fp8", hopper, (_SMALL, _MIDDLE), "e5m2 e4m3 f32"),
+        *_specs("fp8", hopper, (_MIDDLE,), "e4m3 e5m2 bf16"),
+        *_specs("fp8", hopper, (_SMALL, _MIDDLE), "e4m3 e5m2 f32"),
+        *_blocks(hopper, _HOPPER_BLOCKS, "e4m3 e4m3 bf16", _ACTIVATION_BLOCK),
+        *_blocks(hopper, _HOPPER_BLOCKS[1:2], "e4m3 e4m3 f32", _ACTIVATION_BLOCK),
+        *_blocks(hopper, _HOPPER_BLOCKS[2:3], "e5m2 e4m3 bf16", _ACTIVATION_BLOCK),
+        *_blocks(hopper, _HOPPER_BLOCKS[1:2], "e4m3 e4m3 bf16", _GRADIENT_BLOCK),
+        *_blocks(hopper, _HOPPER_BLOCKS[1:3], "e4m3 e4m3 f32", _GRADIENT_BLOCK),
+        *_blocks(hopper, _HOPPER_BLOCKS[2:3], "e5m2 e4m3 f32", _GRADIENT_BLOCK),
+        *_specs("fp8", blackwell, _BLACKWELL, "e4m3 e4m3 bf16"),
+        *_specs("fp8", blackwell, _BLACKWELL[2:3], "e5m2 e4m3 bf16"),
+        *_specs("fp8", blackwell, _BLACKWELL[2:3], "e5m2 e4m3 f32"),
+        *_specs("fp8", blackwell, _BLACKWELL[2:3], "e4m3 e4m3 f32"),
+        *_blocks(blackwell, _BLACKWELL[1:2], "e4m3 e4m3 bf16", _ACTIVATION_BLOCK),
+        *_blocks(blackwell, _BLACKWELL[1:2], "e4m3 e4m3 f32", _GRADIENT_BLOCK),
+        *_specs("mxfp8", blackwell, _BLACKWELL, "e4m3 e4m3 bf16"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[2:3], "e4m3 e4m3 f32"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[1:3], "e4m3 e4m3 bf16", layout="NN"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[2:3], "e5m2 e4m3 bf16", layout="NN"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[2:3], "e4m3 e4m3 bf16", layout="NT"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[2:3], "e4m3 e4m3 f32", layout="NT"),
+        *_specs("mxfp8", blackwell, _BLACKWELL[2:3], "e5m2 e4m3 f32", layout="NT"),
+        *_specs("mxfp4", blackwell, _BLACKWELL_FP4, "e2m1 e2m1 bf16"),
+        *_specs("nvfp4", blackwell, _BLACKWELL_FP4, "e2m1 e2m1 bf16"),
+        *_specs("nvfp4", blackwell, _BLACKWELL_FP4[1:2], "e2m1 e2m1 f32"),
+        *_specs("mxfp8", "sm_120a", _RTX, "e4m3 e4m3 bf16"),
+        *_specs("nvfp4", "sm_120a", _RTX, "e2m1 e2m1 bf16"),
+    ]
+    return tuple(table)
+
+
+def _blocks(
+    arch: str, tiles: Sequence[Tile], elements: str, block: tuple[int, ...]
+) -> list[KernelSpec]:
+    return _specs("fp8_blockwise", arch, tiles, elements, block=block)
+
+
+def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSpec, ...]:
+    """The kernels of an architecture and a recipe; of all if None.
+
+    Args:
+        arch: "sm_90a"; "90a" and "90" mean the same.
+        recipe: "fp8", ...
+
+    Raises:
+        QTensorError: no such architecture or recipe, or no kernel for the two.
+    """
+    if arch is not None:
+        arch = f"sm_{arch.removeprefix('sm_').removesuffix('a')}a"
+        rule = f"arch must be one of {', '.join(ARCHS)}"
+        check(arch in ARCHS, "kernels", rule, repr(arch), "Choose one of them")
+    if recipe is not None:
+        rule = f"recipe must be one of {', '.join(RECIPES)}"
+        check(recipe in RECIPES, "kernels", rule, repr(recipe), "Choose one of them")
+    found = tuple(s for s in specs() if arch in (None, s.arch) and recipe in (None, s.recipe))
+    rule = "the architecture must have instructions for the recipe"
+    fix = "Products of that recipe run on the backend dequant there"
+    check(bool(found), "kernels", rule, f"{recipe} on {arch}", fix)
+    return found
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a product asks of a kernel; sizes are not part of it."""
+
+    recipe: str
+    arch: str
+    a: str
+    b: str
+    d: str
+    layout: str = "TN"
+    block: tuple[int, ...] = ()
+    fast: bool = False
+
+    def text(self) -> str:
+        """For messages."""
+        block = f", blocks {self.block}" if self.block else ""
+        fast = ", fast accumulation" if self.fast else ""
+        return f"{self.recipe} {self.a} x {self.b} -> {self.d} {self.layout} on {self.arch}{block}{fast}"
+
+
+def want_of(spec: KernelSpec) -> Want:
+    """What a kernel is for."""
+    return Want(spec.recipe, spec.arch, spec.a, spec.b, spec.d, spec.layout, spec.block, spec.fast)
+
+
+@functools.cache
+def candidates(want: Want) -> tuple[KernelSpec, ...]:
+    """Kernels that compute what is wanted, from the smallest tile to the largest."""
+    return tuple(spec for spec in specs() if want_of(spec) == want)
+
+
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
+"""Of the largest part, where no device says."""
+
+# Relative speed of a full tile: large tiles load less for each product. A rough model that ``autotune`` replaces; only
+# its order matters.
+_LOAD = 40.0
+
+
+def cost(spec: KernelSpec, m: int, n: int, k: int, processors: int) -> float:
+    """Relative time of a product: waves of tiles, each the longer of its arithmetic and its loads.
+
+    A tile of m x n takes m * n units of arithmetic and ``_LOAD`` * (m + n) of loads, the part outside the matrix
+    included, so that one large tile for a few rows is dear and many small tiles for a large matrix are dearer.
+    """
+    rows, columns = spec.tile[0], spec.tile[1]
+    processors = processors // 2 if spec.schedule == "2sm" else processors
+    tiles = ceil_div(m, rows) * ceil_div(n, columns)
+    # Whole clusters run at once.
+    group = spec.cluster[0] * spec.cluster[1]
+    group = max(1, group // 2) if spec.schedule == "2sm" else group
+    waves = ceil_div(ceil_div(tiles, group), max(1, processors // group))
+    shared = _LOAD * (rows / spec.cluster[1] + columns / spec.cluster[0])
+    work = rows * columns + shared
+    # A wave that is not full still reads each matrix once from memory.
+    return waves * work * math.ceil(k / spec.tile[2])
+
+
+_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def bucket(size: int) -> int:
+    """The size that stands for ``size`` in the table of measured choices: the next of a coarse list."""
+    return next((b for b in _BUCKETS if size <= b), _BUCKETS[-1])
+
+
+LISTENERS: list[Callable[[], None]] = []
+"""Called when another kernel may be the right one: kernels were built, or measured."""
+
+
+def changed() -> None:
+    """Tell those who keep choices."""
+    ranked.cache_clear()
+    for listener in LISTENERS:
+        listener()
+
+
+_MEASURED: dict[tuple[Want, tuple[int, int, int]], str] = {}
+
+
+def remember(want: Want, sizes: tuple[int, int, int], name: str) -> None:
+    """Prefer the kernel ``name`` for products of about these sizes in this process."""
+    _MEASURED[want, _key(sizes)] = name
+    changed()
+
+
+def forget() -> None:
+    """Drop what ``remember`` was told."""
+    _MEASURED.clear()
+    changed()
+
+
+def _key(sizes: Iterable[int]) -> tuple[int, int, int]:
+    m, n, k = (bucket(size) for size in sizes)
+    return m, n, k
+
+
+@functools.lru_cache(maxsize=4096)
+def ranked(want: Want, sizes: tuple[int, int, int], processors: int) -> tuple[KernelSpec, ...]:
+    """Kernels for a product of sizes (M, N, K), the best first: what was measured, then by ``cost``."""
+    measured = _MEASURED.get((want, _key(sizes)))
+    return tuple(
+        sorted(
+            candidates(want),
+            key=lambda spec: (spec.name != measured, cost(spec, *sizes, processors)),
+        )
+    )

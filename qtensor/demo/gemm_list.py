@@ -1,0 +1,52 @@
+"""``qtensor kernels`` for the GEMMs of GPUs: a bar while they are built, and a table of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qtensor.cutlass_gemm import library
+from qtensor.cutlass_gemm.spec import KernelSpec
+from qtensor.errors import BuildError
+
+
+def build_gemms(console: Console, specs: Sequence[KernelSpec], jobs: int | None) -> None:
+    """Build kernels, with a line for each that ends and a bar below them."""
+    began = time.monotonic()
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(specs))
+
+        def ended(spec: KernelSpec, result: Path | BuildError) -> None:
+            failed = isinstance(result, BuildError)
+            state = "[red]failed[/]" if failed else "built"
+            bar.console.print(f"{state} {escape(spec.name)}", soft_wrap=True)
+            bar.advance(task)
+
+        library.build_all(specs, jobs=jobs, progress=ended)
+    seconds = time.monotonic() - began
+    console.print(f"{len(specs)} kernels are built ({seconds:.0f} s)", soft_wrap=True)
+
+
+def show_gemms(console: Console, specs: Sequence[KernelSpec]) -> None:
+    """Print a table of kernels and whether they are built."""
+    built = library.built_specs()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("kernel", style="bold", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for spec in specs:
+        path = built.get(spec.name)
+        size = "" if path is None else f"{path.stat().st_size / 1e6:.1f} MB"
+        table.add_row(spec.name, "built" if path else "not built", size)
+    console.print(table)
+    console.print(
+        f"{sum(s.name in built for s in specs)} of {len(specs)} are built", soft_wrap=True
+    )

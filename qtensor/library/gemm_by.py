@@ -1,0 +1,48 @@
+"""The matmul op with a backend asked for by name, and with fast accumulation allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.layout import Shape
+from qtensor.library import backends
+from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.gemm import _gemm_alloc, fill_by_decoding
+
+
+def _alloc(*args: Any) -> Tensor:
+    return _gemm_alloc(*args[:9])
+
+
+def _fill(
+    out: Tensor,
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+    layout: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    backend: str,
+    fast: bool,
+) -> None:
+    product = a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
+    if backend != "auto" or not out.is_cpu:
+        with below_autograd():
+            if backends.multiply_(out, *product, bias, backend, fast):
+                return
+    fill_by_decoding(out, *product, dtype, bias)
+
+
+GEMM_BY = leaf_op(
+    "gemm_by(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape, "
+    "str layout, ScalarType dtype, Tensor? bias, str backend, bool fast) -> Tensor",
+    _alloc,
+    _fill,
+)
+"""``gemm`` by one of ``backends.BACKENDS`` or "auto"; with ``fast``, sums may stay in narrow accumulators."""

@@ -1,0 +1,41 @@
+"""Launch every built GEMM of the current GPU once, on one small product: what compute-sanitizer looks at.
+
+``compute-sanitizer python scripts/launch_each.py``
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from qtensor.cutlass_gemm import library, tuning
+from qtensor.cutlass_gemm.autotune import random_tensors
+from qtensor.cutlass_gemm.launch import Kernel, Launcher
+
+SIZES = (160, 272, 656)
+"""Ragged against every tile, and whole 16-byte rows in every format but FP4, which takes the next multiple of 32."""
+
+
+def main() -> int:
+    """Launch; the status is the number of kernels that are missing or fail."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    failed = 0
+    for spec in tuning.select(f"sm_{major}{minor}a"):
+        kernel = library.load(spec)
+        if not isinstance(kernel, Kernel):
+            print(f"missing  {spec.name}: {kernel}")
+            failed += 1
+            continue
+        m, n, k = SIZES
+        size = (m, n, k + (-k) % 32)
+        tensors = random_tensors(spec, size, device)
+        Launcher(kernel, (1, *size), device)(tensors, 1.0 if kernel.accumulates else 0.0)
+        torch.cuda.synchronize()
+        print(f"launched {spec.name}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
