@@ -79,7 +79,9 @@ class Block(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.heads = c.heads
-        self.qkv = qtensor.LayerNormLinear(c.width, 3 * c.width, normalization="RMSNorm", bias=False)
+        self.qkv = qtensor.LayerNormLinear(
+            c.width, 3 * c.width, normalization="RMSNorm", bias=False
+        )
         self.proj = qtensor.Linear(c.width, c.width, bias=False)
         self.mlp = qtensor.LayerNormMLP(
             c.width, 4 * c.width, normalization="RMSNorm", activation="srelu", bias=False
@@ -87,7 +89,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
@@ -171,7 +175,9 @@ def table(results: dict[str, list[float]], seconds: dict[str, float], c: Config,
     for name in results:
         off, limit = final(name) / base - 1, LIMITS.get(name, 0.01)
         allowed = "" if name == "high precision" else f"{limit:.0%}"
-        lines.append(f"| {name} | {final(name):.4f} | {off:+.2%} | {allowed} | {seconds[name]:.0f} |")
+        lines.append(
+            f"| {name} | {final(name):.4f} | {off:+.2%} | {allowed} | {seconds[name]:.0f} |"
+        )
     return "\n".join([*lines, "", "![Loss by step](training_losses.png)", ""])
 
 
