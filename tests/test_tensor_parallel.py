@@ -266,13 +266,13 @@ def steps_of(bias: bool) -> list[Whole]:
 
 
 def run_delayed(
-    layer: Layer, reduce: bool, backend: str, nan: bool = False
+    layer: Layer, reduce: bool, backend: str, nan: int | None = None
 ) -> list[tuple[Result, Tensor]]:
     """(result, factors in use) of each step."""
     rank, found = dist.get_rank(), []
     tensors = steps_of(layer.bias)
-    if nan:
-        tensors[1].x[..., -1] = torch.nan
+    if nan is not None:
+        tensors[1].x[..., nan] = torch.nan
     module = build(layer, tensors[0], rank, dist.group.WORLD)
     run = Compiled(module, backend) if backend else module
     for t in tensors:
@@ -329,9 +329,10 @@ def test_delayed_scaling(ranks: Ranks, layer: Layer, reduce: bool, backend: str)
     assert equal == ([True] * STEPS if reduce else [True] + [False] * (STEPS - 1))
 
 
-def test_a_nan_on_one_rank_keeps_the_factors_of_both(ranks: Ranks) -> None:
-    """In a row layer the last features are the second rank's."""
-    results = ranks.run(run_delayed, Layer("row", False, False), True, "", True)
+@pytest.mark.parametrize("feature", [0, -1], ids=["first", "second"])
+def test_a_nan_on_one_rank_keeps_the_factors_of_both(ranks: Ranks, feature: int) -> None:
+    """In a row layer the first features are the first rank's, the last the second's."""
+    results = ranks.run(run_delayed, Layer("row", False, False), True, "", feature)
     first, second = ([scale for _, scale in found] for found in results)
     assert results[0][1][0].y.isnan().all()
     for s in range(STEPS):

@@ -185,8 +185,8 @@ class Linear(QuantizedModule):
         A split layer draws the whole and takes its part: parts of their own would be equal on ranks with equal seeds, and
         unequal biases of a row layer would make the ranks differ.
         """
-        factory = {"dtype": self.weight.dtype, "device": self.weight.device}
-        values = torch.empty(self.out_features, self.in_features, **factory)
+        dtype, device = self.weight.dtype, self.weight.device
+        values = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         with torch.no_grad():
             if self.init_method is None:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5))
