@@ -65,15 +65,18 @@ class DelayedState:
         self, key: str, module: str, name: str, training: bool, groups: int = 1
     ) -> DelayedCall:
         """The factors of this call; the first call of a step renews them. ``groups`` as at construction."""
+        if not training:
+            # Nothing moves, and no operator says that it might: a program that writes to state cannot be exported.
+            # A rank may evaluate on its own, so that there is nothing to reduce either.
+            return DelayedCall(self.scale.clone(), self.steps.clone(), self.cell, self.cell_step)
         options = delayed_options(key)
         length = options.amax_history_len
         step = step_in_force(self.own_step)
-        if is_outside() and training:
+        if is_outside():
             ADVANCE_STEP(step, True)
         largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
         rows = new_scale = None
-        # Without a step there is nothing to reduce: a rank may evaluate on its own.
-        group = active_group() if options.reduce_amax and training else None
+        group = active_group() if options.reduce_amax else None
         if group is not None or caller_functions(key) != (-1, -1):
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = options.amax_compute_algo if caller_functions(key)[0] < 0 else ""
@@ -84,7 +87,7 @@ class DelayedState:
             self.cell,
             self.cell_step,
             step,
-            training,
+            True,
             length,
             text,
             options.margin,
