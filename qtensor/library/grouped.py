@@ -209,9 +209,7 @@ def _wgrad_fill(
         right = group_buffers(b, b_quantizer, known, b_shape[1])
         for out, i in zip(outputs, wanted, strict=True):
             x, y = (known[i], a_shape[1]), (known[i], b_shape[1])
-            FILLS["gemm"](
-                out, left[i], a_quantizer, x, right[i], b_quantizer, y, "NT", dtype, None
-            )
+            FILLS["gemm"](out, left[i], a_quantizer, x, right[i], b_quantizer, y, "NT", dtype, None)
 
 
 GROUPED_WGRAD = leaf_op(
@@ -291,9 +289,7 @@ GROUPED_POSTPONE = leaf_op(
 # ---- bias -------------------------------------------------------------------------------------------------
 
 
-def _bias_grad_alloc(
-    dy: Tensor, sizes: Shape, splits: Tensor | None, groups: int
-) -> list[Tensor]:
+def _bias_grad_alloc(dy: Tensor, sizes: Shape, splits: Tensor | None, groups: int) -> list[Tensor]:
     check_tensor("grouped_bias_grad", "dy", dy)
     return [torch.empty(dy.shape[-1:], dtype=dy.dtype, device=dy.device) for _ in range(groups)]
 
