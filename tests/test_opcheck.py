@@ -226,6 +226,96 @@ def advance_step_(case: FormatCase) -> Iterator[Sample]:
     yield (torch.zeros(1, dtype=torch.int64),), {}
 
 
+SIZES = ([20, 0, 13], [33, 0, 0])
+
+
+def ragged(
+    case: FormatCase, q: qtensor.Quantizer, cols: int, sizes: list[int], splits: Tensor | None
+) -> list[Tensor]:
+    """Flat buffers of three groups."""
+    x = ordinary((33, cols), seed=cols)
+    scale, seed = live(case, q)
+    scales = None if scale is None else scale.expand(3).clone()
+    seeds = None if seed is None else torch.tensor([3, 4, 5])
+    flat = torch.ops.qtensor.grouped_quantize(x, q.canonical, sizes, splits, 3, scales, seeds)
+    return flat[: len(q.slots)]
+
+
+def groups(case: FormatCase) -> Iterator[tuple[Any, ...]]:
+    """sizes, splits, number of groups: as numbers and as a tensor."""
+    for sizes in SIZES:
+        yield sizes, None, 3
+        yield [], torch.tensor(sizes), 3
+
+
+def split_sizes(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([3, 0, 5]), 8, "GroupedLinear"), {}
+    yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
+
+
+def random_seeds(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.randn(3), 4), {}
+
+
+def grouped_quantize(case: FormatCase) -> Iterator[Sample]:
+    for q in quantizers(case):
+        scale, seed = live(case, q)
+        scales = None if scale is None else scale.expand(3).clone()
+        seeds = None if seed is None else torch.tensor([3, 4, 5])
+        x = ordinary((33, 40), torch.bfloat16)
+        yield (x, q.canonical, SIZES[0], None, 3, scales, seeds), {}
+    q = case.quantizer(columnwise=True)
+    scale, seed = live(case, q)
+    scales = None if scale is None else scale.expand(3).clone()
+    for call in groups(case):
+        yield (x, q.canonical, *call, scales, None), {}
+    scales = case.call().get("scale")
+    scales = None if scales is None else scales.expand(2).clone()
+    yield (torch.empty(0, 8), q.canonical, [0, 0], None, 2, scales, None), {}
+
+
+def grouped_gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer(columnwise=True)
+    name = q.canonical
+    weights = [b for seed in (1, 2, 3) for b in buffers_of(case, q, (32, 48), seed)]
+    biases = [torch.randn(32) for _ in range(3)]
+    for call in groups(case):
+        a, dy = (ragged(case, q, cols, *call[:2]) for cols in (48, 32))
+        shape = [32, 48]
+        yield (a, name, [33, 48], weights, name, shape, *call, "TN", torch.float32, biases), {}
+        yield (dy, name, [33, 32], weights, name, shape, *call, "NN", torch.bfloat16), {}
+        x = [torch.randn(33, 48)]
+        yield (x, "", [33, 48], weights, name, shape, *call, "TN", torch.float32, None), {}
+
+
+def wgrad_operands(case: FormatCase, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    q = case.quantizer(columnwise=True)
+    dy, x = (ragged(case, q, cols, *call[:2]) for cols in (32, 48))
+    return dy, q.canonical, [33, 32], x, q.canonical, [33, 48], *call
+
+
+def grouped_wgrad(case: FormatCase) -> Iterator[Sample]:
+    for call in groups(case):
+        yield (*wgrad_operands(case, call), [0, 1, 2], torch.float32), {}
+        yield (*wgrad_operands(case, call), [2], torch.bfloat16), {}
+
+
+def grouped_wgrad_accumulate_(case: FormatCase) -> Iterator[Sample]:
+    for call in groups(case):
+        out = [torch.randn(32, 48) for _ in range(2)]
+        yield (out, *wgrad_operands(case, call), [0, 2], [False, True]), {}
+
+
+def postpone_grouped_wgrad_(case: FormatCase) -> Iterator[Sample]:
+    for call in groups(case):
+        yield (torch.zeros(1, dtype=torch.int64), 0, *wgrad_operands(case, call)), {}
+
+
+def grouped_bias_grad(case: FormatCase) -> Iterator[Sample]:
+    for call in groups(case):
+        yield (torch.randn(33, 5).half(), *call), {}
+
+
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
@@ -238,6 +328,14 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize_tensor": dequantize_tensor,
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
+    "qtensor::split_sizes": split_sizes,
+    "qtensor::random_seeds": random_seeds,
+    "qtensor::grouped_quantize": grouped_quantize,
+    "qtensor::grouped_gemm": grouped_gemm,
+    "qtensor::grouped_wgrad": grouped_wgrad,
+    "qtensor::grouped_wgrad_accumulate_": grouped_wgrad_accumulate_,
+    "qtensor::postpone_grouped_wgrad_": postpone_grouped_wgrad_,
+    "qtensor::grouped_bias_grad": grouped_bias_grad,
     "qtensor::merged_history": merged_history,
     "qtensor::delayed_begin_": delayed_begin_,
     "qtensor::record_amax_": record_amax_,
@@ -264,11 +362,14 @@ WITHOUT_FORMAT = {
         "record_amax_",
         "record_gradient_amax_",
         "advance_step_",
+        "split_sizes",
+        "random_seeds",
+        "grouped_bias_grad",
     )
 }
 """Ops over plain tensors alone: one format stands for all."""
 
-RANDOM = {"qtensor::random_seed"}
+RANDOM = {"qtensor::random_seed", "qtensor::random_seeds"}
 """Ops that draw from a generator: two runs differ, which is what aot_dispatch compares."""
 
 

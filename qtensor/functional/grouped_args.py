@@ -28,6 +28,9 @@ class Splits(NamedTuple):
     groups: int
 
 
+NO_SPLITS = Splits((), None, 0)
+
+
 class GroupedWgrad(NamedTuple):
     """What becomes of the weight gradients where they are not returned.
 
@@ -137,7 +140,7 @@ class GroupedBwdArgs:
     token: Tensor | None = None
     delayed: DelayedCall | None = None
     seed: Tensor | None = None
-    splits: Splits = Splits((), None, 0)
+    splits: Splits = NO_SPLITS
     # flags
     inp_requires_grad: bool = False
     wanted: tuple[int, ...] = ()

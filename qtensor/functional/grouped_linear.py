@@ -104,7 +104,8 @@ def _quantize_weights(args: GroupedFwdArgs) -> tuple[Weights, list[Tensor]]:
             buffers += operand.buffers
         else:
             out = kept[i * count : (i + 1) * count]
-            amax = None if scale is None else scale.new_empty(1)
+            # Zero, which no history notices, where the flag says that nothing is quantized.
+            amax = None if scale is None else scale.new_zeros(1)
             into = out if amax is None else [*out, amax]
             text = args.workspace_quantizer
             quantize_buffers_(weight, text, into, scale, None, seed, args.noop)

@@ -14,6 +14,7 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, weight_canonical
+from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import RANDOM_SEEDS, SPLIT_SIZES
 from qtensor.library.ragged import check_sizes
@@ -53,6 +54,8 @@ class GroupedLinear(QuantizedModule):
     Raises:
         QTensorError: arguments that do not fit.
     """
+
+    weight0: nn.Parameter
 
     def __init__(
         self,
@@ -194,7 +197,8 @@ class GroupedLinear(QuantizedModule):
             args.delayed = self._states["weight"].delayed.begin(
                 key, MODULE, self.name, self.training, self.num_gemms
             )
-        if self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute:
+        scheduled = self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute
+        if scheduled and wanted:
             args.wgrad = self._grouped_wgrad(wanted)
         return args
 
@@ -221,7 +225,7 @@ class GroupedLinear(QuantizedModule):
     def _splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
         """The checked sizes of the groups."""
         groups, label = self.num_gemms, f"{self.label} m_splits"
-        rows = inp.shape[:-1].numel()
+        rows = rows_cols(inp.shape)[0]
         if isinstance(m_splits, Tensor):
             kind, shape = m_splits.dtype, tuple(m_splits.shape)
             rule = "a tensor of group sizes must be int64"
