@@ -12,7 +12,7 @@ from qtensor.errors import check, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
-from qtensor.library import backends, tiles
+from qtensor.library import tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.library.dequantize import decode_turned, turned
@@ -59,6 +59,9 @@ def _gemm_fill(
     bias: Tensor | None = None,
 ) -> None:
     if not out.is_cpu:
+        # Only products on other devices need what chooses among their kernels.
+        from qtensor.library import backends  # noqa: PLC0415
+
         with below_autograd():
             if backends.multiply_(
                 out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias

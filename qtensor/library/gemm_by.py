@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qtensor.layout import Shape
-from qtensor.library import backends
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.gemm import _gemm_alloc, fill_by_decoding
 
@@ -33,6 +32,8 @@ def _fill(
 ) -> None:
     product = a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
     if backend != "auto" or not out.is_cpu:
+        from qtensor.library import backends  # noqa: PLC0415 - as in gemm.py
+
         with below_autograd():
             if backends.multiply_(out, *product, bias, backend, fast):
                 return

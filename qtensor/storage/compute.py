@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
-from qtensor.library.backends import Explanation, check_backend, problem_for
-from qtensor.library.backends import explain as explain_problem
 from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
@@ -21,11 +19,13 @@ from qtensor.library.gemm import (
     refuse_layout,
 )
 from qtensor.library.gemm_by import GEMM_BY
-from qtensor.library.problem import operands as both_sides
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
 from qtensor.storage.write import plain
+
+if TYPE_CHECKING:
+    from qtensor.library.backends import Explanation
 
 
 def gemm(
@@ -85,6 +85,8 @@ def gemm_operands(
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
     """The product by a named backend."""
+    from qtensor.library.backends import check_backend  # noqa: PLC0415 - as in library/gemm.py
+
     check_backend(backend)
     tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -119,6 +121,9 @@ def explain(
     Raises:
         QTensorError: operands that do not fit.
     """
+    from qtensor.library import backends  # noqa: PLC0415 - as in library/gemm.py
+    from qtensor.library.problem import operands as both_sides  # noqa: PLC0415
+
     left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
         a, b, layout, bias, dtype
     )
@@ -126,7 +131,8 @@ def explain(
         (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
     )
     place = left[0].device if arch is None else arch
-    found = explain_problem(problem_for(*sides, layout, result, bias, place))
+    problem = backends.problem_for(*sides, layout, result, bias, place)
+    found = backends.explain(problem)
     print(found)
     return found
 
