@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RUNS = 5
 MAX_SECONDS = 0.15
-MAX_MODULES = 80
+MAX_MODULES = 120
 HEAVY = (
     "triton",
     "torch._inductor",

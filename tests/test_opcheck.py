@@ -125,7 +125,7 @@ def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
 
 def random_seed(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(3),), {}
-    yield (torch.randn(3), torch.zeros(1), 2), {}
+    yield (torch.randn(3), torch.zeros(1, dtype=torch.int64), 2), {}
 
 
 def dequantize_tensor(case: FormatCase) -> Iterator[Sample]:
@@ -253,10 +253,6 @@ def split_sizes(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
 
 
-def random_seeds(case: FormatCase) -> Iterator[Sample]:
-    yield (torch.randn(3), 4), {}
-
-
 def grouped_quantize(case: FormatCase) -> Iterator[Sample]:
     for q in quantizers(case):
         scale, seed = live(case, q)
@@ -329,7 +325,6 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
     "qtensor::split_sizes": split_sizes,
-    "qtensor::random_seeds": random_seeds,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
     "qtensor::grouped_wgrad": grouped_wgrad,
@@ -363,13 +358,12 @@ WITHOUT_FORMAT = {
         "record_gradient_amax_",
         "advance_step_",
         "split_sizes",
-        "random_seeds",
         "grouped_bias_grad",
     )
 }
 """Ops over plain tensors alone: one format stands for all."""
 
-RANDOM = {"qtensor::random_seed", "qtensor::random_seeds"}
+RANDOM = {"qtensor::random_seed"}
 """Ops that draw from a generator: two runs differ, which is what aot_dispatch compares."""
 
 

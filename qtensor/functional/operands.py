@@ -19,6 +19,18 @@ gemm_buffers = direct(GEMM, 0, 3)
 random_seed = direct(RANDOM_SEED, 0)
 
 
+def draw_seeds(
+    like: Tensor, draws: Tensor, stochastic: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """A seed (1,) for each of input, weight and gradient that is rounded at random."""
+    seeds = random_seed(like, draws, sum(stochastic))
+    place, found = 0, []
+    for wanted in stochastic:
+        found.append(seeds[place : place + 1] if wanted else None)
+        place += wanted
+    return found[0], found[1], found[2]
+
+
 class Operand(NamedTuple):
     """Buffers, the canonical text of the quantizer whose they are ("" for a plain tensor), and the logical shape."""
 

@@ -22,7 +22,7 @@ from qtensor.library.ragged import alloc_flat, check_sizes, group_buffers, read_
 GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
 
 
-# ---- sizes and seeds -------------------------------------------------------------------------------------
+# ---- sizes -------------------------------------------------------------------------------------
 
 
 def _split_sizes_alloc(splits: Tensor, rows: int, label: str) -> Tensor:
@@ -41,19 +41,6 @@ SPLIT_SIZES = leaf_op(
     _split_sizes_fill,
 )
 """Group sizes, int64 (groups,) on any device -> a checked copy on the CPU, read once a call of a layer."""
-
-
-def _random_seeds_alloc(like: Tensor, count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.int64, device=like.device)
-
-
-RANDOM_SEEDS = leaf_op(
-    "random_seeds(Tensor like, int count) -> Tensor",
-    _random_seeds_alloc,
-    lambda seeds, like, count: seeds.random_(),
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-"""``random_seed`` for several tensors, (count,); on a CPU the same numbers that as many calls draw."""
 
 
 # ---- quantize ---------------------------------------------------------------------------------------------

@@ -120,12 +120,16 @@ def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
         output.copy_(value)
 
 
-def _random_seed_alloc(like: Tensor, of: Tensor | None = None, role: int = 0) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=like.device)
+def _random_seed_alloc(like: Tensor, draws: Tensor | None = None, count: int = 1) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device=like.device)
 
 
-def _random_seed_fill(seed: Tensor, like: Tensor, of: Tensor | None = None, role: int = 0) -> None:
+def _random_seed_fill(
+    seed: Tensor, like: Tensor, draws: Tensor | None = None, count: int = 1
+) -> None:
     seed.random_()
+    if draws is not None:
+        draws.data.add_(count)
 
 
 QUANTIZE = leaf_op(
@@ -147,14 +151,15 @@ AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", _amax_alloc, _amax_f
 """The maxima behind the tensor-wide factors, to be reduced over a process group and handed to ``quantize``."""
 
 RANDOM_SEED = leaf_op(
-    "random_seed(Tensor like, Tensor? of=None, int role=0) -> Tensor",
+    "random_seed(Tensor like, Tensor(a!)? draws=None, int count=1) -> Tensor",
     _random_seed_alloc,
     _random_seed_fill,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-"""A seed for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure.
+"""Seeds (count,) for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure.
 
-``of`` and ``role`` are not read. They tell calls apart: AOTAutograd merges calls with equal arguments (``fx_graph_cse``), but
-for random operators in a list of its own, and does not look at the tag. A caller whose calls could share ``like`` in one
-graph passes a tensor of its own. To be removed when that pass looks at ``nondeterministic_seeded``.
+``draws``, int64 (1,) on the CPU, counts what is drawn, and keeps draws where they are written: AOTAutograd merges calls with
+equal arguments (``fx_graph_cse``) and its min-cut partitioner moves them into the backward graph, looking at a list of random
+operators and not at the tag. A write is neither merged nor moved. To be removed when these passes look at
+``nondeterministic_seeded``.
 """

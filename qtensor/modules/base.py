@@ -13,7 +13,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
-from qtensor.functional.operands import random_seed
+from qtensor.functional.operands import draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
     LinearPlan,
@@ -170,10 +170,7 @@ class QuantizedModule(nn.Module):
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
         if any(plan.stochastic):
-            token = state.token
-            args.seeds = tuple(  # type: ignore[assignment]
-                [random_seed(inp, token, i) if s else None for i, s in enumerate(plan.stochastic)]
-            )
+            args.seeds = draw_seeds(inp, state.draws, plan.stochastic)
         if any(plan.delayed):
             args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute

@@ -13,10 +13,11 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
+from qtensor.functional.operands import random_seed
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, weight_canonical
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
-from qtensor.library.grouped import RANDOM_SEEDS, SPLIT_SIZES
+from qtensor.library.grouped import SPLIT_SIZES
 from qtensor.library.ragged import check_sizes
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
 from qtensor.modules.state import LinearState
@@ -192,7 +193,7 @@ class GroupedLinear(QuantizedModule):
         if args.save_original_input and wanted:
             self._check_original_input(plan)
         if any(plan.stochastic):
-            args.seeds = self._seeds(inp, plan)
+            args.seeds = self._seeds(inp, self._states["weight"].draws, plan)
         if any(plan.delayed):
             args.delayed = self._states["weight"].delayed.begin(
                 key, MODULE, self.name, self.training, self.num_gemms
@@ -246,10 +247,10 @@ class GroupedLinear(QuantizedModule):
         check_sizes(self.label, sizes, rows)
         return Splits(sizes, None, groups)
 
-    def _seeds(self, inp: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
+    def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""
         count = sum(plan.stochastic)
-        drawn = RANDOM_SEEDS(inp, self.num_gemms * count)
+        drawn = random_seed(inp, draws, self.num_gemms * count)
         place, seeds = 0, []
         for stochastic in plan.stochastic:
             seeds.append(drawn[place::count] if stochastic else None)

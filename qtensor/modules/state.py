@@ -155,6 +155,7 @@ class LinearState:
         delayed: see ``DelayedState``.
         key: names the layer's postponed weight gradients.
         token: int64 (1,): written when one is put off.
+        draws: int64 (1,): counts the seeds drawn for stochastic rounding.
     """
 
     def __init__(self, device: Any = None, groups: int = 1) -> None:
@@ -168,6 +169,7 @@ class LinearState:
         """A key and token of its own, for a new layer or a copy of one."""
         self.key = next(_KEYS)
         self.token = torch.zeros(1, dtype=torch.int64)
+        self.draws = torch.zeros(1, dtype=torch.int64)
         weakref.finalize(self, drop_postponed, self.key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:

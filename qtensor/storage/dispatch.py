@@ -9,7 +9,7 @@ import torch
 from qtensor.errors import QTensorError, UnsupportedError
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.library.gemm import GEMM_TENSOR
-from qtensor.library.grouped import GROUPED_QUANTIZE, RANDOM_SEEDS
+from qtensor.library.grouped import GROUPED_QUANTIZE
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import COMPUTE, gemm_tensor
@@ -70,7 +70,6 @@ _HANDLERS: dict[Any, Handler] = {
     RANDOM_SEED: dequantized,
     # Each group gets factors of its own.
     GROUPED_QUANTIZE: dequantized,
-    RANDOM_SEEDS: dequantized,
 }
 """Op -> handler; filled as ops are met."""
 
