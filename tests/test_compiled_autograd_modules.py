@@ -15,6 +15,8 @@ from training import RECIPES, WIDTH, assert_same, build, compiled, every_recipe,
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 MODULES = ("linear", "swiglu_mlp")
+SIZES = (136, 264, 392, 136, 520)
+"""Above a block of 128 rows: a dimension of one factor would be a constant of the graph."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +59,8 @@ def check(recipe, module, forward, how, **options):
     with torch._dynamo.config.patch(compiled_autograd=how == "config"):
         if how == "config":
             # Read when torch.compile is called.
-            whole = torch.compile(whole, backend=counter)
-        for number, size in enumerate((40, 72, 104, 40, 136)):
+            whole = torch.compile(whole, backend=counter, dynamic=True)
+        for number, size in enumerate(SIZES):
             data = torch.randn(size, WIDTH)
             x = data.clone().requires_grad_()
             backward(plain, x, chosen, number)
@@ -87,10 +89,9 @@ def test_enabled(recipe, module, forward):
     check(recipe, module, forward, "enable")
 
 
-@pytest.mark.parametrize("module", MODULES)
 @every_recipe
-def test_by_config(recipe, module):
-    check(recipe, module, "eager", "config")
+def test_by_config(recipe):
+    check(recipe, "linear", "eager", "config")
 
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
