@@ -39,16 +39,22 @@ def test_values_stay(move: Callable[[nn.Module], nn.Module]):
         assert_same_bytes(new, old)
 
 
-def test_without_data_and_back():
-    """A layer that was on "meta" begins anew, as one that was made there does."""
-    layer = trained(qtensor.Linear(32, 16, recipe=DelayedScaling())).to("meta")
+def test_a_layer_that_was_made_without_data():
+    layer = qtensor.Linear(32, 16, recipe=DelayedScaling(), device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
     state = layer._states["weight"].delayed
-    assert state.scale.is_meta
-    for one in (layer, qtensor.Linear(32, 16, recipe=DelayedScaling(), device="meta")):
-        one.to_empty(device="cpu")
-        one.reset_parameters()
-        state = one._states["weight"].delayed
-        assert_same_bytes(state.scale, torch.ones(3))
-        assert not state.history.any()
-        assert not state.cell.any()
-        trained(one)
+    assert_same_bytes(state.scale, torch.ones(3))
+    assert not state.history.any()
+    assert not state.cell.any()
+    trained(layer)
+
+
+def test_by_way_of_meta():
+    """The state, which meta could not hold, stays where it was."""
+    layer = trained(qtensor.Linear(32, 16, recipe=DelayedScaling()))
+    state = layer._states["weight"].delayed
+    scale = state.scale.clone()
+    layer.to("meta").to_empty(device="cpu")
+    assert_same_bytes(state.scale, scale)
+    layer.reset_parameters()
+    trained(layer)
