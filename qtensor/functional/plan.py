@@ -102,6 +102,23 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
 
 
 @compile_constant
+def stored_plan(
+    stored: str, key: str, module: str, name: str, dgrad: bool, wgrad: bool
+) -> LinearPlan:
+    """``linear_plan`` for a weight that is stored quantized, with the canonical text ``stored``: it is taken as it is.
+
+    Raises:
+        QTensorError: see ``weight_canonical``.
+    """
+    plan = linear_plan(key, module, name, dgrad, wgrad)
+    return plan._replace(
+        weight=weight_canonical(stored, key, module, name, dgrad),
+        delayed=(plan.delayed[0], False, plan.delayed[2]),
+        stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
+    )
+
+
+@compile_constant
 def delayed_options(key: str) -> DelayedScaling | None:
     """The rules of the delayed roles of a recipe, None where it has none."""
     recipe = parse_recipe(key)

@@ -20,7 +20,7 @@ from qtensor.functional.plan import (
     covers,
     is_requantization_safe,
     linear_plan,
-    weight_canonical,
+    stored_plan,
     weight_label,
 )
 from qtensor.modules.state import LinearState
@@ -182,16 +182,10 @@ class QuantizedModule(nn.Module):
         self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
     ) -> LinearPlan:
         dgrad, wgrad = args.inp_requires_grad, args.weight_requires_grad
-        plan = linear_plan(key, options.module, options.name, dgrad, wgrad)
         stored = self._stored[weight]
-        if not stored:
-            return plan
-        text = weight_canonical(stored, key, options.module, options.name, dgrad)
-        return plan._replace(
-            weight=text,
-            delayed=(plan.delayed[0], False, plan.delayed[2]),
-            stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
-        )
+        if stored:
+            return stored_plan(stored, key, options.module, options.name, dgrad, wgrad)
+        return linear_plan(key, options.module, options.name, dgrad, wgrad)
 
     def _check_input(
         self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
