@@ -13,7 +13,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
-from qtensor.functional.plan import LinearPlan, covers, linear_plan, weight_canonical
+from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import RANDOM_SEEDS, SPLIT_SIZES
@@ -203,7 +203,6 @@ class GroupedLinear(QuantizedModule):
         return args
 
     def _grouped_plan(self, key: str, dgrad: bool, wgrad: bool) -> LinearPlan:
-        plan = linear_plan(key, MODULE, self.name, dgrad, wgrad)
         stored = self._stored["weight0"]
         for i in range(1, self.num_gemms):
             other = self._stored[f"weight{i}"]
@@ -214,13 +213,9 @@ class GroupedLinear(QuantizedModule):
                     f"weight0 as {stored or 'plain'}, weight{i} as {other or 'plain'}",
                     "Quantize all of them by one quantizer, or none",
                 )
-        if not stored:
-            return plan
-        return plan._replace(
-            weight=weight_canonical(stored, key, MODULE, self.name, dgrad),
-            delayed=(plan.delayed[0], False, plan.delayed[2]),
-            stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
-        )
+        if stored:
+            return stored_plan(stored, key, MODULE, self.name, dgrad, wgrad)
+        return linear_plan(key, MODULE, self.name, dgrad, wgrad)
 
     def _splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
         """The checked sizes of the groups."""
