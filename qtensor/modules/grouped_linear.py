@@ -272,13 +272,16 @@ class GroupedLinear(QuantizedModule):
     def _use_kept_weights(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
         """Serve the quantized weights from what is kept, or have what is made kept."""
         state = self._states["weight"]
+        if first and noop is None:
+            # New buffers, without a look at what was kept before: the graph does not depend on it.
+            args.cache_weight = True
+            return
         valid = (
             state.workspace is not None
             and covers(state.workspace_quantizer, args.plan.weight)
             and state.workspace_shape == tuple(self.weight0.shape)
         )
-        # Without a noop flag a first microbatch makes new buffers: the graph does not depend on what was kept before.
-        if valid and (noop is not None or not first):
+        if valid:
             args.weight_workspace = state.workspace
             args.workspace_quantizer = state.workspace_quantizer
             args.update_workspace = first
