@@ -254,13 +254,16 @@ class QuantizedModule(nn.Module):
         """Serve the quantized weight from what is kept, or have what is made kept."""
         if not args.plan.weight:
             return
+        if call.is_first_microbatch and call.noop is None:
+            # New buffers, without a look at what was kept before: the graph does not depend on it.
+            args.cache_weight = True
+            return
         valid = (
             state.workspace is not None
             and covers(state.workspace_quantizer, args.plan.weight)
             and state.workspace_shape == tuple(args.weight.shape)
         )
-        # Without a noop flag a first microbatch makes new buffers: the graph does not depend on what was kept before.
-        if valid and (call.noop is not None or not call.is_first_microbatch):
+        if valid:
             args.weight_workspace = state.workspace
             args.workspace_quantizer = state.workspace_quantizer
             args.update_workspace = bool(call.is_first_microbatch)
