@@ -237,11 +237,8 @@ def test_compiled_autograd(name: str, forward: str, form: str, way: str):
             stack.enter_context(torch._dynamo.config.patch(compiled_autograd=True))
         backend = "aot_eager"
         model = Compiled(module, backend, dynamic=True) if forward == "compiled" else module
-        if way == "config" and forward == "eager":
-            # The option is one of torch.compile: there must be a compiled function around the backward pass.
-            step_of = torch.compile(lambda y, dy: y.backward(dy), backend=backend)
-        else:
-            step_of = None
+        # The option counts where a compiled function runs: there must be one around the backward pass.
+        backward = torch.compile(lambda y, dy: y.backward(dy), backend=backend)
         counters.clear()
         for step, sizes in enumerate(BATCHES):
             x, dy = inputs(sum(sizes), step)
@@ -253,10 +250,8 @@ def test_compiled_autograd(name: str, forward: str, form: str, way: str):
                 compiler = torch.compile(backend=backend, dynamic=True)
                 with compiled_autograd._enable(compiler):
                     y.backward(dy)
-            elif step_of is not None:
-                step_of(y, dy)
             else:
-                y.backward(dy)
+                backward(y, dy)
             captured.append(counters["compiled_autograd"]["captures"])
             want = run_grouped(eager, x, dy, splits, seed=step)
             assert_same_pair((y.detach(), leaf.grad), want)

@@ -173,7 +173,11 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
 def stored_weight_plan(
     stored: str, key: str, module: str, name: str, dgrad: bool, wgrad: bool
 ) -> LinearPlan:
-    """``linear_plan`` where the parameter is stored quantized as ``stored``: it is read as it is."""
+    """``linear_plan`` where the parameter is stored quantized as ``stored``: it is read as it is.
+
+    Raises:
+        QTensorError: see ``weight_canonical``.
+    """
     plan = linear_plan(key, module, name, dgrad, wgrad)
     return plan._replace(
         weight=weight_canonical(stored, key, module, name, dgrad),

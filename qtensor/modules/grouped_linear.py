@@ -14,7 +14,7 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.operands import random_seed
-from qtensor.functional.plan import LinearPlan, covers, linear_plan, weight_canonical
+from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import SPLIT_SIZES
@@ -204,7 +204,6 @@ class GroupedLinear(QuantizedModule):
         return args
 
     def _grouped_plan(self, key: str, dgrad: bool, wgrad: bool) -> LinearPlan:
-        plan = linear_plan(key, MODULE, self.name, dgrad, wgrad)
         stored = self._stored["weight0"]
         for i in range(1, self.num_gemms):
             other = self._stored[f"weight{i}"]
@@ -215,13 +214,9 @@ class GroupedLinear(QuantizedModule):
                     f"weight0 as {stored or 'plain'}, weight{i} as {other or 'plain'}",
                     "Quantize all of them by one quantizer, or none",
                 )
-        if not stored:
-            return plan
-        return plan._replace(
-            weight=weight_canonical(stored, key, MODULE, self.name, dgrad),
-            delayed=(plan.delayed[0], False, plan.delayed[2]),
-            stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
-        )
+        if stored:
+            return stored_weight_plan(stored, key, MODULE, self.name, dgrad, wgrad)
+        return linear_plan(key, MODULE, self.name, dgrad, wgrad)
 
     def _splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
         """The checked sizes of the groups."""
@@ -278,13 +273,16 @@ class GroupedLinear(QuantizedModule):
     def _use_kept_weights(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
         """Serve the quantized weights from what is kept, or have what is made kept."""
         state = self._states["weight"]
+        if first and noop is None:
+            # New buffers, without a look at what was kept before: the graph does not depend on it.
+            args.cache_weight = True
+            return
         valid = (
             state.workspace is not None
             and covers(state.workspace_quantizer, args.plan.weight)
             and state.workspace_shape == tuple(self.weight0.shape)
         )
-        # Without a noop flag a first microbatch makes new buffers: the graph does not depend on what was kept before.
-        if valid and (noop is not None or not first):
+        if valid:
             args.weight_workspace = state.workspace
             args.workspace_quantizer = state.workspace_quantizer
             args.update_workspace = first
