@@ -113,6 +113,13 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     yield (a, name, [32, 48], [torch.randn(48, 3)], "", [48, 3], "NN", torch.float32), {}
 
 
+def gemm_by(case: FormatCase) -> Iterator[Sample]:
+    for args, options in gemm(case):
+        bias = options.get("bias")
+        yield (*args[:8], bias, "reference", False), {}
+        yield (*args[:8], bias, "auto", True), {}
+
+
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
     a, b = (case.quantize(ordinary(s), columnwise=True) for s in ((32, 48), (48, 48)))
     x = torch.randn(5, 48)
@@ -319,6 +326,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize": dequantize,
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
+    "qtensor::gemm_by": gemm_by,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::random_seed": random_seed,
     "qtensor::dequantize_tensor": dequantize_tensor,

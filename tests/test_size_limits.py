@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "qtensor/library/gemm.py::_decode_operands": _FLAT,
     "qtensor/library/gemm.py::fill_by_decoding": _FLAT,
     "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
+    "qtensor/library/gemm_by.py::_alloc": _FLAT,
     "qtensor/library/gemm_by.py::_fill": _FLAT,
     "qtensor/library/backends.py::multiply_": _FLAT,
     "qtensor/library/backends.py::accumulate_": _FLAT,

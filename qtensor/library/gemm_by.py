@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from qtensor.layout import Shape
 from qtensor.library.define import below_autograd, leaf_op
-from qtensor.library.gemm import _gemm_alloc, fill_by_decoding
+from qtensor.library.gemm import fill_by_decoding, output_shape
 
 
-def _alloc(*args: Any) -> Tensor:
-    return _gemm_alloc(*args[:9])
+def _alloc(
+    a: list[Tensor],
+    a_quantizer: str,
+    a_shape: Shape,
+    b: list[Tensor],
+    b_quantizer: str,
+    b_shape: Shape,
+    layout: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    backend: str,
+    fast: bool,
+) -> Tensor:
+    return torch.empty(output_shape(a_shape, b_shape, layout), dtype=dtype, device=a[0].device)
 
 
 def _fill(
