@@ -7,6 +7,12 @@ bool quantize_as(const Plan& p, const QuantizeCall& c);
 template <class D>
 bool dequantize_as(const Plan& p, const DequantizeCall& c);
 bool linear(const Plan& p, const LinearCall& c);
+template <class D>
+void norm_as(const NormCall& c);
+template <class D>
+void sum_rows_as(const NormCall& c);
+template <class D>
+void activation_as(const ActivationCall& c);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
@@ -49,5 +55,20 @@ int qt_dequantize(const Plan* plan, void* y, i64 dtype, i64 rows, i64 cols, i64 
                       : dtype == BF16 ? dequantize_as<Bfloat16>(*plan, c)
                                       : dequantize_as<Float16>(*plan, c);
     return done ? 0 : 1;
+}
+
+// A norm, or its gradients where the call has dx.
+void qt_norm(const NormCall* c, i64 dtype) {
+    dtype == F32 ? norm_as<Float32>(*c) : dtype == BF16 ? norm_as<Bfloat16>(*c) : norm_as<Float16>(*c);
+}
+
+// The sum of the rows of x.
+void qt_sum_rows(const NormCall* c, i64 dtype) {
+    dtype == F32 ? sum_rows_as<Float32>(*c) : dtype == BF16 ? sum_rows_as<Bfloat16>(*c) : sum_rows_as<Float16>(*c);
+}
+
+// An activation, or its gradient where the call has dy.
+void qt_activation(const ActivationCall* c, i64 dtype) {
+    dtype == F32 ? activation_as<Float32>(*c) : dtype == BF16 ? activation_as<Bfloat16>(*c) : activation_as<Float16>(*c);
 }
 }

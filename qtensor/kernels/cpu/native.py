@@ -45,6 +45,7 @@ class Library:
         handle.qt_quantize.argtypes = _QUANTIZE
         handle.qt_dequantize.argtypes = _DEQUANTIZE
         handle.qt_linear.argtypes = _LINEAR
+        self.handle = handle
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
