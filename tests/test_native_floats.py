@@ -40,7 +40,7 @@ def _serves(library: native.Library) -> Iterator[None]:
 
 
 @dtypes
-@pytest.mark.parametrize("kind", (*ACTIVATIONS, *GATED))
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, *GATED])
 def test_every_value_of_16_bits_and_many_of_32(dtype: torch.dtype, kind: str) -> None:
     if dtype == torch.float32:
         generator = torch.Generator().manual_seed(3)

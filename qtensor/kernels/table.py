@@ -50,6 +50,8 @@ FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
         "norm_backward": floats.norm_backward_,
         "bias_grad": floats.bias_grad_,
         "activation": floats.activation_,
+        "norm_quantize": floats.norm_quantize_,
+        "activation_quantize": floats.activation_quantize_,
     },
 }
 """Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the

@@ -35,26 +35,46 @@ static void run(const ActivationCall& c) {
     if (stream) fence();
 }
 
-template <class D, int A>
-static void either(const ActivationCall& c) {
-    if (c.gated)
-        run<D, A, true>(c);
-    else if constexpr (A != SIGMOID)
-        run<D, A, false>(c);
-}
+template <class D, int A, bool Gated>
+struct ActivatedRows : Producer {
+    const ActivationCall& c;
+    explicit ActivatedRows(const ActivationCall& call) : c(call) {}
+    void rows(i64 begin, i64 end, void* out) override {
+        using T = typename D::T;
+        for (i64 r = begin; r < end; r++) {
+            const T* a = (const T*)c.x + r * c.stride;
+            Rows<D, A>::template forward<Gated>(a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols, c.cols, false);
+        }
+    }
+};
 
-template <class D>
-void activation_as(const ActivationCall& c) {
-    switch (c.kind) {
-        case GELU: return either<D, GELU>(c);
-        case QGELU: return either<D, QGELU>(c);
-        case RELU: return either<D, RELU>(c);
-        case SILU: return either<D, SILU>(c);
-        case SRELU: return either<D, SRELU>(c);
-        default: return either<D, SIGMOID>(c);
+// A producer of rows where `made` is asked for, else the whole output.
+template <class D, int A>
+static void either(const ActivationCall& c, Producer** made) {
+    if (c.gated && made)
+        *made = new ActivatedRows<D, A, true>(c);
+    else if (c.gated)
+        run<D, A, true>(c);
+    else if constexpr (A != SIGMOID) {
+        if (made)
+            *made = new ActivatedRows<D, A, false>(c);
+        else
+            run<D, A, false>(c);
     }
 }
 
-template void activation_as<QT_DTYPE>(const ActivationCall&);
+template <class D>
+void activation_as(const ActivationCall& c, Producer** made) {
+    switch (c.kind) {
+        case GELU: return either<D, GELU>(c, made);
+        case QGELU: return either<D, QGELU>(c, made);
+        case RELU: return either<D, RELU>(c, made);
+        case SILU: return either<D, SILU>(c, made);
+        case SRELU: return either<D, SRELU>(c, made);
+        default: return either<D, SIGMOID>(c, made);
+    }
+}
+
+template void activation_as<QT_DTYPE>(const ActivationCall&, Producer**);
 
 }  // namespace QT_NAMESPACE

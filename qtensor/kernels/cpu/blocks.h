@@ -13,10 +13,11 @@ struct BlockQuantizer {
     const Plan& p;
     const QuantizeCall& c;
     const T* x;
+    const i64 begin, end;  // rows to quantize; c.rows are those of the tensor
     Direction row, column;
 
     BlockQuantizer(const Plan& plan, const QuantizeCall& call, const Sink& rows, const Sink& columns, bool stream)
-        : p(plan), c(call), x((const T*)call.x) {
+        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows) {
         float overflow = D::id == F16 ? 65504.0f : D::id == BF16 ? bits<float>(0x7f7f0000) : FLT_MAX;
         row = {&p, rows, p.rotated == ROWWISE, 0, c.seed, {}, nullptr, overflow, p.rotated == ROWWISE, stream};
         column = {&p, columns, p.rotated == COLUMNWISE, 1, c.seed, {}, nullptr, overflow, p.rotated == COLUMNWISE, stream};
@@ -24,6 +25,11 @@ struct BlockQuantizer {
 
     void run() {
         if (p.scale == SCALE_E4M3) maxima();
+        encode();
+    }
+
+    // All but the maxima behind the second level.
+    void encode() {
         if (p.square)
             squares();
         else if (!c.column.data)
@@ -46,25 +52,25 @@ struct BlockQuantizer {
     static i64 blocks_of(const Lines<T>& m) { return m.count * ((m.length + B - 1) / B); }
 
     void rows_only() {
-        const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+        const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
         parallel(blocks_of(m), 4 * W, c.threads, [&](i64 a, i64 b) { quantize_lines<D, E, B, Codes>(m, row, a, b); });
     }
 
     // MX: 32 rows and the columns whose factors the first cache level holds.
     void untransposed() {
-        const i64 stride = c.cols, bands = (c.rows + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
+        const i64 stride = c.cols, bands = (end - begin + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
         parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
             auto* columns = new ColumnQuantizer<D, E, Codes>(column);
             for (i64 t = a; t < b; t++) {
-                const i64 r = t / across * MX, k = t % across * COLUMN_TILE;
-                const i64 n = c.rows - r < MX ? c.rows - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
+                const i64 r = begin + t / across * MX, k = t % across * COLUMN_TILE;
+                const i64 n = end - r < MX ? end - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
                 if (c.row.data && !p.square) {
                     const Lines<T> m = row_lines(r, n, k, width);
                     quantize_lines<D, E, B, Codes>(m, row, 0, blocks_of(m));
                 }
                 // Only a whole tile follows a whole tile row for row.
-                const i64 r1 = (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
-                const bool whole = t + 1 < b && r1 + MX <= c.rows && k1 + width <= c.cols;
+                const i64 r1 = begin + (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
+                const bool whole = t + 1 < b && r1 + MX <= end && k1 + width <= c.cols;
                 columns->run({x + r * c.stride + k, n, width, c.stride, c.column.data + r / Codes * unit * stride + k, stride,
                               k, r / MX, whole ? x + r1 * c.stride + k1 : nullptr});
             }
@@ -75,17 +81,17 @@ struct BlockQuantizer {
     // f(rows of the transposed tile as lines) for every tile of 0 .. n; `turned` holds it.
     template <class F>
     void each_tile(const F& f) {
-        const i64 down = (c.rows + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
+        const i64 down = (end - begin + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
         const i64 stride = line_bytes(c.rows, column.whole_groups), total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
             T* turned = new T[size_t(TILE * TILE)];
             for (i64 t = a; t < b; t++) {
-                const i64 r = t / across * TILE, k = t % across * TILE;
-                const i64 n = c.rows - r < TILE ? c.rows - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+                const i64 r = begin + t / across * TILE, k = t % across * TILE;
+                const i64 n = end - r < TILE ? end - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
                 transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
                 if (t + 1 < b) {
-                    const i64 r1 = (t + 1) / across * TILE, k1 = (t + 1) % across * TILE;
-                    const i64 n1 = c.rows - r1 < TILE ? c.rows - r1 : TILE, w1 = c.cols - k1 < TILE ? c.cols - k1 : TILE;
+                    const i64 r1 = begin + (t + 1) / across * TILE, k1 = (t + 1) % across * TILE;
+                    const i64 n1 = end - r1 < TILE ? end - r1 : TILE, w1 = c.cols - k1 < TILE ? c.cols - k1 : TILE;
                     prefetch(x + r1 * c.stride + k1, n1, c.stride * i64(sizeof(T)), w1 * i64(sizeof(T)));
                 }
                 const Lines<T> m{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total};
@@ -112,14 +118,14 @@ struct BlockQuantizer {
             const Outputs out{c.row.data, line_bytes(c.cols, false), p.transposed ? c.column.data : nullptr,
                               line_bytes(c.rows, false)};
             using Square = SquareQuantizer<D, E, B, Codes>;
-            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (c.rows + B - 1) / B;
+            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (end - begin + B - 1) / B;
             parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
                 auto* square = new Square(row, none);
                 for (i64 t = a; t < b; t++) {
-                    const i64 r = t / across * B, k = t % across * width;
+                    const i64 r = begin + t / across * B, k = t % across * width;
                     Outputs o = out;
                     if (o.row) o.row += r * o.row_stride;
-                    square->run(x + r * c.stride, c.stride, c.rows - r < B ? c.rows - r : B, r, k,
+                    square->run(x + r * c.stride, c.stride, end - r < B ? end - r : B, r, k,
                                 k + width < c.cols ? k + width : c.cols, c.cols, o);
                 }
                 delete square;
@@ -167,7 +173,7 @@ struct BlockQuantizer {
 
     i32 rotated(bool columnwise) {
         if (!columnwise) {
-            const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+            const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
             return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
         }
         i32 top = 0;

@@ -12,7 +12,11 @@ void norm_as(const NormCall& c);
 template <class D>
 void sum_rows_as(const NormCall& c);
 template <class D>
-void activation_as(const ActivationCall& c);
+void activation_as(const ActivationCall& c, Producer** made);
+template <class D>
+Producer* norm_rows_as(const NormCall& c);
+template <class D>
+bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
@@ -28,7 +32,7 @@ int qt_quantize(const Plan* plan, const void* x, i64 dtype, i64 rows, i64 cols, 
                 float* column_amax, const float* column_given, float* scale_inv, const float* scale, float* amax_out,
                 i64 seed) {
     const QuantizeCall c{x, i32(dtype), i32(threads), rows, cols, stride, {row_data, row_scale, row_amax, row_given},
-                         {column_data, column_scale, column_amax, column_given}, scale_inv, scale, amax_out, seed};
+                         {column_data, column_scale, column_amax, column_given}, scale_inv, scale, amax_out, seed, 0, 0};
     const bool done = dtype == F32    ? quantize_as<Float32>(*plan, c)
                       : dtype == BF16 ? quantize_as<Bfloat16>(*plan, c)
                                       : quantize_as<Float16>(*plan, c);
@@ -69,6 +73,30 @@ void qt_sum_rows(const NormCall* c, i64 dtype) {
 
 // An activation, or its gradient where the call has dy.
 void qt_activation(const ActivationCall* c, i64 dtype) {
-    dtype == F32 ? activation_as<Float32>(*c) : dtype == BF16 ? activation_as<Bfloat16>(*c) : activation_as<Float16>(*c);
+    dtype == F32    ? activation_as<Float32>(*c, nullptr)
+    : dtype == BF16 ? activation_as<Bfloat16>(*c, nullptr)
+                    : activation_as<Float16>(*c, nullptr);
+}
+
+// Quantizes a norm or an activation (the other is null) of an input of `from`, whose result is `dtype`; x: where the result
+// is kept, or null. The other arguments, and what comes back, are those of qt_quantize.
+int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 from, const Plan* plan, void* x, i64 dtype, i64 rows,
+             i64 cols, i64 threads, u8* row_data, void* row_scale, float* row_amax, const float* row_given, u8* column_data,
+             void* column_scale, float* column_amax, const float* column_given, float* scale_inv, const float* scale,
+             float* amax_out, i64 seed) {
+    const QuantizeCall c{x, i32(dtype), i32(threads), rows, cols, cols, {row_data, row_scale, row_amax, row_given},
+                         {column_data, column_scale, column_amax, column_given}, scale_inv, scale, amax_out, seed, 0, 0};
+    Producer* made = nullptr;
+    if (norm)
+        made = from == F32 ? norm_rows_as<Float32>(*norm) : from == BF16 ? norm_rows_as<Bfloat16>(*norm) : norm_rows_as<Float16>(*norm);
+    else
+        from == F32    ? activation_as<Float32>(*activation, &made)
+        : from == BF16 ? activation_as<Bfloat16>(*activation, &made)
+                       : activation_as<Float16>(*activation, &made);
+    const bool done = dtype == F32    ? fused_as<Float32>(*plan, c, *made)
+                      : dtype == BF16 ? fused_as<Bfloat16>(*plan, c, *made)
+                                      : fused_as<Float16>(*plan, c, *made);
+    delete made;
+    return done ? 0 : 1;
 }
 }

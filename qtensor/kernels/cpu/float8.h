@@ -38,10 +38,11 @@ struct Float8Quantizer {
     const Plan& p;
     const QuantizeCall& c;
     const T* x;
+    const i64 begin, end;  // rows to quantize
     const bool nontemporal;
 
     Float8Quantizer(const Plan& plan, const QuantizeCall& call, bool stream)
-        : p(plan), c(call), x((const T*)call.x), nontemporal(stream) {}
+        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows), nontemporal(stream) {}
 
     float scale_of(i32 amax) const { return fp8_scale(all(amax), bits<float>(E::max_bits), p, FLT_MAX)[0]; }
 
@@ -62,9 +63,7 @@ struct Float8Quantizer {
         if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
-        VF f[4] = {all(scale), all(scale), all(scale), all(scale)};
-        const bool known = own || c.amax_out;
-        encode_all(f, 0, nullptr, is_odd(scale) ? 1 : known ? found >= INF_BITS : -1);
+        with_scale(scale, own || c.amax_out ? found >= INF_BITS : -1);
     }
 
     void rows() {
@@ -101,6 +100,12 @@ struct Float8Quantizer {
     // A given factor that is no positive finite number: signs and NaN are those of the products.
     static bool is_odd(float scale) { return !(scale > 0 && scale <= FLT_MAX); }
 
+    // Codes of the rows with the factor of the tensor; `safe` as encode_all has it.
+    void with_scale(float scale, int safe) {
+        VF f[4] = {all(scale), all(scale), all(scale), all(scale)};
+        encode_all(f, 0, nullptr, is_odd(scale) ? 1 : safe);
+    }
+
     // The factor of a row: given, from a given maximum, or from its own.
     float row_scale(i64 r) const {
         i32* amax = (i32*)c.scale_inv;
@@ -111,21 +116,23 @@ struct Float8Quantizer {
     // safe: 1 or 0 where it is known whether there are values that are not finite, else -1.
     void encode_all(const VF* factors, int step, i32* by_row, int safe) {
         if (!c.column.data && !by_row && !step && (c.stride == c.cols || c.rows == 1)) {
-            parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
+            const i64 first = begin * c.cols;
+            parallel((end - begin) * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
                 // Backwards: what the pass for the maximum read last is still in the cache.
                 constexpr i64 part = 16 * RUN;
                 for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
                     for (i64 i = at; i < b && i < at + part; i += RUN)
-                        run_of(x + i, b - i < RUN ? b - i : RUN, factors, 0, c.row.data + i, safe);
+                        run_of(x + first + i, b - i < RUN ? b - i : RUN, factors, 0, c.row.data + first + i, safe);
             });
             return;
         }
         constexpr i64 band = 256;
-        parallel(c.rows, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
+        parallel(end - begin, c.column.data ? band : 1, c.threads, [&](i64 a, i64 b) {
             u8* codes = c.column.data ? new (std::align_val_t(64)) u8[size_t(2 * band * band)] : nullptr;
             // Without a transpose a row is encoded while it is still in the cache.
             const i64 step_rows = codes ? band : 1;
-            for (i64 r = a; r < b; r += step_rows) bands(r, b - r < step_rows ? b - r : step_rows, factors, step, by_row, safe, codes);
+            for (i64 r = a; r < b; r += step_rows)
+                bands(begin + r, b - r < step_rows ? b - r : step_rows, factors, step, by_row, safe, codes);
             operator delete[](codes, std::align_val_t(64));
         });
     }
@@ -143,7 +150,7 @@ struct Float8Quantizer {
             c.scale_inv[row0 + r] = 1.0f / s;
         }
         const i64 tile = codes ? 256 : RUN;
-        if (by_row && !codes && row0 + 1 < c.rows) prefetch(x + (row0 + 1) * c.stride, 1, 0, (c.cols < 16384 ? c.cols : 16384) * i64(sizeof(T)));
+        if (by_row && !codes && row0 + 1 < end) prefetch(x + (row0 + 1) * c.stride, 1, 0, (c.cols < 16384 ? c.cols : 16384) * i64(sizeof(T)));
         for (i64 k = 0; k < c.cols; k += tile) {
             const i64 width = c.cols - k < tile ? c.cols - k : tile;
             if (codes && k + 2 * tile <= c.cols)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,21 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"gelu": 0, "qgelu": 1, "relu": 2, "silu": 3, "srelu": 4}
 _GATED = {"geglu": 0, "qgeglu": 1, "reglu": 2, "swiglu": 3, "sreglu": 4, "glu": 5}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a fused kernel quantizes to.
+
+    Attributes:
+        codec: the quantizer.
+        dtype: that the values are rounded to first.
+        given: scale, maxima and seed of the call, as ``quantize`` takes them.
+    """
+
+    codec: Any
+    dtype: torch.dtype
+    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None]
 
 
 class _NormCall(ctypes.Structure):
@@ -59,8 +76,8 @@ class _ActivationCall(ctypes.Structure):
     )
 
 
-def _handle(*tensors: Tensor | None) -> Any:
-    """The loaded kernels, or None where they cannot read a tensor."""
+def readable(*tensors: Tensor | None) -> Any:
+    """The loaded kernels, or None where there are none or they cannot read a tensor."""
     for t in tensors:
         if t is not None and (type(t) not in native._PLAIN or not t.is_cpu):
             return None
@@ -92,6 +109,47 @@ def _threads(count: int) -> int:
     return torch.get_num_threads() if count > native.ONE_THREAD else 1
 
 
+def norm_call(
+    outputs: tuple[Tensor | None, Tensor, Tensor],
+    x: Tensor,
+    vectors: tuple[Tensor | None, Tensor | None],
+    settings: tuple[str, float, bool],
+    dtype: torch.dtype,
+) -> tuple[_NormCall, list[Tensor | None]]:
+    """A norm as the kernels take it, and the tensors that it points into.
+
+    Args:
+        outputs: y, None where it is not kept; mean; rstd.
+        x: not empty.
+        vectors: weight and bias.
+        settings: the kind, eps and whether the weight is centered at zero.
+        dtype: of y.
+    """
+    y, mean, rstd = outputs
+    kind, eps, zero_centered = settings
+    matrix, rows, cols, stride = _rows(x)
+    weight, weight_at, weight_dtype = _vector(vectors[0])
+    bias, bias_at, bias_dtype = _vector(vectors[1])
+    call = _NormCall(
+        x=matrix.data_ptr(),
+        rows=rows,
+        cols=cols,
+        stride=stride,
+        y=None if y is None else y.data_ptr(),
+        weight=weight_at,
+        bias=bias_at,
+        mean=mean.data_ptr() if kind == "layernorm" else None,
+        rstd=rstd.data_ptr(),
+        y_dtype=_DTYPES[dtype],
+        weight_dtype=weight_dtype,
+        bias_dtype=bias_dtype,
+        zero_centered=zero_centered,
+        threads=_threads(rows * cols),
+        eps=eps,
+    )
+    return call, [matrix, weight, bias]
+
+
 def norm_(
     outputs: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
@@ -99,32 +157,11 @@ def norm_(
     bias: Tensor | None,
     settings: tuple[str, float, bool],
 ) -> bool:
-    """Write y, mean and rstd; ``settings`` are the kind, eps and whether the weight is centered at zero."""
-    handle = _handle(x, weight, bias)
+    """Write y, mean and rstd; ``settings`` as ``norm_call`` takes them."""
+    handle = readable(x, weight, bias)
     if handle is None or not x.numel():
         return False
-    y, mean, rstd = outputs
-    kind, eps, zero_centered = settings
-    matrix, rows, cols, stride = _rows(x)
-    weight, weight_at, weight_dtype = _vector(weight)
-    bias, bias_at, bias_dtype = _vector(bias)
-    call = _NormCall(
-        x=matrix.data_ptr(),
-        rows=rows,
-        cols=cols,
-        stride=stride,
-        y=y.data_ptr(),
-        weight=weight_at,
-        bias=bias_at,
-        mean=mean.data_ptr() if kind == "layernorm" else None,
-        rstd=rstd.data_ptr(),
-        y_dtype=_DTYPES[y.dtype],
-        weight_dtype=weight_dtype,
-        bias_dtype=bias_dtype,
-        zero_centered=zero_centered,
-        threads=_threads(rows * cols),
-        eps=eps,
-    )
+    call, _alive = norm_call(outputs, x, (weight, bias), settings, outputs[0].dtype)
     handle.qt_norm(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
     return True
 
@@ -139,7 +176,7 @@ def norm_backward_(
 ) -> bool:
     """Write dx, dweight and dbias, the last two where they are not empty; the mean is None for RMSNorm."""
     mean, rstd = stats
-    handle = _handle(dy, x, weight, mean, rstd)
+    handle = readable(dy, x, weight, mean, rstd)
     if handle is None or not x.numel():
         return False
     dx, dweight, dbias = outputs
@@ -173,7 +210,7 @@ def norm_backward_(
 
 def bias_grad_(out: Tensor, dy: Tensor) -> bool:
     """Write the sum of the rows."""
-    handle = _handle(dy)
+    handle = readable(dy)
     if handle is None or not dy.numel():
         return False
     matrix, rows, cols, stride = _rows(dy)
@@ -189,11 +226,10 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
     return True
 
 
-def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> bool:
-    """Write the activation, or the gradient of ``x`` where there is a ``dy``, which must have its dtype."""
-    handle = _handle(x, dy)
-    if handle is None or not x.numel() or (dy is not None and dy.dtype is not x.dtype):
-        return False
+def activation_call(
+    out: Tensor | None, x: Tensor, kind: str, dy: Tensor | None = None
+) -> tuple[_ActivationCall, list[Tensor | None]]:
+    """An activation, or a gradient where there is ``dy``, as the kernels take it, and the tensors that it points into."""
     matrix, rows, cols, stride = _rows(x)
     gated = kind in _GATED
     cols = cols // 2 if gated else cols
@@ -204,7 +240,7 @@ def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> 
     call = _ActivationCall(
         x=matrix.data_ptr(),
         dy=grad_at,
-        out=out.data_ptr(),
+        out=None if out is None else out.data_ptr(),
         rows=rows,
         cols=cols,
         stride=stride,
@@ -213,5 +249,70 @@ def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> 
         gated=gated,
         threads=_threads(rows * cols),
     )
+    return call, [matrix, grad]
+
+
+def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> bool:
+    """Write the activation, or the gradient of ``x`` where there is a ``dy``, which must have its dtype."""
+    handle = readable(x, dy)
+    if handle is None or not x.numel() or (dy is not None and dy.dtype is not x.dtype):
+        return False
+    call, _alive = activation_call(out, x, kind, dy)
     handle.qt_activation(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
     return True
+
+
+def norm_quantize_(
+    outputs: tuple[Tensor | None, Tensor, Tensor],
+    buffers: Sequence[Tensor],
+    x: Tensor,
+    vectors: tuple[Tensor | None, Tensor | None],
+    settings: tuple[str, float, bool],
+    target: Target,
+) -> bool:
+    """Write mean, rstd, the buffers of the norm in slot order (and the amax of delayed scaling), and y where it is kept."""
+    if readable(x, *vectors) is None or not x.numel():
+        return False
+    call, _alive = norm_call(outputs, x, vectors, settings, target.dtype)
+    return _fused(call, None, x.dtype, x.shape, outputs[0], buffers, target)
+
+
+def activation_quantize_(
+    y: Tensor | None, buffers: Sequence[Tensor], x: Tensor, kind: str, target: Target
+) -> bool:
+    """Write the buffers of the activation in slot order (and the amax of delayed scaling), and ``y`` where it is kept."""
+    if readable(x) is None or not x.numel():
+        return False
+    call, _alive = activation_call(y, x, kind)
+    shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if kind in _GATED else 1)))
+    return _fused(None, call, x.dtype, shape, y, buffers, target)
+
+
+def _fused(
+    norm: _NormCall | None,
+    activation: _ActivationCall | None,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    kept: Tensor | None,
+    buffers: Sequence[Tensor],
+    target: Target,
+) -> bool:
+    arguments = native.quantize_arguments(target.codec, buffers, shape, target.given)
+    kernels = native.library()
+    if arguments is None or isinstance(kernels, str):
+        return False
+    plan, rows, cols, pointers = arguments
+    status = kernels.handle.qt_fused(
+        None if norm is None else ctypes.byref(norm),
+        None if activation is None else ctypes.byref(activation),
+        _SIZE(_DTYPES[dtype]),
+        _POINTER(plan),
+        _POINTER(None if kept is None else kept.data_ptr()),
+        _SIZE(_DTYPES[target.dtype]),
+        _SIZE(rows),
+        _SIZE(cols),
+        _SIZE(_threads(rows * cols)),
+        *map(_POINTER, pointers[:-1]),
+        _SIZE(pointers[-1]),
+    )
+    return bool(status == 0)

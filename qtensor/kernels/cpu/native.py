@@ -249,6 +249,37 @@ def quantize_(
     return bool(status == 0)
 
 
+def quantize_arguments(
+    codec: Any,
+    buffers: Sequence[Tensor],
+    shape: torch.Size,
+    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
+) -> tuple[int, int, int, list[Any]] | None:
+    """What a kernel that quantizes takes beside its input: plan, rows, columns, and all from the buffers on.
+
+    Args:
+        codec: the quantizer.
+        buffers: in slot order, and the amax that delayed scaling returns.
+        shape: of the tensor.
+        given: scale, maxima and seed.
+
+    Returns:
+        None where the kernels do not serve the call.
+    """
+    scale, amax, seed = given
+    site = _site(codec, shape)
+    pointers = None if site is None else _pointers(site, buffers)
+    if site is None or pointers is None or not _take_given(codec, site, pointers, scale, amax):
+        return None
+    found = buffers[-1] if codec.returns_amax and len(buffers) > len(codec.slots) else None
+    rest = [
+        None if scale is None else scale.data_ptr(),
+        None if found is None else found.data_ptr(),
+        0 if seed is None or not codec.stochastic_rounding else int(seed),
+    ]
+    return site.address, site.rows, site.cols, [*pointers, *rest]
+
+
 def _take_given(
     codec: Any,
     site: Site,

@@ -84,6 +84,10 @@ struct Norm {
         });
         if (stream) fence();
     }
+    void band(i64 begin, i64 end, Y* y) const {
+        for (i64 r = begin; r < end; r++)
+            rows_forward(row_of(r), y + (r - begin) * c.cols, r, r + 1 < end ? row_of(r + 1) : row_of(r), false);
+    }
     void rows_forward(const T* x, Y* y, i64 r, const T* next, bool stream) const {
         float mean = 0.0f;
         if (c.mean) {
@@ -235,6 +239,20 @@ void sum_rows_as(const NormCall& c) {
     sum_rows<D>(c);
 }
 
+template <class D, class DY>
+struct NormRows : Producer {
+    Norm<D, DY> norm;
+    explicit NormRows(const NormCall& c) : norm(c) {}
+    void rows(i64 begin, i64 end, void* out) override { norm.band(begin, end, (typename DY::T*)out); }
+};
+template <class D>
+Producer* norm_rows_as(const NormCall& c) {
+    if (c.y_dtype == F32) return new NormRows<D, Float32>(c);
+    if (c.y_dtype == BF16) return new NormRows<D, Bfloat16>(c);
+    return new NormRows<D, Float16>(c);
+}
+
+template Producer* norm_rows_as<QT_DTYPE>(const NormCall&);
 template void norm_as<QT_DTYPE>(const NormCall&);
 template void sum_rows_as<QT_DTYPE>(const NormCall&);
 

@@ -56,6 +56,7 @@ struct QuantizeCall {
     const float* scale;      // encode factors to use
     float* amax_out;         // delayed scaling
     i64 seed;
+    i64 begin, end;          // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
 // x (m, k) bfloat16 @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
@@ -99,4 +100,10 @@ struct ActivationCall {
     void* out;
     i64 rows, cols, stride, dy_stride;
     i32 kind, gated, threads;
+};
+
+// What a fused kernel quantizes, made a few rows at a time.
+struct Producer {
+    virtual void rows(i64 begin, i64 end, void* out) = 0;  // out holds only these, one behind the other
+    virtual ~Producer() = default;
 };
