@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.kernels import triton_float_calls as triton_floats
 from qtensor.kernels.cpu import floats, native
 from qtensor.kernels.triton_calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton_calls import quantize_ as triton_quantize_
@@ -52,6 +53,12 @@ FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
         "activation": floats.activation_,
         "norm_quantize": floats.norm_quantize_,
         "activation_quantize": floats.activation_quantize_,
+    },
+    "cuda": {
+        "norm": triton_floats.norm_,
+        "norm_backward": triton_floats.norm_backward_,
+        "bias_grad": triton_floats.bias_grad_,
+        "activation": triton_floats.activation_,
     },
 }
 """Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the

@@ -1,5 +1,5 @@
-// Quantizing what is made a few rows at a time: one pass over memory where the factors are local, two over the input where
-// a maximum of the whole tensor comes first.
+// Quantizing what is made a few rows at a time, while they are in the cache. Where a maximum of the whole tensor comes
+// first, it is found on the way, and the tensor kept and quantized then, or made once more where there is no room for it.
 #pragma once
 #include "blocks.h"
 #include "float8.h"
@@ -30,16 +30,16 @@ struct Fused {
         return fit < unit ? unit : fit / unit * unit;
     }
 
-    // f(call for the band, call for the band alone) for each; `again`: what is kept has been produced already.
+    // f(call for the band, call for the band alone) for each.
     template <class F>
-    void bands(bool again, const F& f) const {
+    void bands(const F& f) const {
         parallel((c.rows + height - 1) / height, 1, c.threads, [&](i64 a, i64 b) {
             T* kept = (T*)c.x;
             T* buffer = kept ? nullptr : new (std::align_val_t(64)) T[size_t(height * c.cols)];
             for (i64 band = a; band < b; band++) {
                 const i64 begin = band * height, end = begin + height < c.rows ? begin + height : c.rows;
                 T* at = kept ? kept + begin * c.cols : buffer;
-                if (!kept || !again) producer.rows(begin, end, at);
+                producer.rows(begin, end, at);
                 QuantizeCall part = c;
                 part.stride = c.cols, part.threads = 1, part.begin = begin, part.end = end;
                 part.x = (const void*)(uintptr_t(at) - uintptr_t(begin * c.cols) * sizeof(T));
@@ -60,10 +60,15 @@ struct Fused {
     void tensor() {
         i32 found = 0;
         const bool own = !c.scale && !c.row.given;
-        if (own) bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
+        if (own) bands([&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
         const Float8Quantizer<D, E> whole(p, c, false);
         const float scale = c.scale ? *c.scale : whole.scale_of(own ? found : bits<i32>(*c.row.given));
-        bands(own, [&](const QuantizeCall& part, const QuantizeCall& alone) {
+        *c.scale_inv = 1.0f / scale;
+        if (own && c.x) {
+            Float8Quantizer<D, E>(p, c, stream).with_scale(scale, found >= INF_BITS);
+            return;
+        }
+        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
             int safe = own ? found >= INF_BITS : -1;
             if (c.amax_out && !own) {
                 const i32 top = amax_tensor<D>(alone, false);
@@ -72,14 +77,13 @@ struct Fused {
             }
             Float8Quantizer<D, E>(p, part, stream).with_scale(scale, safe);
         });
-        *c.scale_inv = 1.0f / scale;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
     }
 
     template <class E>
     void rows() {
         if (!c.scale && c.row.given) memcpy(c.scale_inv, c.row.given, sizeof(float) * size_t(c.rows));
-        bands(false, [&](const QuantizeCall& part, const QuantizeCall&) {
+        bands([&](const QuantizeCall& part, const QuantizeCall&) {
             Float8Quantizer<D, E>(p, part, stream).encode_all(nullptr, 0, (i32*)c.scale_inv, -1);
         });
     }
@@ -95,7 +99,7 @@ struct Fused {
     void blocks() {
         using Band = Quantizer<E, B, Codes>;
         if (p.scale != SCALE_E4M3) {
-            bands(false, [&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
+            bands([&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
             return;
         }
         // Square blocks have one maximum, whichever direction asks.
@@ -104,7 +108,7 @@ struct Fused {
         i32 of_rows = 0, of_columns = 0;
         const bool wanted = (row && !first.given && !p.row_scaled) || (column && !c.column.given);
         if (wanted)
-            bands(false, [&](const QuantizeCall& part, const QuantizeCall& alone) {
+            bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
                 Band band(p, part, stream);
                 if (row && !first.given) raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
                 if (column && !c.column.given) raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
@@ -121,7 +125,13 @@ struct Fused {
             *c.column.amax = c.column.given ? *c.column.given : bits<float>(of_columns);
             along_columns = nvfp4_global(*c.column.amax, p.e4m3_max);
         }
-        bands(wanted, [&](const QuantizeCall& part, const QuantizeCall& alone) {
+        if (wanted && c.x) {
+            Band all(p, c, stream);
+            all.row.global = along_rows, all.column.global = along_columns;
+            all.encode();
+            return;
+        }
+        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
             Band band(p, part, stream);
             band.row.global = along_rows, band.column.global = along_columns;
             if (p.row_scaled) {
