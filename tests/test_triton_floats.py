@@ -1,8 +1,14 @@
 """Triton kernels for norms, activations and bias gradients: the bytes of the reference, in the interpreter or on a GPU."""
 
+import concurrent.futures
+import multiprocessing
+
 import pytest
+import torch
 import triton_checks
+import triton_compiler
 import triton_float_checks as checks
+import triton_float_compiler as compiler
 from float_cases import ACTIVATIONS, GATED
 from triton_checks import needs_triton
 
@@ -25,3 +31,32 @@ def test_activations(run, kind):
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_norms(run, kind, seed):
     run(checks.check_norm, kind, seed)
+
+
+@pytest.fixture(scope="module")
+def compile_run(tmp_path_factory):
+    """Call a function in a process whose kernels compile."""
+    folder = str(tmp_path_factory.mktemp("triton"))
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        1, spawn, triton_compiler.compile_only, (folder,)
+    ) as executor:
+        yield lambda function, *args: executor.submit(function, *args).result(timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "shape"),
+    [
+        (torch.bfloat16, ("gelu", "qgeglu", "sreglu", "swiglu", "glu"), (256, 512)),
+        (torch.float16, ("silu", "relu"), (33, 70)),
+        (torch.float32, ("reglu", "geglu"), (7, 1000)),
+    ],
+    ids=["bfloat16", "float16", "float32"],
+)
+def test_they_compile_to_instructions_that_round_as_written(compile_run, dtype, kinds, shape):
+    """For Hopper and Blackwell: two targets for each kernel that is launched."""
+    assert compile_run(compiler.check, dtype, kinds, shape) >= 2 * (2 * len(kinds) + 9)
+
+
+def test_every_kernel_is_compiled(compile_run):
+    assert compile_run(compiler.unused) == set()

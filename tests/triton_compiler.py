@@ -25,7 +25,7 @@ _POINTERS = {
 FORBIDDEN = {
     r"\bfma\.": "a product and a sum in one rounding",
     r"\bdiv\.(full|approx)": "a division that is not IEEE",
-    r"\b(rcp|sqrt|ex2|lg2)\.approx": "an approximation",
+    r"\b(rcp|sqrt|rsqrt|ex2|lg2|tanh)\.approx": "an approximation",
     r"\.ftz\b": "subnormals flushed to zero",
 }
 

@@ -304,8 +304,9 @@ def _fused(
         return False
     plan, rows, cols, pointers = arguments
     scale, amax, _ = target.given
-    if kept is None and scale is None and not amax and _is_tensor_wide(target.codec, shape):
-        # A factor that all elements decide: made once and read twice is faster than made twice.
+    tensor_wide = scale is None and not amax and _is_tensor_wide(target.codec, shape)
+    if kept is None and activation is not None and tensor_wide:
+        # Memory for the tensor between costs less than to activate twice, but more than a second norm.
         kept = torch.empty(shape, dtype=target.dtype)
     status = kernels.handle.qt_fused(
         None if norm is None else ctypes.byref(norm),
