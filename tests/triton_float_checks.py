@@ -7,11 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from adversarial import SEED
 from float_cases import GATED, draw_floats, hurting, outputs_of, without_kernels
-from formats import DTYPES, assert_same_bytes
+from formats import BY_NAME, DTYPES, USAGES, assert_same_bytes
+from native_cases import assert_same_floats
 from triton_checks import device
 
 from qtensor.kernels import table
+from qtensor.kernels.cpu.floats import Target
 
 ops = torch.ops.qtensor
 
@@ -20,6 +23,7 @@ def compare(op: Any, *args: Any) -> list[torch.Tensor]:
     """The same bytes from the kernels of the table's row for GPUs as from the reference."""
     with without_kernels():
         want = outputs_of(op(*args))
+    fused = op in (ops.norm_quantize, ops.activation_quantize)
     row = table.FLOATS["cuda"]
     served = []
 
@@ -32,7 +36,8 @@ def compare(op: Any, *args: Any) -> list[torch.Tensor]:
         got = outputs_of(op(*moved))
     assert served == [True], f"{op} was not served"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert_same_bytes(g.cpu(), w, f"output {i} of {op}")
+        same = assert_same_floats if fused and w.is_floating_point() else assert_same_bytes
+        same(g.cpu(), w, f"output {i} of {op}")
     return want
 
 
@@ -68,3 +73,39 @@ def check_norm(kind: str, seed: int) -> None:
         got = compare(ops.norm, x, weight, bias, kind, 1e-5, centered, dtypes[4])
         compare(ops.norm_backward, dy, x, weight, *got[1:], kind, centered, with_bias)
         compare(ops.bias_grad, dy)
+
+
+def check_fused(name: str, options: dict[str, Any]) -> None:
+    """Fused kernels of a format, by usage and dtype: the bytes of the two ops by the reference."""
+    case = BY_NAME[name]
+    torch.manual_seed(2)
+    shape = (130, 140) if name == "fp8_blockwise" else (40, 70)
+    for turn, (rowwise, columnwise) in enumerate(USAGES):
+        q = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
+        if name == "nvfp4" and columnwise and not q.two_dimensional:
+            continue
+        scale = torch.tensor([32.0]) if q.needs_scale else None
+        seed = torch.tensor([SEED]) if q.stochastic_rounding else None
+        x = hurting(shape, DTYPES[turn], turn)
+        weight = torch.randn(shape[1])
+        norm, dtype = ("layernorm", "rmsnorm")[turn % 2], DTYPES[(turn + 1) % 3]
+        bias = weight if turn else None
+        args = (weight, bias, norm, 1e-5, turn == 1, dtype, q.canonical, scale, None, seed)
+        compare(ops.norm_quantize, x, *args)
+        act = ("swiglu", "gelu", "sreglu")[turn]
+        compare(ops.activation_quantize, x, act, q.canonical, scale, None, seed)
+
+
+def check_left_to_the_pair() -> None:
+    """Columns of nvfp4, its rotation, and a tensor between that is kept: not served, and nothing is written."""
+    x = torch.randn(4, 32, device=device())
+    kernels = table.FLOATS["cuda"]["activation_quantize"]
+    for options in ({"columnwise": True}, {"with_rht": True, "rht_side": "rowwise"}):
+        codec = BY_NAME["nvfp4"].quantizer(**options)
+        buffers = [torch.full_like(b, 7) for b in codec.alloc_tensors((4, 32)).values()]
+        target = Target(codec, x.dtype, (None, None, None))
+        assert kernels(None, buffers, x, "gelu", target) is False
+        assert all(bool((b == 7).all()) for b in buffers)
+    mx = Target(BY_NAME["mxfp8"].quantizer(), x.dtype, (None, None, None))
+    buffers = list(mx.codec.alloc_tensors((4, 32)).values())
+    assert kernels(torch.empty_like(x), buffers, x, "gelu", mx) is False

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from triton_compiler import FORBIDDEN, compiled
 
+import qtensor
+
 MODULES = ("activation", "norm")
 
 
@@ -40,11 +42,37 @@ def check(dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int]) ->
         texts.extend(compiled(kernel, args, constants))
 
     _calls(compile_only, dtype, kinds, shape)
+    _check_rounding(texts, f"{dtype} {kinds}")
+    return len(texts)
+
+
+def check_fused(name: str) -> int:
+    """Compile the kernels that quantize a norm and an activation; returns how many PTX files there were."""
+    texts: list[str] = []
+
+    def compile_only(kernel: Any, _: int, *args: Any, **constants: Any) -> None:
+        texts.extend(compiled(kernel, args, constants))
+
+    for module in (*MODULES, "amax", "float8", "mx", "nvfp4"):
+        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = compile_only
+    backend = importlib.import_module("qtensor.kernels.triton_backend")
+    codec = qtensor.quantizer(name)
+    x, weight = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(512)
+    stats = torch.zeros(256), torch.zeros(256)
+    norm = backend.made_norm(stats, x, (weight, weight), ("layernorm", 1e-5, True), x.dtype)
+    for made in (norm, backend.made_activation(torch.zeros(256, 1024).half(), "swiglu")):
+        buffers = codec.alloc_tensors(made.shape)
+        scale = torch.ones(1) if codec.needs_scale else None
+        backend.quantize_(codec, buffers, made, scale, None, None)
+    _check_rounding(texts, name)
+    return len(texts)
+
+
+def _check_rounding(texts: list[str], name: str) -> None:
     for text in texts:
         for pattern, meaning in FORBIDDEN.items():
             found = re.search(rf".*{pattern}.*", text)
-            assert found is None, f"{dtype} {kinds}: {meaning}: {found and found.group(0)}"
-    return len(texts)
+            assert found is None, f"{name}: {meaning}: {found and found.group(0)}"
 
 
 def unused() -> set[str]:

@@ -59,6 +59,8 @@ FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
         "norm_backward": triton_floats.norm_backward_,
         "bias_grad": triton_floats.bias_grad_,
         "activation": triton_floats.activation_,
+        "norm_quantize": triton_floats.norm_quantize_,
+        "activation_quantize": triton_floats.activation_quantize_,
     },
 }
 """Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the

@@ -12,6 +12,7 @@ from qtensor.kernels import (
     triton_activation,
     triton_dequantize,
     triton_float8,
+    triton_fused,
     triton_mx,
     triton_norm,
     triton_nvfp4,
@@ -33,6 +34,9 @@ activation_ = triton_activation.activation_
 norm_ = triton_norm.norm_
 norm_backward_ = triton_norm.norm_backward_
 bias_grad_ = triton_norm.bias_grad_
+made_activation = triton_fused.made_activation
+made_norm = triton_fused.made_norm
+fuses = triton_fused.serves
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:

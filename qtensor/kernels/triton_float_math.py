@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import round_bfloat16
+from qtensor.kernels.triton_common import round_bfloat16, to_float32
 from qtensor.kernels.triton_elements import as_bits, as_float, reciprocal
 
 LANES = tl.constexpr(128)
@@ -38,6 +38,17 @@ def rounded(values, element_type: tl.constexpr):
         return bits.to(tl.float16, bitcast=True)
     else:
         return as_float(tl.where(values != values, 0x7FC00000, as_bits(values)))
+
+
+@triton.jit
+def through(values, DTYPE: tl.constexpr):
+    """float32 values rounded to a dtype and back."""
+    if DTYPE == "bfloat16":
+        return to_float32(round_bfloat16(values).to(tl.int16))
+    elif DTYPE == "float16":
+        return values.to(tl.float16).to(tl.float32)
+    else:
+        return values
 
 
 @triton.jit
