@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 import torch
+from float_cases import check_random as check_floats
 from formats import FORMATS, USAGES, assert_same_bytes
 from native_cases import check, check_random, data, call_of, loaded, threads
 from qtensor.kernels.cpu.native import Library
@@ -44,6 +45,8 @@ with loaded(Library(sys.argv[1])):
                         check(codec, data("nan", shape, dtype), **call_of(case, options))
     for seed in range(int(sys.argv[2])):
         check_random(seed)
+    for seed in range(int(sys.argv[2]) // 5):
+        check_floats(seed)
 print("compared")
 """
 
