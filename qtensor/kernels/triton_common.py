@@ -43,12 +43,12 @@ class Made:
     """
 
     arguments: tuple[Any, ...]
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    def stride(self) -> tuple[int, int]:
+    def stride(self) -> tuple[int, ...]:
         """As a tensor has it."""
         return self.strides
 
