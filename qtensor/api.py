@@ -10,9 +10,8 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
 
-# Nothing here calls these yet; importing them registers their ops.
-from qtensor.library import activation as _activation  # noqa: F401
-from qtensor.library import norm as _norm  # noqa: F401
+# Nothing here calls it; importing it registers the ops of norms and activations.
+from qtensor.library import fused as _fused  # noqa: F401
 from qtensor.library.codec import codec_class, codec_names
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from formats import assert_same_bytes
+from native_cases import threads
 from oracle import float_ops
 from torch import Tensor
+
+from qtensor.kernels import table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -89,3 +96,88 @@ def expect_activation(x, gate, kind, dy, like):
         value, slope = float_ops.activate(first, gate)
         dx = np.concatenate(((grad * second) * slope, grad * value), -1)
         return rounded(value * second, like[0]), rounded(dx, like[1])
+
+
+# ---- kernels beside the reference --------------------------------------------------------------
+
+ACTIVATIONS = ("gelu", "qgelu", "relu", "silu", "srelu")
+GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """The ops compute by the reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "FLOATS", {})
+        yield
+
+
+@contextlib.contextmanager
+def kernels_only() -> Iterator[None]:
+    """A call that the kernels leave to the reference fails."""
+
+    def checked(name: str, device: str, *args: Any) -> bool:
+        assert table.FLOATS[device][name](*args), f"{name} was not served"
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "floats_", checked)
+        yield
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def check_kernels(op: Any, *args: Any) -> list[Tensor]:
+    """The same bytes from the kernels as from the reference; inputs stay as they were."""
+    given = [a.clone() for a in args if isinstance(a, Tensor)]
+    with kernels_only():
+        got = outputs_of(op(*args))
+    with without_kernels():
+        want = outputs_of(op(*args))
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_same_bytes(g, w, f"output {i} of {op}")
+    for before, after in zip(given, (a for a in args if isinstance(a, Tensor)), strict=True):
+        assert_same_bytes(after, before, "an input")
+    return got
+
+
+def draw_floats(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values of a kind and strides drawn at random."""
+    seed = rng.randint(0, 1 << 30)
+    generator = torch.Generator().manual_seed(seed)
+    if rng.random() < 0.5:
+        x = hurting(shape, dtype, seed)
+    else:
+        x = (torch.randn(shape, generator=generator) * 2.0 ** rng.randint(-30, 30)).to(dtype)
+    return rng.choice(strided(x)) if rng.random() < 0.3 else x
+
+
+def check_random(seed: int) -> None:
+    """Every op once on a random shape, by the kernels and by the reference."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    rows, cols = rng.choice([
+        (rng.randint(1, 9), rng.randint(1, 700)),
+        (rng.randint(1, 300), rng.randint(1, 40)),
+        (rng.choice([63, 64, 65, 128, 129]), rng.choice([127, 128, 129, 256, 257])),
+    ])
+    shape = rng.choice([(rows, cols), (rows, 1, cols), (cols,)])
+    dtype, other, third = (rng.choice(DTYPES) for _ in range(3))
+    x, dy = draw_floats(rng, shape, dtype), draw_floats(rng, shape, other)
+    weight = rng.choice([None, draw_floats(rng, (cols,), third)])
+    bias = rng.choice([None, draw_floats(rng, (cols,), rng.choice(DTYPES))])
+    kind, centered = rng.choice(["layernorm", "rmsnorm"]), rng.random() < 0.5
+    eps = rng.choice([0.0, 1e-5, 1e-12])
+    with threads(1 + seed % 2):
+        ops = torch.ops.qtensor
+        got = check_kernels(ops.norm, x, weight, bias, kind, eps, centered, other)
+        with_bias = bias is not None
+        check_kernels(ops.norm_backward, dy, x, weight, *got[1:], kind, centered, with_bias)
+        check_kernels(ops.bias_grad, x)
+        gate = rng.random() < 0.5
+        act = rng.choice(GATED if gate else ACTIVATIONS)
+        x = draw_floats(rng, (*shape[:-1], shape[-1] * (1 + gate)), dtype)
+        check_kernels(ops.activation, x, act)
+        check_kernels(ops.activation_backward, dy.to(dtype), x, act)

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 import torch
+from float_cases import check_random as check_floats
+from fused_cases import check as check_fused
 from formats import FORMATS, USAGES, assert_same_bytes
 from native_cases import check, check_random, data, call_of, loaded, threads
 from qtensor.kernels.cpu.native import Library
@@ -42,8 +44,13 @@ with loaded(Library(sys.argv[1])):
                     dtype = (torch.float32, torch.bfloat16, torch.float16)[sum(shape) % 3]
                     with threads(1 + sum(shape) % 2):
                         check(codec, data("nan", shape, dtype), **call_of(case, options))
+                if columnwise:
+                    x = torch.randn(131, 260).bfloat16()
+                    check_fused(x, codec, call_of(case, options), rowwise)
     for seed in range(int(sys.argv[2])):
         check_random(seed)
+    for seed in range(int(sys.argv[2]) // 5):
+        check_floats(seed)
 print("compared")
 """
 

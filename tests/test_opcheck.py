@@ -319,6 +319,24 @@ def grouped_bias_grad(case: FormatCase) -> Iterator[Sample]:
         yield (torch.randn(33, 5).half(), *call), {}
 
 
+def norm_quantize(case: FormatCase) -> Iterator[Sample]:
+    x, weight = ordinary((33, 40), torch.bfloat16), torch.randn(40)
+    for q in (case.quantizer(), case.quantizer(columnwise=True)):
+        scale, seed = live(case, q)
+        args = (x, weight, None, "layernorm", 1e-5, False, x.dtype, q.canonical)
+        yield (*args, scale, None, seed), {}
+        yield args, {"scale": scale, "seed": seed, "keep": True}
+    yield (x[:0], *args[1:]), {"scale": scale, "seed": seed}
+
+
+def activation_quantize(case: FormatCase) -> Iterator[Sample]:
+    for args, kwargs in norm_quantize(case):
+        scale, _, seed = args[8:] if len(args) > 8 else (kwargs["scale"], None, kwargs["seed"])
+        rest = {"scale": scale, "seed": seed, "keep": kwargs.get("keep", False)}
+        yield (args[0], "swiglu", args[7]), rest
+    yield (torch.randn(2, 3, 40), "gelu", args[7]), rest
+
+
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
@@ -349,6 +367,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::bias_grad": bias_grad,
     "qtensor::activation": activation,
     "qtensor::activation_backward": activation_backward,
+    "qtensor::norm_quantize": norm_quantize,
+    "qtensor::activation_quantize": activation_quantize,
 }
 """Op -> inputs for a format. An op without a row fails ``test_every_op_has_samples``."""
 

@@ -18,6 +18,11 @@ _OPTIONS = "options of a layer, named as users of nn.Linear and Transformer Engi
 _BYTES = "each parameter is one number of the contract; a bundle would be built for one caller"
 
 REASONS: dict[str, str] = {
+    "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
+    "qtensor/library/fused.py::_activation_quantize_alloc": _FLAT,
+    "qtensor/library/fused.py::_activation_quantize_fill": _FLAT,
+    "qtensor/library/fused.py::_norm_quantize_alloc": _FLAT,
+    "qtensor/library/fused.py::_norm_quantize_fill": _FLAT,
     "qtensor/library/gemm.py::_gemm_alloc": _FLAT,
     "qtensor/library/gemm.py::_gemm_fill": _FLAT,
     "qtensor/library/gemm.py::_decode_operands": _FLAT,

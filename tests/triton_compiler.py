@@ -25,7 +25,7 @@ _POINTERS = {
 FORBIDDEN = {
     r"\bfma\.": "a product and a sum in one rounding",
     r"\bdiv\.(full|approx)": "a division that is not IEEE",
-    r"\b(rcp|sqrt|ex2|lg2)\.approx": "an approximation",
+    r"\b(rcp|sqrt|rsqrt|ex2|lg2|tanh)\.approx": "an approximation",
     r"\.ftz\b": "subnormals flushed to zero",
 }
 
@@ -45,6 +45,12 @@ def _type(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def _is_fixed(value: Any) -> bool:
+    """What is None or 1, a constant or a function is a constant to Triton."""
+    kind = type(value).__name__
+    return value is None or kind in ("constexpr", "JITFunction") or (kind == "int" and value == 1)
+
+
 def _is_aligned(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.data_ptr() % 16 == 0
@@ -56,21 +62,31 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
     triton = importlib.import_module("triton")
     source_of = importlib.import_module("triton.compiler").ASTSource
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
+    common = importlib.import_module("qtensor.kernels.triton_common")
     warps = constants.pop("num_warps", 4)
+    args = tuple(a.arguments if isinstance(a, common.Made) else a for a in args)
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
-    # What is None or 1 is a constant to Triton.
-    fixed = {
-        n for n, v in values.items() if n in constants or v is None or (type(v) is int and v == 1)
+    # An argument by its place; what is inside a tuple by the place there too.
+    leaves: dict[tuple[int, ...], Any] = {}
+    for index, name in enumerate(kernel.arg_names):
+        value = values[name]
+        inside = enumerate(value) if isinstance(value, tuple) else ()
+        leaves |= {(index, i): v for i, v in inside} or {(index,): value}
+    names = {(i,) for i, name in enumerate(kernel.arg_names) if name in constants}
+    fixed = {place for place, v in leaves.items() if place in names or _is_fixed(v)}
+    types = {p: "constexpr" if p in fixed else _type(v) for p, v in leaves.items()}
+    signature = {
+        name: types[i,] if (i,) in types else tuple(t for p, t in types.items() if p[0] == i)
+        for i, name in enumerate(kernel.arg_names)
     }
-    places = {name: (index,) for index, name in enumerate(kernel.arg_names)}
     source = source_of(
         kernel,
-        signature={n: "constexpr" if n in fixed else _type(values[n]) for n in kernel.arg_names},
-        constexprs={places[n]: values[n] for n in fixed},
+        signature=signature,
+        constexprs={place: getattr(leaves[place], "value", leaves[place]) for place in fixed},
         attrs={
             place: [["tt.divisibility", 16]]
-            for n, place in places.items()
-            if n not in fixed and _is_aligned(values[n])
+            for place, value in leaves.items()
+            if place not in fixed and _is_aligned(value)
         },
     )
     options = {"enable_fp_fusion": False, "num_warps": warps}

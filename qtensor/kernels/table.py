@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu import native
+from qtensor.kernels import triton_float_calls as triton_floats
+from qtensor.kernels.cpu import floats, native
 from qtensor.kernels.triton_calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton_calls import quantize_ as triton_quantize_
 from qtensor.kernels.triton_calls import supports as triton_supports
@@ -42,6 +43,34 @@ BACKENDS = {
     "cuda": Backend("triton", triton_supports, triton_quantize_, triton_dequantize_),
 }
 """Device type -> its kernels."""
+
+
+FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
+    "cpu": {
+        "norm": floats.norm_,
+        "norm_backward": floats.norm_backward_,
+        "bias_grad": floats.bias_grad_,
+        "activation": floats.activation_,
+        "norm_quantize": floats.norm_quantize_,
+        "activation_quantize": floats.activation_quantize_,
+    },
+    "cuda": {
+        "norm": triton_floats.norm_,
+        "norm_backward": triton_floats.norm_backward_,
+        "bias_grad": triton_floats.bias_grad_,
+        "activation": triton_floats.activation_,
+        "norm_quantize": triton_floats.norm_quantize_,
+        "activation_quantize": triton_floats.activation_quantize_,
+    },
+}
+"""Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the
+reference has to."""
+
+
+def floats_(name: str, device_type: str, *args: Any) -> bool:
+    """Write the outputs of an op over plain tensors by the kernels of a device type, where they serve the call."""
+    kernel = FLOATS.get(device_type, {}).get(name)
+    return kernel is not None and kernel(*args)
 
 
 def _backend(t: Tensor) -> Backend | None:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import triton_dequantize, triton_float8, triton_mx, triton_nvfp4
+from qtensor.kernels import (
+    triton_activation,
+    triton_dequantize,
+    triton_float8,
+    triton_fused,
+    triton_mx,
+    triton_norm,
+    triton_nvfp4,
+)
 from qtensor.kernels.triton_common import FLOAT_DTYPES
 
 MODULES: dict[str, ModuleType] = {
@@ -21,6 +29,14 @@ MODULES: dict[str, ModuleType] = {
     "mxfp4": triton_mx,
     "nvfp4": triton_nvfp4,
 }
+
+activation_ = triton_activation.activation_
+norm_ = triton_norm.norm_
+norm_backward_ = triton_norm.norm_backward_
+bias_grad_ = triton_norm.bias_grad_
+made_activation = triton_fused.made_activation
+made_norm = triton_fused.made_norm
+fuses = triton_fused.serves
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:

@@ -52,14 +52,26 @@ def quantize_(
     kernels = backend()
     if isinstance(kernels, str) or supports(codec, x.dtype) is not None:
         return False
-    if not x.numel() or type(x) not in _PLAIN or not _whole(codec, buffers, x.shape):
+    if not x.numel() or type(x) not in _PLAIN or not whole(codec, buffers, x.shape):
         return False
+    write_(kernels, codec, buffers, x, (scale, amax, seed))
+    return True
+
+
+def write_(
+    kernels: ModuleType,
+    codec: Any,
+    buffers: Sequence[Tensor],
+    x: Any,
+    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
+) -> None:
+    """Write the buffers from ``x``, a tensor or what kernels compute as they load it; ``given``: scale, amax, seed."""
+    scale, amax, seed = given
     named = _named(codec, buffers)
     if codec.returns_amax and len(buffers) > len(codec.slots) and scale is not None:
         kernels.quantize_with_amax_(codec, named, x, scale, buffers[-1])
     else:
         kernels.quantize_(codec, named, x, scale, amax, seed)
-    return True
 
 
 def dequantize_(
@@ -73,13 +85,13 @@ def dequantize_(
     kernels = backend()
     if isinstance(kernels, str) or part != WHOLE or supports(codec, out.dtype) is not None:
         return False
-    if not out.numel() or not _whole(codec, buffers, shape):
+    if not out.numel() or not whole(codec, buffers, shape):
         return False
     kernels.dequantize_(codec, _named(codec, buffers), out)
     return True
 
 
-def _whole(codec: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
+def whole(codec: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
     """Whether the buffers are those of a whole tensor: parts lack padding, which kernels count on."""
     sizes = buffer_shapes(codec.slots, shape)
     return all(tuple(b.shape) == size for b, size in zip(buffers, sizes, strict=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,30 @@ SIDES = (
 """The buffers of a block format, in the order in which its kernels take them."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """A matrix that kernels compute from others as they load it: what takes a tensor ``x`` takes one of these.
+
+    Attributes:
+        arguments: what kernels get in the place of a pointer: a device function with the parameters of ``load_tile``,
+            then whatever that reads.
+        shape: rows and columns.
+        strides: of the tensor behind it; the function gets them.
+        dtype: that its values are rounded to.
+        device: of its tensors.
+    """
+
+    arguments: tuple[Any, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self) -> tuple[int, ...]:
+        """As a tensor has it."""
+        return self.strides
+
+
 def float_bits(value: float) -> int:
     """The bits of a float32 value."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
@@ -40,7 +65,8 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """
     if not programs:
         return
-    device = next(a.device for a in args if isinstance(a, Tensor))
+    device = next(a.device for a in args if isinstance(a, Tensor | Made))
+    args = tuple(a.arguments if isinstance(a, Made) else a for a in args)
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
@@ -71,6 +97,8 @@ def raw(x: Tensor) -> Tensor:
 
 def as_matrix(x: Tensor) -> Tensor:
     """The (M, K) view of a tensor of any rank, ``raw``; a copy only where strides do not allow a view."""
+    if isinstance(x, Made):
+        return x
     return raw(x if x.ndim == 2 else x.reshape(rows_cols(x.shape)))
 
 
@@ -107,9 +135,13 @@ def offsets_2d(m, k, stride_m, stride_k):
 
 @triton.jit
 def load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k):
-    """Values (len(m), len(k)) float32, 0 outside the matrix."""
-    inside = (m < rows)[:, None] & (k < cols)[None, :]
-    return to_float32(tl.load(x_ptr + offsets_2d(m, k, stride_m, stride_k), mask=inside, other=0))
+    """Values (len(m), len(k)) float32, 0 outside the matrix. ``x_ptr`` may be the ``arguments`` of a ``Made``."""
+    if hasattr(x_ptr, "dtype"):
+        inside = (m < rows)[:, None] & (k < cols)[None, :]
+        pointers = x_ptr + offsets_2d(m, k, stride_m, stride_k)
+        return to_float32(tl.load(pointers, mask=inside, other=0))
+    else:
+        return x_ptr[0](x_ptr, m, k, rows, cols, stride_m, stride_k)
 
 
 @triton.jit

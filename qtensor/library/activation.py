@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import check
+from qtensor.kernels import table
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.norm import check_tensor
 from qtensor.reference.activation import GATED, KINDS, activation_, activation_backward_
+
+_KINDS_RULE = f"kind must be one of {', '.join(KINDS)}"
 
 
 def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
@@ -18,8 +21,7 @@ def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
         QTensorError: no such kind, 0-d, or a last dim that has no halves.
         DtypeError: dtype other than float32, bfloat16, float16.
     """
-    known = ", ".join(KINDS)
-    check(kind in KINDS, op, f"kind must be one of {known}", repr(kind), "Choose one of them")
+    check(kind in KINDS, op, _KINDS_RULE, repr(kind), "Choose one of them")
     check_tensor(op, "x", x)
     if kind not in GATED:
         return tuple(x.shape)
@@ -35,6 +37,8 @@ def _activation_alloc(x: Tensor, kind: str) -> Tensor:
 
 
 def _activation_fill(y: Tensor, x: Tensor, kind: str) -> None:
+    if table.floats_("activation", x.device.type, y, x, kind):
+        return
     with below_autograd():
         activation_(y, x, kind)
 
@@ -55,6 +59,8 @@ def _activation_backward_alloc(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def _activation_backward_fill(dx: Tensor, dy: Tensor, x: Tensor, kind: str) -> None:
+    if table.floats_("activation", x.device.type, dx, x, kind, dy):
+        return
     with below_autograd():
         activation_backward_(dx, dy, x, kind)
 

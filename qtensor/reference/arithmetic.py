@@ -27,7 +27,7 @@ EXP_COEFFICIENTS = (
     0.1666652113199234,
     0.4999999403953552,
 )
-"""q of exp(r) = 1 + r + r^2 q(r), |r| <= ln(2) / 2: a minimax fit, 0.07 ulp in exact arithmetic."""
+"""q of exp(r) = 1 + r + r^2 q(r), |r| <= ln(2) / 2, highest power first: a minimax fit, 0.07 ulp in exact arithmetic."""
 LOG2_E = 1.4426950216293335
 LN2_HIGH = 0.693359375
 """ln(2) to 9 bits, so that its multiples by up to 2^15 are exact."""
@@ -68,16 +68,16 @@ def exp_nonpositive(v: Tensor) -> Tensor:
     """Exp of float32 ``v`` <= 0, NaN for NaN, within 1 ulp (2^-149 where the result is subnormal).
 
     Reduction by the nearest multiple of ln(2) in two parts (Cody and Waite, 1980), a polynomial, and the power of two as
-    a product of two, each of which is normal.
+    a product of two, each of which is normal. The polynomial by Estrin's scheme, whose halves do not wait for each other.
     """
     v = torch.where(v < EXP_LEAST, EXP_LEAST, v)
     shifted = v * LOG2_E + _MAGIC
     n = shifted - _MAGIC
     r = (v - n * LN2_HIGH) - n * LN2_LOW
-    q = torch.full_like(r, EXP_COEFFICIENTS[0])
-    for coefficient in EXP_COEFFICIENTS[1:]:
-        q = q * r + coefficient
-    p = (q * (r * r) + r) + 1.0
+    c4, c3, c2, c1, c0 = EXP_COEFFICIENTS
+    square = r * r
+    high = square * c4 + (r * c3 + c2)
+    p = ((high * square + (r * c1 + c0)) * square + r) + 1.0
     exponent = shifted.view(torch.int32) - _MAGIC_BITS
     half = exponent >> 1
     return p * _power(half) * _power(exponent - half)
@@ -105,7 +105,7 @@ class Sigmoid(NamedTuple):
 
 
 def sigmoid(v: Tensor) -> Sigmoid:
-    """Both from the exp of minus the magnitude, so that neither overflows nor cancels: within 2.6 and 4.5 ulp."""
+    """Both from the exp of minus the magnitude, so that neither overflows nor cancels: within 2.7 and 4.5 ulp."""
     z = exp_nonpositive(-v.abs())
     above = quotient(1.0, 1.0 + z)
     below = z * above

@@ -57,10 +57,10 @@ def exp(v):
     v = np.where(v < -104, F(-104), v)
     n = (v * F(1.442695) + F(1.5 * 2**23)) - F(1.5 * 2**23)
     r = (v - n * F(355 / 512)) - n * F(-2.12194442e-4)
-    q = np.zeros_like(r)
-    for c in np.array(COEFFICIENTS, np.uint32).view(F):
-        q = q * r + c
-    p = (q * (r * r) + r) + F(1)
+    c = np.array(COEFFICIENTS, np.uint32).view(F)
+    r2 = r * r
+    q = (r2 * c[0] + (r * c[1] + c[2])) * r2 + (r * c[3] + c[4])
+    p = (q * r2 + r) + F(1)
     return np.ldexp(p, np.nan_to_num(n).astype(np.int32))
 
 

@@ -14,10 +14,11 @@ struct BlockQuantizer {
     const Plan& p;
     const QuantizeCall& c;
     const T* x;
+    const i64 begin, end;  // rows to quantize; c.rows are those of the tensor
     Direction row, column;
 
     BlockQuantizer(const Plan& plan, const QuantizeCall& call, const Sink& rows, const Sink& columns, bool stream)
-        : p(plan), c(call), x((const T*)call.x) {
+        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows) {
         float overflow = D::id == F16 ? 65504.0f : D::id == BF16 ? bits<float>(0x7f7f0000) : FLT_MAX;
         row = {&p, rows, p.rotated == ROWWISE, 0, c.seed, {}, nullptr, overflow, p.rotated == ROWWISE, stream};
         column = {&p, columns, p.rotated == COLUMNWISE, 1, c.seed, {}, nullptr, overflow, p.rotated == COLUMNWISE, stream};
@@ -25,6 +26,11 @@ struct BlockQuantizer {
 
     void run() {
         if (p.scale == SCALE_E4M3) maxima();
+        encode();
+    }
+
+    // All but the maxima behind the second level.
+    void encode() {
         if (p.square)
             squares();
         else if (!c.column.data)
@@ -47,25 +53,25 @@ struct BlockQuantizer {
     static i64 blocks_of(const Lines<T>& m) { return m.count * ((m.length + B - 1) / B); }
 
     void rows_only() {
-        const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+        const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
         parallel(blocks_of(m), 4 * W, c.threads, [&](i64 a, i64 b) { quantize_lines<D, E, B, Codes>(m, row, a, b); });
     }
 
     // MX: 32 rows and the columns whose factors the first cache level holds.
     void untransposed() {
-        const i64 stride = c.cols, bands = (c.rows + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
+        const i64 stride = c.cols, bands = (end - begin + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
         parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
             auto* columns = new ColumnQuantizer<D, E, Codes>(column);
             for (i64 t = a; t < b; t++) {
-                const i64 r = t / across * MX, k = t % across * COLUMN_TILE;
-                const i64 n = c.rows - r < MX ? c.rows - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
+                const i64 r = begin + t / across * MX, k = t % across * COLUMN_TILE;
+                const i64 n = end - r < MX ? end - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
                 if (c.row.data && !p.square) {
                     const Lines<T> m = row_lines(r, n, k, width);
                     quantize_lines<D, E, B, Codes>(m, row, 0, blocks_of(m));
                 }
                 // Only a whole tile follows a whole tile row for row.
-                const i64 r1 = (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
-                const bool whole = t + 1 < b && r1 + MX <= c.rows && k1 + width <= c.cols;
+                const i64 r1 = begin + (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
+                const bool whole = t + 1 < b && r1 + MX <= end && k1 + width <= c.cols;
                 columns->run({x + r * c.stride + k, n, width, c.stride, c.column.data + r / Codes * unit * stride + k, stride,
                               k, r / MX, whole ? x + r1 * c.stride + k1 : nullptr});
             }
@@ -76,12 +82,12 @@ struct BlockQuantizer {
     // f(rows of the transposed tile as lines) for every tile of 0 .. n.
     template <class F>
     void each_tile(const F& f) {
-        const i64 down = (c.rows + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
+        const i64 down = (end - begin + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
             T* turned = new T[size_t(TILE * TILE)];
             for (i64 t = a; t < b; t++) {
-                const i64 r = t / across * TILE, k = t % across * TILE;
-                one_tile(r, c.rows - r < TILE ? c.rows - r : TILE, k, c.cols - k < TILE ? c.cols - k : TILE, turned, f);
+                const i64 r = begin + t / across * TILE, k = t % across * TILE;
+                one_tile(r, end - r < TILE ? end - r : TILE, k, c.cols - k < TILE ? c.cols - k : TILE, turned, f);
             }
             delete[] turned;
         });
@@ -99,15 +105,15 @@ struct BlockQuantizer {
         if constexpr (B != MX) {
             using Turned = TurnedQuantizer<D, E, B, Codes>;
             constexpr i64 rows = Turned::ROWS, cols = B == 128 ? 2048 : 1024;  // of a tile, which the second cache level holds
-            const i64 down = (c.rows + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
+            const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
             const i64 stride = line_bytes(c.rows, column.whole_groups);
             const bool served = Turned::serves(p);
             parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
                 auto* codes = new Turned(column);
                 T* turned = new T[size_t(TILE * TILE)];
                 for (i64 t = a; t < b; t++) {
-                    const i64 r = t / across * rows, k = t % across * cols;
-                    const i64 n = c.rows - r < rows ? c.rows - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
+                    const i64 r = begin + t / across * rows, k = t % across * cols;
+                    const i64 n = end - r < rows ? end - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
                     if (c.row.data) {
                         const Lines<T> lines = row_lines(r, n, k, width);
                         quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
@@ -133,14 +139,14 @@ struct BlockQuantizer {
             const Outputs out{c.row.data, line_bytes(c.cols, false), p.transposed ? c.column.data : nullptr,
                               line_bytes(c.rows, false)};
             using Square = SquareQuantizer<D, E, B, Codes>;
-            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (c.rows + B - 1) / B;
+            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (end - begin + B - 1) / B;
             parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
                 auto* square = new Square(row, none);
                 for (i64 t = a; t < b; t++) {
-                    const i64 r = t / across * B, k = t % across * width;
+                    const i64 r = begin + t / across * B, k = t % across * width;
                     Outputs o = out;
                     if (o.row) o.row += r * o.row_stride;
-                    square->run(x + r * c.stride, c.stride, c.rows - r < B ? c.rows - r : B, r, k,
+                    square->run(x + r * c.stride, c.stride, end - r < B ? end - r : B, r, k,
                                 k + width < c.cols ? k + width : c.cols, c.cols, o);
                 }
                 delete square;
@@ -188,7 +194,7 @@ struct BlockQuantizer {
 
     i32 rotated(bool columnwise) {
         if (!columnwise) {
-            const Lines<T> m = row_lines(0, c.rows, 0, c.cols);
+            const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
             return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
         }
         i32 top = 0;

@@ -9,6 +9,16 @@ bool quantize_as(const Plan& p, const QuantizeCall& c);
 template <class D>
 bool dequantize_as(const Plan& p, const DequantizeCall& c);
 bool linear(const Plan& p, const LinearCall& c);
+template <class D>
+void norm_as(const NormCall& c);
+template <class D>
+void sum_rows_as(const NormCall& c);
+template <class D>
+void activation_as(const ActivationCall& c, Producer** made);
+template <class D>
+Producer* norm_rows_as(const NormCall& c);
+template <class D>
+bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
@@ -45,6 +55,9 @@ static Arguments unpack(const void* packed) {
     memcpy(&a, packed, sizeof a);
     return a;
 }
+static QuantizeCall call_of(const QuantizeArguments& a) {
+    return {a.x, i32(a.dtype), i32(a.threads), a.rows, a.cols, a.stride, a.row, a.column, a.scale_inv, a.scale, a.amax_out, a.seed, 0, 0};
+}
 
 extern "C" {
 
@@ -53,8 +66,7 @@ int qt_abi() { return ABI * 1000 + int(sizeof(Plan)); }
 // Fills the buffers of a plan from x. 0: done; 1: this plan has no kernel.
 int qt_quantize(const void* packed) {
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
-    const QuantizeCall c{a.x, i32(a.dtype), i32(a.threads), a.rows, a.cols, a.stride, a.row, a.column, a.scale_inv, a.scale,
-                         a.amax_out, a.seed};
+    const QuantizeCall c = call_of(a);
     const bool done = a.dtype == F32    ? quantize_as<Float32>(*a.plan, c)
                       : a.dtype == BF16 ? quantize_as<Bfloat16>(*a.plan, c)
                                         : quantize_as<Float16>(*a.plan, c);
@@ -79,6 +91,42 @@ int qt_dequantize(const void* packed) {
     const bool done = a.dtype == F32    ? dequantize_as<Float32>(*a.plan, c)
                       : a.dtype == BF16 ? dequantize_as<Bfloat16>(*a.plan, c)
                                         : dequantize_as<Float16>(*a.plan, c);
+    return done ? 0 : 1;
+}
+
+// A norm, or its gradients where the call has dx.
+void qt_norm(const NormCall* c, i64 dtype) {
+    dtype == F32 ? norm_as<Float32>(*c) : dtype == BF16 ? norm_as<Bfloat16>(*c) : norm_as<Float16>(*c);
+}
+
+// The sum of the rows of x.
+void qt_sum_rows(const NormCall* c, i64 dtype) {
+    dtype == F32 ? sum_rows_as<Float32>(*c) : dtype == BF16 ? sum_rows_as<Bfloat16>(*c) : sum_rows_as<Float16>(*c);
+}
+
+// An activation, or its gradient where the call has dy.
+void qt_activation(const ActivationCall* c, i64 dtype) {
+    dtype == F32    ? activation_as<Float32>(*c, nullptr)
+    : dtype == BF16 ? activation_as<Bfloat16>(*c, nullptr)
+                    : activation_as<Float16>(*c, nullptr);
+}
+
+// Quantizes a norm or an activation (the other is null) of an input of `from`; the rest is as in qt_quantize, x being where the
+// result is kept, or null.
+int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 from, const void* packed) {
+    const QuantizeArguments a = unpack<QuantizeArguments>(packed);
+    const QuantizeCall c = call_of(a);
+    Producer* made = nullptr;
+    if (norm)
+        made = from == F32 ? norm_rows_as<Float32>(*norm) : from == BF16 ? norm_rows_as<Bfloat16>(*norm) : norm_rows_as<Float16>(*norm);
+    else
+        from == F32    ? activation_as<Float32>(*activation, &made)
+        : from == BF16 ? activation_as<Bfloat16>(*activation, &made)
+                       : activation_as<Float16>(*activation, &made);
+    const bool done = a.dtype == F32    ? fused_as<Float32>(*a.plan, c, *made)
+                      : a.dtype == BF16 ? fused_as<Bfloat16>(*a.plan, c, *made)
+                                        : fused_as<Float16>(*a.plan, c, *made);
+    delete made;
     return done ? 0 : 1;
 }
 }

@@ -69,10 +69,11 @@ struct Float8Quantizer {
     const Plan& p;
     const QuantizeCall& c;
     const T* x;
+    const i64 begin, end;  // rows to quantize
     const bool nontemporal;
 
     Float8Quantizer(const Plan& plan, const QuantizeCall& call, bool stream)
-        : p(plan), c(call), x((const T*)call.x), nontemporal(stream) {}
+        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows), nontemporal(stream) {}
 
     float scale_of(i32 amax) const { return fp8_scale(all(amax), bits<float>(E::max_bits), p, FLT_MAX)[0]; }
 
@@ -93,9 +94,11 @@ struct Float8Quantizer {
         if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
-        const OneFactor<D, E> f(scale, c.rows * c.cols);
-        const bool known = own || c.amax_out;
-        const int safe = is_odd(scale) ? 1 : known ? found >= INF_BITS : -1;
+        with_factor(OneFactor<D, E>(scale, c.rows * c.cols), is_odd(scale) ? 1 : own || c.amax_out ? found >= INF_BITS : -1);
+    }
+
+    // Codes with the factor of the tensor; `safe` as careful() has it.
+    void with_factor(const OneFactor<D, E>& f, int safe) {
         if (c.column.data || (c.stride != c.cols && c.rows > 1))
             tiles(safe, [&](i64, i64) -> const OneFactor<D, E>& { return f; });
         else
@@ -103,11 +106,19 @@ struct Float8Quantizer {
     }
 
     void rows() {
-        i32* amax = (i32*)c.scale_inv;  // holds the maxima until the factors are known
-        if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.rows));
+        given_rows();
+        encode_rows();
+    }
+
+    // The place of the factors holds the maxima until they are known.
+    void given_rows() {
+        if (!c.scale && c.row.given) memcpy(c.scale_inv, c.row.given, sizeof(i32) * size_t(c.rows));
+    }
+
+    void encode_rows() {
         if (c.column.data) return turned_rows();
-        parallel(c.rows, 1, c.threads, [&](i64 a, i64 b) {
-            for (i64 r = a; r < b; r++) {
+        parallel(end - begin, 1, c.threads, [&](i64 a, i64 b) {
+            for (i64 r = begin + a; r < begin + b; r++) {
                 const Scaled s = row_scale(r);
                 const OneFactor<D, E> f(s.scale, c.cols);
                 // A row that stays in the cache while it is read twice; the next one comes meanwhile.
@@ -161,13 +172,15 @@ struct Float8Quantizer {
     static bool careful(const T* from, i64 n, int safe) { return safe < 0 ? amax_run<D>(from, n) >= INF_BITS : safe; }
 
     void flat(const OneFactor<D, E>& f, int safe) {
-        parallel(c.rows * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
+        const T* from = x + begin * c.cols;
+        u8* out = c.row.data + begin * c.cols;
+        parallel((end - begin) * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
             // Backwards: what the pass for the maximum read last is still in the cache.
             constexpr i64 part = 16 * RUN;
             for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
                 for (i64 i = at; i < b && i < at + part; i += RUN) {
                     const i64 n = b - i < RUN ? b - i : RUN;
-                    encode_any<D, E>(x + i, n, f, c.row.data + i, nontemporal, careful(x + i, n, safe));
+                    encode_any<D, E>(from + i, n, f, out + i, nontemporal, careful(from + i, n, safe));
                 }
         });
     }
@@ -176,11 +189,11 @@ struct Float8Quantizer {
 
     void turned_rows() {
         constexpr i64 band = 64;  // few, so that they stay in the cache while they are read twice
-        parallel(c.rows, band, c.threads, [&](i64 a, i64 b) {
+        parallel(end - begin, band, c.threads, [&](i64 a, i64 b) {
             OneFactor<D, E>* f = (OneFactor<D, E>*)operator new(sizeof(OneFactor<D, E>) * band, std::align_val_t(64));
             Tile tile(*this);
-            for (i64 r = a; r < b; r += band) {
-                const i64 n = b - r < band ? b - r : band;
+            for (i64 r = begin + a; r < begin + b; r += band) {
+                const i64 n = begin + b - r < band ? begin + b - r : band;
                 bool safe = false;
                 for (i64 i = 0; i < n; i++) {
                     const Scaled s = row_scale(r + i);
@@ -197,14 +210,15 @@ struct Float8Quantizer {
     // factors(row of the tile, column): what encodes a row of a tile.
     template <class F>
     void tiles(int safe, const F& factors) {
-        parallel(c.rows, c.column.data ? BAND : 1, c.threads, [&](i64 a, i64 b) {
+        parallel(end - begin, c.column.data ? BAND : 1, c.threads, [&](i64 a, i64 b) {
+            const i64 last = begin + b;
             if (c.column.data) {
                 Tile tile(*this);
-                for (i64 r = a; r < b; r += BAND)
-                    for (i64 k = 0; k < c.cols; k += TILE) tile.run(r, b - r < BAND ? b - r : BAND, k, safe, factors);
+                for (i64 r = begin + a; r < last; r += BAND)
+                    for (i64 k = 0; k < c.cols; k += TILE) tile.run(r, last - r < BAND ? last - r : BAND, k, safe, factors);
                 return;
             }
-            for (i64 r = a; r < b; r++)
+            for (i64 r = begin + a; r < last; r++)
                 for (i64 k = 0; k < c.cols; k += RUN) {
                     const i64 n = c.cols - k < RUN ? c.cols - k : RUN;
                     const T* from = x + r * c.stride + k;

@@ -45,6 +45,7 @@ class Library:
             raise OSError(f"{path} has interface {handle.qt_abi()}, this qtensor {expected}")
         handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
         handle.qt_linear.argtypes = _LINEAR
+        self.handle = handle
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
@@ -248,6 +249,48 @@ def quantize_(
         )
     )
     return bool(status == 0)
+
+
+def quantize_arguments(
+    codec: Any,
+    buffers: Sequence[Tensor],
+    shape: torch.Size,
+    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
+    x: Tensor | None,
+    dtype: torch.dtype,
+) -> bytes | None:
+    """What a kernel takes that makes the tensor which it quantizes.
+
+    Args:
+        codec: the quantizer.
+        buffers: in slot order, and the amax that delayed scaling returns.
+        shape: of the tensor.
+        given: scale, maxima and seed.
+        x: where the tensor is kept, contiguous, or None.
+        dtype: of the tensor.
+
+    Returns:
+        None where the kernels do not serve the call.
+    """
+    scale, amax, seed = given
+    site = _site(codec, shape)
+    pointers = None if site is None else _pointers(site, buffers)
+    if site is None or pointers is None or not _take_given(codec, site, pointers, scale, amax):
+        return None
+    found = buffers[-1] if codec.returns_amax and len(buffers) > len(codec.slots) else None
+    return _QUANTIZE.pack(
+        site.address,
+        0 if x is None else x.data_ptr(),
+        _DTYPES[dtype],
+        site.rows,
+        site.cols,
+        site.cols,
+        torch.get_num_threads() if site.rows * site.cols > ONE_THREAD else 1,
+        *pointers,
+        0 if scale is None else scale.data_ptr(),
+        0 if found is None else found.data_ptr(),
+        0 if seed is None or not codec.stochastic_rounding else int(seed),
+    )
 
 
 def _take_given(

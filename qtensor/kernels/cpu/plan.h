@@ -56,6 +56,7 @@ struct QuantizeCall {
     const float* scale;      // encode factors to use
     float* amax_out;         // delayed scaling
     i64 seed;
+    i64 begin, end;          // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
 // x (m, k) bfloat16 @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
@@ -78,4 +79,31 @@ struct DequantizeCall {
     i64 first, count;        // rows to decode; y holds only these
     Buffers row, column;     // exactly one has data
     const float* scale_inv;
+};
+
+// y (rows, cols) = norm(x), or sums of the rows of x to y (cols); with dx the gradients, y being dy.
+struct NormCall {
+    const void* x;
+    i64 rows, cols, stride;        // stride of rows, in elements
+    void* y;
+    i64 y_stride;                  // of dy
+    const void *weight, *bias;     // or null
+    float *mean, *rstd;            // a row; mean is null for RMSNorm
+    void *dx, *dweight, *dbias;    // in the dtypes of x, of the weight, and of bias_dtype
+    i32 y_dtype, weight_dtype, bias_dtype, zero_centered, threads;
+    float eps;
+};
+
+// out (rows, cols) = act(x), x (rows, 2 cols) where gated; with dy (rows, cols) the gradient of x.
+struct ActivationCall {
+    const void *x, *dy;
+    void* out;
+    i64 rows, cols, stride, dy_stride;
+    i32 kind, gated, threads;
+};
+
+// What a fused kernel quantizes, made a few rows at a time.
+struct Producer {
+    virtual void rows(i64 begin, i64 end, void* out) = 0;  // out holds only these, one behind the other
+    virtual ~Producer() = default;
 };

@@ -1,11 +1,11 @@
 // Which kernel quantizes: formats to template arguments.
 #include <new>
 
-#include "blocks.h"
-#include "float8.h"
-#include "sinks.h"
+#include "fused.h"
 
 namespace QT_NAMESPACE {
+
+constexpr i64 STREAMED = i64(8) << 20;  // outputs that would push everything else out of the cache go around it
 
 template <class D, class E, int B, int Codes>
 static void blocks(const Plan& p, const QuantizeCall& c, bool stream) {
@@ -17,8 +17,7 @@ static void blocks(const Plan& p, const QuantizeCall& c, bool stream) {
 // Compiled once for each input dtype (QT_DTYPE), so that a build runs in parallel.
 template <class D>
 bool quantize_as(const Plan& p, const QuantizeCall& c) {
-    // An output that would push everything else out of the cache goes around it.
-    const bool stream = c.rows * c.cols > (i64(8) << 20);
+    const bool stream = c.rows * c.cols > STREAMED;
     if (p.family != BLOCK) {
         if (p.element == E4M3)
             Float8Quantizer<D, FE4M3>(p, c, stream).run();
@@ -34,6 +33,28 @@ bool quantize_as(const Plan& p, const QuantizeCall& c) {
     return true;
 }
 
+// False, with nothing written, where factors span columns: they need all rows first.
+template <class D>
+bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer) {
+    if (p.family == COLUMN || (p.row_scaled && c.column.data)) return false;
+    Fused<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
+    if (p.family != BLOCK) {
+        const bool tensor = p.family == TENSOR;
+        if (p.element == E4M3)
+            tensor ? fused.template tensor<FE4M3>() : fused.template rows<FE4M3>();
+        else
+            tensor ? fused.template tensor<FE5M2>() : fused.template rows<FE5M2>();
+        fence();
+        return true;
+    }
+#define QT_CALL(E, B, CODES) fused.template blocks<E, B, CODES>()
+#include "formats.inc"
+#undef QT_CALL
+    fence();
+    return true;
+}
+
+template bool fused_as<QT_DTYPE>(const Plan&, const QuantizeCall&, Producer&);
 template bool quantize_as<QT_DTYPE>(const Plan&, const QuantizeCall&);
 
 }  // namespace QT_NAMESPACE

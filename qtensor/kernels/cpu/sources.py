@@ -80,14 +80,14 @@ def choose_isa() -> str:
 
 
 def recipe(isa: str) -> Recipe:
-    """What ``qtensor.build`` compiles: quantize and dequantize for each dtype, and the C interface.
+    """What ``qtensor.build`` compiles: each kernel for each dtype of its input, and the C interface.
 
     Raises:
         CompilerNotFound: there is no C++ compiler.
     """
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
     units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in ("entry", "linear")]
-    for source in ("quantize", "dequantize"):
+    for source in ("quantize", "dequantize", "norm", "activation"):
         for dtype in ("Float32", "Bfloat16", "Float16"):
             dtype_flags = (*flags, f"-DQT_DTYPE={dtype}")
             units.append(Unit(FOLDER / f"{source}.cpp", dtype_flags, f"{source}_{dtype}"))
@@ -99,5 +99,5 @@ def recipe(isa: str) -> Recipe:
         headers,
         _OPENMP,
         title="native CPU kernels",
-        effort=40.0,
+        effort=60.0,
     )

@@ -1,0 +1,146 @@
+// Quantizing what is made a few rows at a time, while they are in the cache. Where a maximum of the whole tensor comes
+// first, it is found on the way, and the tensor kept and quantized then, or made once more where there is no room for it.
+#pragma once
+#include "blocks.h"
+#include "float8.h"
+#include "sinks.h"
+
+namespace QT_NAMESPACE {
+
+constexpr i64 BAND_BYTES = i64(256) << 10;  // of produced rows, which stay in the second cache level
+
+template <class D>
+struct Fused {
+    using T = typename D::T;
+    const Plan& p;
+    const QuantizeCall& c;  // x: where the produced tensor is kept, or null
+    Producer& producer;
+    const i64 height;       // rows of a band
+    const bool stream;
+
+    Fused(const Plan& plan, const QuantizeCall& call, Producer& made, bool around_the_cache)
+        : p(plan), c(call), producer(made), height(band_height()), stream(around_the_cache) {}
+
+    // Whole blocks of what is cut along the rows, as many as the cache holds, enough bands for all threads.
+    i64 band_height() const {
+        const i64 unit = p.family == BLOCK && !p.transposed && (c.column.data || p.square) ? 32 : c.column.data || p.square ? 128 : 1;
+        i64 fit = BAND_BYTES / (c.cols * i64(sizeof(T)));
+        const i64 share = (c.rows + c.threads - 1) / c.threads;
+        fit = fit < share ? fit : share;
+        return fit < unit ? unit : fit / unit * unit;
+    }
+
+    // f(call for the band, call for the band alone) for each.
+    template <class F>
+    void bands(const F& f) const {
+        parallel((c.rows + height - 1) / height, 1, c.threads, [&](i64 a, i64 b) {
+            T* kept = (T*)c.x;
+            T* buffer = kept ? nullptr : new (std::align_val_t(64)) T[size_t(height * c.cols)];
+            for (i64 band = a; band < b; band++) {
+                const i64 begin = band * height, end = begin + height < c.rows ? begin + height : c.rows;
+                T* at = kept ? kept + begin * c.cols : buffer;
+                producer.rows(begin, end, at);
+                QuantizeCall part = c;
+                part.stride = c.cols, part.threads = 1, part.begin = begin, part.end = end;
+                part.x = (const void*)(uintptr_t(at) - uintptr_t(begin * c.cols) * sizeof(T));
+                QuantizeCall alone = part;
+                alone.x = at, alone.rows = end - begin, alone.begin = alone.end = 0;
+                f(part, alone);
+            }
+            operator delete[](buffer, std::align_val_t(64));
+            if (stream) fence();
+        });
+    }
+    static void raise(i32* top, i32 part) {
+#pragma omp critical(qtensor_max)
+        *top = *top > part ? *top : part;
+    }
+
+    template <class E>
+    void tensor() {
+        i32 found = 0;
+        const bool own = !c.scale && !c.row.given;
+        if (own) bands([&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
+        const Float8Quantizer<D, E> whole(p, c, false);
+        const float scale = c.scale ? *c.scale : whole.scale_of(own ? found : bits<i32>(*c.row.given));
+        *c.scale_inv = 1.0f / scale;
+        const OneFactor<D, E> factor(scale, c.rows * c.cols);
+        const bool odd = Float8Quantizer<D, E>::is_odd(scale);
+        if (own && c.x) {
+            Float8Quantizer<D, E>(p, c, stream).with_factor(factor, odd || found >= INF_BITS);
+            return;
+        }
+        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+            int safe = own ? found >= INF_BITS : -1;
+            if (c.amax_out && !own) {
+                const i32 top = amax_tensor<D>(alone, false);
+                safe = top >= INF_BITS;
+                raise(&found, top);
+            }
+            Float8Quantizer<D, E>(p, part, stream).with_factor(factor, odd ? 1 : safe);
+        });
+        if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
+    }
+
+    template <class E>
+    void rows() {
+        Float8Quantizer<D, E>(p, c, stream).given_rows();
+        bands([&](const QuantizeCall& part, const QuantizeCall&) { Float8Quantizer<D, E>(p, part, stream).encode_rows(); });
+    }
+
+    template <class E, int B, int Codes>
+    struct Quantizer : BlockQuantizer<D, E, B, Codes> {
+        Quantizer(const Plan& p, const QuantizeCall& c, bool stream)
+            : BlockQuantizer<D, E, B, Codes>(p, c, sink_of(p, c.row, c.rows, c.cols, false), sink_of(p, c.column, c.cols, c.rows, true),
+                                             stream) {}
+    };
+
+    template <class E, int B, int Codes>
+    void blocks() {
+        using Band = Quantizer<E, B, Codes>;
+        if (p.scale != SCALE_E4M3) {
+            bands([&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
+            return;
+        }
+        // Square blocks have one maximum, whichever direction asks.
+        const bool row = p.square || c.row.data, column = !p.square && c.column.data;
+        const Buffers& first = p.square && !c.row.amax ? c.column : c.row;
+        i32 of_rows = 0, of_columns = 0;
+        const bool wanted = (row && !first.given && !p.row_scaled) || (column && !c.column.given);
+        if (wanted)
+            bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+                Band band(p, part, stream);
+                if (row && !first.given) raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
+                if (column && !c.column.given) raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
+            });
+        Global along_rows{}, along_columns{};
+        if (row && p.row_scaled) {
+            if (first.given) memcpy(first.amax, first.given, sizeof(float) * size_t(c.rows));
+        } else if (row) {
+            *first.amax = first.given ? *first.given : bits<float>(of_rows);
+            along_rows = along_columns = nvfp4_global(*first.amax, p.e4m3_max);
+            if (p.square && c.row.amax && c.column.amax) *c.column.amax = c.column.given ? *c.column.given : *c.row.amax;
+        }
+        if (column) {
+            *c.column.amax = c.column.given ? *c.column.given : bits<float>(of_columns);
+            along_columns = nvfp4_global(*c.column.amax, p.e4m3_max);
+        }
+        if (wanted && c.x) {
+            Band all(p, c, stream);
+            all.row.global = along_rows, all.column.global = along_columns;
+            all.encode();
+            return;
+        }
+        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+            Band band(p, part, stream);
+            band.row.global = along_rows, band.column.global = along_columns;
+            if (p.row_scaled) {
+                if (!first.given) amax_rows<D>(alone, true, (i32*)first.amax + part.begin);
+                band.row.line_amax = first.amax;
+            }
+            band.encode();
+        });
+    }
+};
+
+}  // namespace QT_NAMESPACE

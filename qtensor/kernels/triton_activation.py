@@ -1,0 +1,90 @@
+"""Activations, gated or not, and their gradients: one tile a program (docs/numerics.md, activations)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qtensor.kernels.triton_common import (
+    as_matrix,
+    launch,
+    load_tile,
+    store_tile,
+    tile_for,
+    tile_indices,
+    tiles,
+)
+from qtensor.kernels.triton_float_math import activate, derivative, rounded
+
+GATED = {
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+}
+"""Gated kind -> the activation of the first half."""
+
+
+@triton.jit
+def load_activated(x_ptr, m, k, rows, cols, stride_m, stride_k, ACT: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """Activations (len(m), len(k)), float32 and not yet rounded, 0 outside; ``cols`` are those of the result."""
+    values = activate(load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k), ACT)
+    if GATE:
+        values = values * load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
+    return values
+
+
+@triton.jit
+def activation_kernel(
+    x_ptr, y_ptr, rows, cols, stride_m, stride_k,
+    ACT: tl.constexpr, GATE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the result."""
+    m0, k0 = tile_indices(rows, cols, BM, BK)
+    m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
+    y = load_activated(x_ptr, m, k, rows, cols, stride_m, stride_k, ACT, GATE)
+    store_tile(y_ptr, rounded(y, y_ptr.dtype.element_ty), m, k, rows, cols, cols, 1)
+
+
+@triton.jit
+def activation_backward_kernel(
+    x_ptr, dy_ptr, dx_ptr, rows, cols, stride_m, stride_k, dy_stride_m, dy_stride_k,
+    ACT: tl.constexpr, GATE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient, of both halves where there is a gate."""
+    m0, k0 = tile_indices(rows, cols, BM, BK)
+    m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
+    first = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
+    dy = load_tile(dy_ptr, m, k, rows, cols, dy_stride_m, dy_stride_k)
+    element_type: tl.constexpr = dx_ptr.dtype.element_ty
+    if GATE:
+        second = load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
+        to_second = rounded(dy * activate(first, ACT), element_type)
+        inside = tl.where(k < cols, k + cols, 2 * cols)
+        store_tile(dx_ptr, to_second, m, inside, rows, 2 * cols, 2 * cols, 1)
+        to_first = rounded((dy * second) * derivative(first, ACT), element_type)
+        store_tile(dx_ptr, to_first, m, k, rows, cols, 2 * cols, 1)
+    else:
+        dx = rounded(dy * derivative(first, ACT), element_type)
+        store_tile(dx_ptr, dx, m, k, rows, cols, cols, 1)
+
+
+def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> None:
+    """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
+    matrix, target = as_matrix(x), as_matrix(out)
+    gate = kind in GATED
+    shape = (matrix.shape[0], matrix.shape[1] // 2 if gate else matrix.shape[1])
+    tile = tile_for(shape)
+    constants = {"ACT": GATED.get(kind, kind), "GATE": gate, "BM": tile[0], "BK": tile[1]}
+    programs = tiles(shape, tile)
+    if dy is None:
+        launch(activation_kernel, programs, matrix, target, *shape, *matrix.stride(), **constants)
+        return
+    grad = as_matrix(dy)
+    strides = (*matrix.stride(), *grad.stride())
+    launch(
+        activation_backward_kernel, programs, matrix, grad, target, *shape, *strides, **constants
+    )

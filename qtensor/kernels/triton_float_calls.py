@@ -1,0 +1,121 @@
+"""Triton kernels for norms, activations and sums over rows as the table calls them.
+
+The calls of ``kernels.cpu.floats``: each is False, with nothing written, where the reference has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from qtensor.kernels.cpu.floats import Target
+from qtensor.kernels.triton_calls import backend, supports, whole, write_
+from qtensor.layout import Shape
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _kernels(first: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """The kernels; None where there are none, for subclasses, and for tensors without elements."""
+    found = backend()
+    plain = all(t is None or type(t) in _PLAIN for t in (first, *others))
+    return None if isinstance(found, str) or not plain or not first.numel() else found
+
+
+def norm_(
+    outputs: tuple[Tensor, Tensor, Tensor],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: tuple[str, float, bool],
+) -> bool:
+    """Write y, mean and rstd."""
+    kernels = _kernels(x, weight, bias)
+    if kernels is None:
+        return False
+    kernels.norm_(outputs, x, weight, bias, settings)
+    return True
+
+
+def norm_backward_(
+    outputs: tuple[Tensor, Tensor, Tensor],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: tuple[Tensor | None, Tensor],
+    zero_centered: bool,
+) -> bool:
+    """Write dx, dweight and dbias."""
+    kernels = _kernels(x, dy, weight, *stats)
+    if kernels is None:
+        return False
+    kernels.norm_backward_(outputs, dy, x, weight, stats, zero_centered)
+    return True
+
+
+def bias_grad_(out: Tensor, dy: Tensor) -> bool:
+    """Write the sum of the rows."""
+    kernels = _kernels(dy)
+    if kernels is None:
+        return False
+    kernels.bias_grad_(out, dy)
+    return True
+
+
+def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> bool:
+    """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
+    kernels = _kernels(x, dy)
+    if kernels is None:
+        return False
+    kernels.activation_(out, x, kind, dy)
+    return True
+
+
+def norm_quantize_(
+    outputs: tuple[Tensor | None, Tensor, Tensor],
+    buffers: Sequence[Tensor],
+    x: Tensor,
+    vectors: tuple[Tensor | None, Tensor | None],
+    settings: tuple[str, float, bool],
+    target: Target,
+) -> bool:
+    """Write mean, rstd and the buffers of the norm in slot order (and the amax of delayed scaling)."""
+    kernels = _fusing(x, vectors, x.shape, outputs[0], buffers, target)
+    if kernels is None:
+        return False
+    made = kernels.made_norm(outputs[1:], x, vectors, settings, target.dtype)
+    write_(kernels, target.codec, buffers, made, target.given)
+    return True
+
+
+def activation_quantize_(
+    y: Tensor | None, buffers: Sequence[Tensor], x: Tensor, kind: str, target: Target
+) -> bool:
+    """Write the buffers of the activation in slot order (and the amax of delayed scaling)."""
+    gated = kind.endswith("glu")
+    shape = (*x.shape[:-1], x.shape[-1] // (2 if gated else 1))
+    kernels = _fusing(x, (), shape, y, buffers, target)
+    if kernels is None:
+        return False
+    write_(kernels, target.codec, buffers, kernels.made_activation(x, kind), target.given)
+    return True
+
+
+def _fusing(
+    x: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    shape: Shape,
+    kept: Tensor | None,
+    buffers: Sequence[Tensor],
+    target: Target,
+) -> ModuleType | None:
+    """The kernels; None where the tensor between is kept (it is then read like any other), or they serve the format apart."""
+    kernels = _kernels(x, *vectors)
+    if kernels is None or kept is not None or supports(target.codec, target.dtype) is not None:
+        return None
+    if not kernels.fuses(target.codec):
+        return None
+    return kernels if whole(target.codec, buffers, shape) else None

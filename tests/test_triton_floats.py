@@ -1,0 +1,91 @@
+"""Triton kernels for norms, activations and bias gradients: the bytes of the reference, in the interpreter or on a GPU."""
+
+import concurrent.futures
+import multiprocessing
+
+import pytest
+import torch
+import triton_checks
+import triton_compiler
+import triton_float_checks as checks
+import triton_float_compiler as compiler
+from float_cases import ACTIVATIONS, GATED
+from formats import FORMATS
+from triton_checks import needs_triton
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Call a check in the child; what it raises is raised here."""
+    with triton_checks.child() as executor:
+        yield lambda check, *args: executor.submit(check, *args).result(timeout=300)
+
+
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, *GATED])
+def test_activations(run, kind):
+    run(checks.check_activation, kind)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms(run, kind, seed):
+    run(checks.check_norm, kind, seed)
+
+
+FUSED = [
+    *((case.name, {}) for case in FORMATS),
+    ("fp8_rowwise", {"axis": 0}),
+    ("fp8_blockwise", {"block_scaling_dim": 2}),
+    ("mxfp8", {"with_2d_quantization": True, "swizzled": True}),
+    ("mxfp6", {"packed": True}),
+    ("nvfp4", {"with_2d_quantization": True, "stochastic_rounding": True}),
+    ("nvfp4", {"row_scaled": True, "use_4over6": True}),
+]
+fused = pytest.mark.parametrize(
+    ("name", "options"), FUSED, ids=["-".join([n, *map(str, o.items())]) for n, o in FUSED]
+)
+
+
+@fused
+def test_fused(run, name, options):
+    run(checks.check_fused, name, options)
+
+
+def test_what_is_not_fused(run):
+    run(checks.check_left_to_the_pair)
+
+
+@pytest.fixture(scope="module")
+def compile_run(tmp_path_factory):
+    """Call a function in a process whose kernels compile."""
+    folder = str(tmp_path_factory.mktemp("triton"))
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        1, spawn, triton_compiler.compile_only, (folder,)
+    ) as executor:
+        yield lambda function, *args: executor.submit(function, *args).result(timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "shape"),
+    [
+        (torch.bfloat16, ("gelu", "qgeglu", "sreglu", "swiglu", "glu"), (256, 512)),
+        (torch.float16, ("silu", "relu"), (33, 70)),
+        (torch.float32, ("reglu", "geglu"), (7, 1000)),
+    ],
+    ids=["bfloat16", "float16", "float32"],
+)
+def test_they_compile_to_instructions_that_round_as_written(compile_run, dtype, kinds, shape):
+    """For Hopper and Blackwell: two targets for each kernel that is launched."""
+    assert compile_run(compiler.check, dtype, kinds, shape) >= 2 * (2 * len(kinds) + 9)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"])
+def test_fused_kernels_compile(compile_run, name):
+    assert compile_run(compiler.check_fused, name) >= 4
+
+
+def test_every_kernel_is_compiled(compile_run):
+    assert compile_run(compiler.unused) == set()
