@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qtensor
-from benchmarks import cases, machine, report, settings
+from benchmarks import cases, machine, report, settings, training
 from benchmarks.peer import Job, Peer
 from benchmarks.timer import Timing, measure, summary
 
@@ -136,6 +136,30 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
     return Case("F.linear, weight-only", label, lambda: F.linear(x, ours), theirs)
 
 
+def training_cases() -> Iterator[Case]:
+    """A tiny linear layer, forward and backward, by several recipes."""
+    group = f"training, Linear({training.SIZE}, {training.SIZE}), {training.SIZE} tokens"
+    for recipe, name, ours, theirs, limit in training.jobs():
+        yield Case(group, f"{recipe}, {name}", ours, theirs, limit, has_target=limit is not None)
+
+
+def compile_rows(repeats: int) -> list[Row]:
+    """Cold seconds until a small MLP has run once, forward and backward."""
+    medians: dict[str, tuple[Timing, Timing]] = {}
+    for name, make in training.mlps().items():
+        runs = [training.compile_seconds(make) for _ in range(repeats + 1)][1:]
+        if None not in runs:
+            medians[name] = tuple(summary([run[i] for run in runs]) for i in (0, 1))
+    rows, group = [], "compile seconds, MLP of 2 layers, Float8CurrentScaling"
+    for i, what in enumerate(("forward", "backward")):
+        theirs = medians["torchao"][i] if "torchao" in medians else None
+        for name in ("qtensor", "nn.Linear"):
+            other = theirs if name == "qtensor" else None
+            row = _row(group, f"{name} {what}", medians[name][i], other, None, "s")
+            rows.append(dataclasses.replace(row, target="", met=None))
+    return rows
+
+
 def measure_case(case: Case, bursts: int, threads: int) -> Row:
     """Both calls in one run, burst by burst in turns."""
     functions = {"ours": case.ours} | ({"theirs": case.theirs} if case.theirs else {})
@@ -225,8 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes += other.notes if other is torchao else [f"{other.name} is not compared here"]
     seed = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPE, generator=seed).bfloat16()
-    measured = [*wrapper_cases(x, torchao), *format_cases(seed, torchao)]
+    measured = [*wrapper_cases(x, torchao), *format_cases(seed, torchao), *training_cases()]
     rows = [measure_case(case, bursts, chosen.threads) for case in measured]
+    rows += compile_rows(1 if chosen.quick else 3)
     rows.append(import_row(IMPORT_RUNS[chosen.quick], torchao is not None))
     here = machine.environment(chosen.threads, {"torchao": torchao.version} if torchao else {})
     text = markdown(rows, here, bursts, notes)

@@ -1,0 +1,105 @@
+"""Cases of the overhead benchmark that train: a tiny linear layer, and how long a small MLP compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
+
+import qtensor
+from benchmarks import suite
+from qtensor import recipes
+
+SIZE = 32
+LIMITS_US = {
+    "forward": 60.0,
+    "forward + backward": 150.0,
+    "compiled forward": 75.0,
+    "compiled forward + backward": 170.0,
+}
+"""For Float8CurrentScaling; the other recipes have no target."""
+RECIPES = (
+    recipes.Float8CurrentScaling(),
+    recipes.DelayedScaling(),
+    recipes.MXFP8BlockScaling(),
+    recipes.NVFP4BlockScaling(),
+)
+
+Job = tuple[str, str, Callable[[], Any], Callable[[], Any] | None, float | None]
+"""(recipe, what is timed, ours, torchao's, limit in microseconds)."""
+
+
+def peer_layer(module: nn.Module) -> nn.Module | None:
+    """The module with torchao's float8 training linears, emulated where there is no FP8 hardware; None without torchao."""
+    try:
+        # An extra.
+        from torchao.float8 import (  # noqa: PLC0415
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    except ImportError:
+        return None
+    converted = convert_to_float8_training(module, config=Float8LinearConfig(emulate=True))
+    return converted
+
+
+def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward with backward."""
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    dy = torch.ones(SIZE, SIZE)
+    return (lambda: layer(x)), (lambda: layer(x).backward(dy))
+
+
+def jobs() -> Iterator[Job]:
+    """Every timed call."""
+    other = peer_layer(nn.Sequential(nn.Linear(SIZE, SIZE)))
+    for compiled in (False, True):
+        wrap = suite.compile_static if compiled else (lambda f: f)
+        theirs = (None, None) if other is None else _calls(wrap(other))
+        prefix = "compiled " if compiled else ""
+        names = (f"{prefix}forward", f"{prefix}forward + backward")
+        for name, call in zip(names, _calls(wrap(nn.Linear(SIZE, SIZE))), strict=True):
+            yield "nn.Linear", name, call, None, None
+        for recipe in RECIPES:
+            label = type(recipe).__name__
+            own = _calls(wrap(qtensor.Linear(SIZE, SIZE, recipe=recipe)))
+            current = label == "Float8CurrentScaling"
+            for i, name in enumerate(names):
+                limit = LIMITS_US[name] if current else None
+                yield label, name, own[i], theirs[i] if current else None, limit
+
+
+def compile_seconds(make: Callable[[], nn.Module | None]) -> tuple[float, float] | None:
+    """Cold seconds of the forward and of the backward of a module, inductor, with an empty cache."""
+    module = make()
+    if module is None:
+        return None
+    x = torch.randn(64, SIZE, requires_grad=True)
+    with suite.silent(), fresh_cache():
+        suite.forget_compiled()
+        began = perf_counter()
+        y = suite.compile_static(module)(x)
+        middle = perf_counter()
+        y.sum().backward()
+        return middle - began, perf_counter() - middle
+
+
+def mlps() -> dict[str, Callable[[], nn.Module | None]]:
+    """Two layers of each kind."""
+
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(SIZE, 64), nn.ReLU(), nn.Linear(64, SIZE))
+
+    def ours() -> nn.Module:
+        recipe = recipes.Float8CurrentScaling()
+        first, last = (
+            qtensor.Linear(SIZE, 64, recipe=recipe),
+            qtensor.Linear(64, SIZE, recipe=recipe),
+        )
+        return nn.Sequential(first, nn.ReLU(), last)
+
+    return {"qtensor": ours, "torchao": lambda: peer_layer(plain()), "nn.Linear": plain}
