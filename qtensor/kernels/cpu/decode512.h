@@ -62,6 +62,40 @@ INLINE __m512i with_exponent(__m512i w, __m512i step) {
     const __m512i t = _mm512_sub_epi16(_mm512_and_si512(w, k), _mm512_set1_epi16(1));
     return _mm512_mask_add_epi16(w, _mm512_cmplt_epu16_mask(t, _mm512_set1_epi16(0x7f7f)), w, step);
 }
+
+// Four of 16 NVFP4 blocks: the 8 magnitudes of each are multiplied and rounded, then picked by the codes.
+struct Magnitudes {
+    alignas(64) float grid[16];
+    alignas(64) u16 first[2][32];  // where a block's magnitudes begin, for each element of two blocks
+    constexpr Magnitudes() : grid{0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, .5f, 1, 1.5f, 2, 3, 4, 6}, first() {
+        for (int i = 0; i < 64; i++) first[i / 32][i % 32] = u16(i / 16 * 8);
+    }
+};
+static constexpr Magnitudes MAGNITUDES;
+template <class D>
+INLINE __m512i words_of(VF a, VF b) {
+    if constexpr (D::id == BF16) return (__m512i)high_halves(to_bfloat16_bits((VI)a), to_bfloat16_bits((VI)b));
+    return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)to_half(a)), (__m256i)to_half(b), 1);
+}
+template <class D>
+INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, bool stream) {
+    const __m512i pair = _mm512_add_epi32(_mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 3),
+                                          _mm512_set1_epi32(block));
+    VF v[2];
+    for (int h = 0; h < 2; h++) {
+        const __m512i at = _mm512_add_epi32(pair, _mm512_set1_epi32(2 * h));
+        v[h] = load<VF>(MAGNITUDES.grid) * (VF)_mm512_permutexvar_ps(at, (__m512)factor) * (VF)_mm512_permutexvar_ps(at, (__m512)global);
+    }
+    const __m512i words = words_of<D>(v[0], v[1]), magnitude = _mm512_set1_epi16(7), sign = _mm512_set1_epi16(short(0x8000));
+    for (int h = 0; h < 2; h++) {
+        const __m512i byte = _mm512_cvtepu8_epi32(load<__m128i>(codes + 16 * h));
+        const __m512i code = _mm512_or_si512(byte, _mm512_slli_epi32(byte, 12));  // one in the low bits of each word
+        const __m512i at = _mm512_ternarylogic_epi32(_mm512_load_si512(MAGNITUDES.first[h]), code, magnitude, 0xf8);
+        // Not "or": the factor may be negative.
+        const __m512i w = _mm512_ternarylogic_epi32(_mm512_permutexvar_epi16(at, words), _mm512_slli_epi16(code, 12), sign, 0x78);
+        store_bytes((u8*)(y + 32 * h), (VB)w, stream);
+    }
+}
 #endif
 
 }  // namespace QT_NAMESPACE

@@ -23,47 +23,52 @@ static void by_transposed_tiles(const DequantizeCall& c, const F& f) {
     });
 }
 
+// f(codes, row, first column, columns): decode a part of a row, whose codes are those of a tile of the transpose, turned.
+template <class F>
+static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
+    const i64 across = (c.cols + TILE - 1) / TILE;
+    u8* codes = new (std::align_val_t(64)) u8[size_t(2 * TILE * TILE)];
+    for (i64 t = a; t < b; t++) {
+        const i64 r = t / across * TILE, k = t % across * TILE;
+        const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+        turn_bytes(c.column.data + k * c.rows + c.first + r, c.rows, codes, TILE, width, n, false, codes + TILE * TILE);
+        for (i64 i = 0; i < n; i++) f(codes + i * TILE, r + i, k, width);
+    }
+    operator delete[](codes, std::align_val_t(64));
+}
+static i64 tiles_of(const DequantizeCall& c) { return (c.count + TILE - 1) / TILE * ((c.cols + TILE - 1) / TILE); }
+
 template <class D, class E>
 static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     T* y = (T*)c.y;
-    const i64 groups = p.family == COLUMN ? (c.cols + GROUP - 1) / GROUP : 1;
-    VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
-    for (i64 g = 0; g < groups; g++)
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < W; i++) {
-                const i64 k = p.family == COLUMN ? g * GROUP + position<D>(j, i) : 0;
-                factors[4 * g + j][i] = k < c.cols ? c.scale_inv[k] : 0.0f;
-            }
-    const int step = p.family == COLUMN;
-    if (!c.row.data) {
-        by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
-            VF f[4 * TILE / GROUP];
-            for (i64 i = 0; p.family == ROW && i < (n + GROUP - 1) / GROUP * 4; i++)
-                for (int k = 0; k < W; k++) {
-                    const i64 e = c.first + first + i / 4 * GROUP + position<D>(int(i % 4), k);
-                    f[i][k] = e < c.rows ? c.scale_inv[e] : 0.0f;
-                }
-            for (i64 l = 0; l < lines; l++) {
-                if (p.family != ROW) f[0] = f[1] = f[2] = f[3] = all(c.scale_inv[p.family == TENSOR ? 0 : line + l]);
-                decode_run<D, E>(c.column.data + (line + l) * c.rows + c.first + first, n, f, p.family == ROW, out + l * ld, false);
-            }
+    if (p.family == TENSOR) {
+        if (c.row.data) {
+            const u8* codes = c.row.data + c.first * c.cols;
+            parallel(c.count * c.cols, 4096, c.threads,
+                     [&](i64 a, i64 b) { decode_one<D, E>(codes + a, b - a, *c.scale_inv, y + a, stream); });
+            return;
+        }
+        const OneDecoder<D, E> one(*c.scale_inv);
+        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
+            by_turned_codes(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { one.run(codes, n, y + r * c.cols + k, stream); });
         });
-    } else if (p.family == TENSOR) {
-        const u8* codes = c.row.data + c.first * c.cols;
-        parallel(c.count * c.cols, 4096, c.threads, [&](i64 a, i64 b) { decode_one<D, E>(codes + a, b - a, *c.scale_inv, y + a, stream); });
-    } else {
-        parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
-            for (i64 r = a; r < b; r++) {
-                const u8* codes = c.row.data + (c.first + r) * c.cols;
-                if (p.family == ROW)
-                    decode_one<D, E>(codes, c.cols, c.scale_inv[c.first + r], y + r * c.cols, stream);
-                else
-                    decode_run<D, E>(codes, c.cols, factors, step, y + r * c.cols, stream);
-            }
-        });
+        return;
     }
-    operator delete[](factors, std::align_val_t(64));
+    ColumnFactors<D, E> factors(p.family == COLUMN ? c.cols : 1);
+    if (p.family == COLUMN) factors.fill(c.cols, [&](i64 k) { return c.scale_inv[k]; });
+    const auto decode = [&](const u8* codes, i64 r, i64 k, i64 n) {
+        if (p.family == ROW)
+            decode_one<D, E>(codes, n, c.scale_inv[c.first + r], y + r * c.cols + k, stream);
+        else
+            decode_run<D, E>(codes, n, factors.lanes + k / W, 1, y + r * c.cols + k, stream);
+    };
+    if (!c.row.data)
+        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_turned_codes(c, a, b, decode); });
+    else
+        parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
+            for (i64 r = a; r < b; r++) decode(c.row.data + (c.first + r) * c.cols, r, 0, c.cols);
+        });
 }
 
 // Row k of the 2 or 4 rows whose codes share bytes; each sum of shifts is one loop, which compilers vectorise.
@@ -89,27 +94,38 @@ template <class D, class E, int Codes>
 static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     const Sink s = sink_of(p, c.column, c.cols, c.rows, true);
-    const i64 bands = (c.count + MX - 1) / MX, groups = (c.cols + GROUP - 1) / GROUP;
+    const i64 bands = (c.count + MX - 1) / MX;
     parallel(bands, 1, c.threads, [&](i64 a, i64 b) {
-        VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
-        u8* codes = new u8[size_t(groups * GROUP)];
+        ColumnFactors<D, E> factors(c.cols);
+        u8* codes = new u8[size_t(c.cols)];
         for (i64 band = a; band < b; band++) {
             const i64 row0 = c.first + band * MX, n = c.count - band * MX < MX ? c.count - band * MX : MX;
-            for (i64 g = 0; g < groups; g++)
-                for (int j = 0; j < 4; j++)
-                    for (int i = 0; i < W; i++) {
-                        const i64 k = g * GROUP + position<D>(j, i);
-                        factors[4 * g + j][i] = k < c.cols ? bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])) : 0.0f;
-                    }
+            factors.fill(c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])); });
             for (i64 r = row0; r < row0 + n; r++) {
                 const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
                 const int k = int(r % Codes);
                 if (Codes > 1) unpack_row<Codes>(line, c.cols, k, codes);
-                decode_run<D, E>(Codes == 1 ? line : codes, c.cols, factors, 1, (T*)c.y + (r - c.first) * c.cols, stream);
+                factors.run(Codes == 1 ? line : codes, c.cols, (T*)c.y + (r - c.first) * c.cols, stream);
             }
         }
         delete[] codes;
-        operator delete[](factors, std::align_val_t(64));
+    });
+}
+
+// FP8 in blocks of 128 rows whose codes lie transposed.
+template <class D, class E>
+static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
+    using T = typename D::T;
+    parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
+        ColumnFactors<D, E> factors(TILE);
+        i64 known_block = -1, known_column = -1;
+        by_turned_codes(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+            const i64 block = (c.first + r) / 128;
+            if (block != known_block || k != known_column)
+                factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
+            known_block = block, known_column = k;
+            factors.run(codes, n, (T*)c.y + r * c.cols + k, stream);
+        });
     });
 }
 
@@ -128,6 +144,7 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
     } else if (p.transposed) {
         const bool rotated = p.rotated == COLUMNWISE;
         const Sink s = source_of(p, c.column, c.cols, c.rows, true);
+        if constexpr (B == 128) return turned_blocks<D, E>(c, s, stream);
         const i64 stride = line_bytes(c.rows, rotated);
         by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;

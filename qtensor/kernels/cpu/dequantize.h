@@ -1,8 +1,12 @@
 // Codes and factors back to float32, rounded once to the output's dtype.
 #pragma once
+#include <new>
+#include <type_traits>
+
 #include "decode512.h"
 #include "lines.h"
 #include "threads.h"
+#include "transpose.h"
 
 namespace QT_NAMESPACE {
 
@@ -67,20 +71,83 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
     }
 }
 
-// n codes times one factor.
+// Codes times one factor, which has a table where it serves many.
+template <class D, class E>
+struct OneDecoder {
+    using T = typename D::T;
+    VF four[4];
+#if QT_ISA == 512
+    std::conditional_t<D::id == F32, char, ValueTable<D, E>> table;
+    explicit OneDecoder(float f) : four{all(f), all(f), all(f), all(f)}, table(f) {}
+#else
+    explicit OneDecoder(float f) : four{all(f), all(f), all(f), all(f)} {}
+#endif
+    void run(const u8* codes, i64 n, T* y, bool stream) const {
+#if QT_ISA == 512
+        if constexpr (D::id != F32) return decode_by_table<D, E>(codes, n, table, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
+#endif
+        decode_run<D, E>(codes, n, four, 0, y, stream);
+    }
+};
 template <class D, class E>
 static void decode_one(const u8* codes, i64 n, float factor, typename D::T* y, bool stream) {
-#if QT_ISA == 512
-    if constexpr (D::id != F32) {
-        if (n >= 512) {
-            const ValueTable<D, E> t(factor);
-            return decode_by_table<D, E>(codes, n, t, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
-        }
-    }
-#endif
+    if (n >= 512) return OneDecoder<D, E>(factor).run(codes, n, y, stream);
     const VF four[4] = {all(factor), all(factor), all(factor), all(factor)};
     decode_run<D, E>(codes, n, four, 0, y, stream);
 }
+
+// Factors of columns in the lanes' order; powers of two are added to exponents where that is the same.
+template <class D, class E>
+struct ColumnFactors {
+    using T = typename D::T;
+    VF* lanes;
+    bool pow2 = false;
+    ColumnFactors(i64 cols) : lanes(new (std::align_val_t(64)) VF[size_t((cols + GROUP - 1) / GROUP * 4)]) {}
+    ~ColumnFactors() { operator delete[](lanes, std::align_val_t(64)); }
+    ColumnFactors(const ColumnFactors&) = delete;
+
+    // of(k): the factor of column k.
+    template <class F>
+    void fill(i64 cols, const F& of) {
+        for (i64 g = 0; g * GROUP < cols; g++)
+            for (int j = 0; j < 4; j++)
+                for (int i = 0; i < W; i++) {
+                    const i64 k = g * GROUP + position<D>(j, i);
+                    lanes[4 * g + j][i] = k < cols ? of(k) : 1.0f;
+                }
+#if QT_ISA == 512
+        pow2 = D::id == BF16;
+        for (i64 i = 0; pow2 && i < (cols + GROUP - 1) / GROUP * 4; i++) pow2 = fits_exponents<E>((VI)lanes[i]);
+#endif
+    }
+    void run(const u8* codes, i64 n, T* y, bool stream) const {
+#if QT_ISA == 512
+        if constexpr (D::id == BF16)
+            if (pow2) return by_steps(codes, n, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
+#endif
+        decode_run<D, E>(codes, n, lanes, 1, y, stream);
+    }
+#if QT_ISA == 512
+    void by_steps(const u8* codes, i64 n, T* y, bool stream) const {
+        for (i64 i = 0; i < n; i += GROUP) {
+            look_ahead<GROUP>(codes + i);
+            const __mmask64 real = n - i < GROUP ? (1ull << (n - i)) - 1 : ~0ull;
+            VH w[2];
+            words<E>((VB)_mm512_maskz_loadu_epi8(real, codes + i), elements, w);
+            for (int h = 0; h < 2; h++) {
+                // Even columns in the low halves, odd ones in the high halves, as the words have them.
+                const VI even = exponent_steps((VI)lanes[i / W + 2 * h]), odd = exponent_steps((VI)lanes[i / W + 2 * h + 1]);
+                const __m512i v = with_exponent<E>((__m512i)w[h], (__m512i)((even & all(0xffff)) | odd << 16));
+                if (n - i >= GROUP)
+                    store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
+                else
+                    _mm512_mask_storeu_epi16(y + i + h * 2 * W, u32(real >> 32 * h), v);
+            }
+        }
+    }
+#endif
+    const Table<E>& elements = table<E>();
+};
 
 // Lines of blocks: codes of line l at codes + l * code_stride, values to y + l * stride.
 template <class T>
@@ -188,23 +255,19 @@ struct LineDecoder {
     }
 
 #if QT_ISA == 512
-    // A block is a vector.
     INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
-        for (int b = 0; b < W; b += 2) {
-            VF v0 = e2m1_values(codes + b * bytes) * all(q.factor[b]) * all(q.global[b]);
-            VF v1 = e2m1_values(codes + b * bytes + bytes) * all(q.factor[b + 1]) * all(q.global[b + 1]);
-            T* out = y + b * B;
-            if constexpr (D::id == BF16) {
-                store_bytes((u8*)out, high_halves(to_bfloat16_bits((VI)v0), to_bfloat16_bits((VI)v1)), stream);
-            } else if constexpr (D::id == F16) {
-                store(out, to_half(v0)), store(out + W, to_half(v1));
-            } else {
-                store_bytes((u8*)out, (VB)v0, stream), store_bytes((u8*)(out + W), (VB)v1, stream);
-            }
+        if constexpr (D::id != F32) {
+            const VF f = load<VF>(q.factor), g = load<VF>(q.global);
+            for (int b = 0; b < W; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
+            return;
+        }
+        // A block is a vector.
+        for (int b = 0; b < W; b++) {
+            const VF v = e2m1_values(codes + b * bytes) * all(q.factor[b]) * all(q.global[b]);
+            store_bytes((u8*)(y + b * B), (VB)v, stream);
         }
     }
 #endif
-
 #if QT_ISA == 512
     INLINE void pow2_strip(VI steps, const u8* codes, T* y, bool stream) {
         const __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)steps));
@@ -255,11 +318,7 @@ struct LineDecoder {
             decode_group<Float32, E>(load_codes<Codes>(codes + at / Codes), t, v);
             for (int j = 0; j < 4; j++) store(wide + at + j * W, v[j] * spread<Float32, B>(factor, at, j) * spread<Float32, B>(global, at, j));
         }
-        for (int b = 0; b < W; b++) {
-            float x[NV];
-            memcpy(x, wide + b * NV, sizeof x);
-            rotate16(x, wide + b * NV, ROTATE_BACK[p.signs]);
-        }
+        rotate<true>(wide, p.signs);
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             for (int j = 0; j < 4; j++)

@@ -172,6 +172,16 @@ INLINE VB load_quads(const u8* p) {
     // Each dword holds 24 bits in its low three bytes; every byte of it picks 6 of them by its own shift.
     __m512i at = _mm512_set1_epi64(0x322c2620120c0600);  // bits 0, 6, 12, 18 and 32, 38, 44, 50
     return (VB)_mm512_and_si512(_mm512_multishift_epi64_epi8(at, w), _mm512_set1_epi8(0x3f));
+#elif QT_ISA == 2
+    // Bytes 0 .. 11 and 12 .. 23, three to a dword; the second load begins 8 bytes on, so that it ends with the codes.
+    const __m256i loaded = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + 8), 1);
+    const __m256i spread = _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12,
+                                            -1, 13, 14, 15, -1);
+    const __m256i w = _mm256_shuffle_epi8(loaded, spread);
+    __m256i r = _mm256_and_si256(w, _mm256_set1_epi32(0x3f));
+    r = _mm256_or_si256(r, _mm256_and_si256(_mm256_slli_epi32(w, 2), _mm256_set1_epi32(0x3f00)));
+    r = _mm256_or_si256(r, _mm256_and_si256(_mm256_slli_epi32(w, 4), _mm256_set1_epi32(0x3f0000)));
+    return (VB)_mm256_or_si256(r, _mm256_and_si256(_mm256_slli_epi32(w, 6), _mm256_set1_epi32(0x3f000000)));
 #else
     u8 t[GROUP];
     for (int i = 0; i < GROUP / 4; i++) {

@@ -46,48 +46,48 @@ INLINE VF round_to(VF v) {
 
 // ---- rotation ---------------------------------------------------------------------------------------------------------------
 constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
-struct Rotation {
-    alignas(64) float entry[NV][NV];
-    constexpr Rotation(bool signs, bool inverse) : entry() {
-        for (u32 k = 0; k < NV; k++)
-            for (u32 j = 0; j < NV; j++) {
-                u32 shared = k & j, odd = (shared ^ shared >> 1 ^ shared >> 2 ^ shared >> 3) & 1;
-                odd ^= signs ? SIGN_MASK >> k & 1 : 0;
-                (inverse ? entry[j][k] : entry[k][j]) = odd ? -0.25f : 0.25f;
-            }
+// W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an output adds up: a sum
+// of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the reference do; each lane is a block, and equal
+// beginnings of sums are added up once.
+template <bool Signs, bool Back>
+static void rotate_blocks(const float* x, float* y) {
+    alignas(64) float t[NV * W];
+    transpose<float>(x, NV, t, W, W, NV);
+    VF v[NV];
+#pragma GCC unroll 16
+    for (int k = 0; k < NV; k++) v[k] = load<VF>(t + k * W) * all(Signs && !Back && (SIGN_MASK >> k & 1) ? -0.25f : 0.25f);
+#pragma GCC unroll 16
+    for (int j = 0; j < NV; j++) {
+        const bool negative = Signs && Back && (SIGN_MASK >> j & 1);
+        VF sum = negative ? -v[0] : v[0];
+#pragma GCC unroll 16
+        for (int k = 1; k < NV; k++) sum = (__builtin_parity(unsigned(k & j)) != 0) != negative ? sum - v[k] : sum + v[k];
+        store(t + j * W, sum);
     }
-};
-static constexpr Rotation ROTATE[2] = {{false, false}, {true, false}};
-static constexpr Rotation ROTATE_BACK[2] = {{false, true}, {true, true}};
-
-// Sums over k = 0..15 one by one, as the reference does.
-INLINE void rotate16(const float* x, float* y, const Rotation& m) {
-    VF sum[NV / W];
-    for (int h = 0; h < NV / W; h++) sum[h] = all(x[0]) * load<VF>(m.entry[0] + h * W);
-    for (int k = 1; k < NV; k++)
-        for (int h = 0; h < NV / W; h++) sum[h] = sum[h] + all(x[k]) * load<VF>(m.entry[k] + h * W);
-    for (int h = 0; h < NV / W; h++) store(y + h * W, sum[h]);
+    transpose<float>(t, W, y, NV, NV, W);
+}
+template <bool Back>
+static void rotate(float* x, bool signs) {
+    if (signs)
+        rotate_blocks<true, Back>(x, x);
+    else
+        rotate_blocks<false, Back>(x, x);
 }
 INLINE VF flush_subnormals(VF v) {
     return ((VI)v & all(ABS)) < all(0x00800000) ? all(0.0f) : v;
 }
 // W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
 template <class D>
-static void to_finite(const typename D::T* x, float* y, bool rotate, bool signs) {
+static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs) {
     for (int i = 0; i < W * NV; i += W) {
         VF v = (VF)D::one(x + i);
-        store(y + i, rotate && D::id == BF16 ? flush_subnormals(v) : v);
+        store(y + i, rotated && D::id == BF16 ? flush_subnormals(v) : v);
     }
-    if (rotate)
-        for (int b = 0; b < W; b++) {
-            float t[NV];
-            memcpy(t, y + b * NV, sizeof t);
-            rotate16(t, y + b * NV, ROTATE[signs]);
-        }
+    if (rotated) rotate<false>(y, signs);
     for (int i = 0; i < W * NV; i += W) {
         VF v = load<VF>(y + i);
-        if (rotate) v = round_to<D>(v);
-        if (rotate && D::id == BF16) v = flush_subnormals(v);
+        if (rotated) v = round_to<D>(v);
+        if (rotated && D::id == BF16) v = flush_subnormals(v);
         VI u = (VI)v, a = u & all(ABS), sign = u & ~all(ABS);
         a = a == all(INF_BITS) ? all(INF_BITS - 1) : a;
         store(y + i, (VF)(a > all(INF_BITS) ? all(0) : a | sign));
@@ -155,13 +155,12 @@ INLINE void encode_stochastic(const float* x, const float* factors, const u8* ra
         VF y = load<VF>(x + i) * all(factors[i / NV]);
         VF a = (VF)min((VI)y & all(ABS), all(FE2M1::max_bits));
         VF step = a < all(2.0f) ? all(0.5f) : a < all(4.0f) ? all(1.0f) : all(2.0f);
-        VF r;
-        for (int k = 0; k < W; k++) r[k] = float(random[i + k]) * (1.0f / 256.0f);
+        VF r = __builtin_convertvector(widen(random + i), VF) * all(1.0f / 256.0f);
         VF raised = a + r * step;
         VI code = VI{};
         for (float bound : bounds) code = code - (VI)(raised >= all(bound));
         code = code | ((VI)(y < all(0.0f)) & all(8));
-        for (int k = 0; k < W; k++) codes[i + k] = u8(code[k]);
+        narrow(codes + i, code);
     }
 }
 
@@ -202,11 +201,11 @@ static VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, i64 cod
         for (int k = 0; k < 2; k++)
             for (int r = 0; r < half; r++) errors[k][r] = errors[k][r] + errors[k][r + half];
     VI to_4 = (VI)(errors[1][0] < errors[0][0]);
-    for (int r = 0; r < rows; r++)
-        for (int e = 0; e < NV; e++) {
-            VI code = to_4 ? both[1][r * NV + e] : both[0][r * NV + e];
-            for (int b = 0; b < W; b++) codes[r * code_stride + b * NV + e] = u8(code[b]);
-        }
+    for (int r = 0; r < rows; r++) {
+        u8 turned[NV * W];
+        for (int e = 0; e < NV; e++) narrow(turned + e * W, to_4 ? both[1][r * NV + e] : both[0][r * NV + e]);
+        transpose<u8>(turned, W, codes + r * code_stride, NV, NV, W);
+    }
     return to_4 ? f[1].stored : f[0].stored;
 }
 

@@ -252,6 +252,15 @@ INLINE void store_quads(u8* p, VB c) {
     __m512i w = _mm512_maddubs_epi16((__m512i)c, _mm512_set1_epi16(0x4001));
     w = _mm512_madd_epi16(w, _mm512_set1_epi32(0x10000001));
     _mm512_mask_storeu_epi8(p, 0xffffffffffffull, _mm512_permutexvar_epi8(_mm512_load_si512(kept.at), w));
+#elif QT_ISA == 2
+    __m256i w = _mm256_maddubs_epi16((__m256i)c, _mm256_set1_epi16(0x4001));
+    w = _mm256_madd_epi16(w, _mm256_set1_epi32(0x10000001));
+    // Three bytes of each dword, 12 of each half.
+    const __m256i kept = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
+    w = _mm256_shuffle_epi8(w, kept);
+    u8 t[32];
+    store(t, w);
+    memcpy(p, t, 12), memcpy(p + 12, t + 16, 12);
 #else
     u8 t[GROUP];
     store(t, c);
