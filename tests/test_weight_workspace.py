@@ -7,6 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
 
+import qtensor
+from qtensor.functional.weight import quantize_weight
+
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 QUANTIZED = [name for name in RECIPES if name != "high_precision"]
@@ -143,3 +146,64 @@ def test_two_graphs_under_compile_and_no_stale_constant(recipe):
                 for p in module.parameters():
                     p.mul_(1.5)
     assert counter.frame_count == 2
+
+
+FORMATS = ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quantize_weight(fmt):
+    """The caller owns the cache: a miss returns a new workspace, a hit none."""
+    call = {"scale": torch.full((1,), 2.0)} if fmt == "fp8_delayed" else {}
+    rows = qtensor.quantizer(fmt)
+    both = rows.with_usage(columnwise=True)
+    weight = torch.randn(96, WIDTH)
+    expected = both.quantize(weight, **call)
+
+    def same(storage, values=expected):
+        return all(
+            torch.equal(a, b) for a, b in zip(storage.buffers(), values.buffers(), strict=True)
+        )
+
+    made, kept = quantize_weight(weight, both, None, cache=True, is_first_microbatch=True, **call)
+    assert made is kept
+    assert same(made)
+    assert quantize_weight(weight, both, None, **call)[1] is None
+    later, new = quantize_weight(-weight, both, kept, cache=True, is_first_microbatch=False, **call)
+    assert later is kept
+    assert new is None
+    assert same(kept)
+    less, new = quantize_weight(-weight, rows, kept, is_first_microbatch=False, **call)
+    assert less is kept, "one with more usages serves"
+    skip = torch.ones(1)
+    again, new = quantize_weight(-weight, both, kept, is_first_microbatch=True, noop=skip, **call)
+    assert again is kept
+    assert same(kept)
+    again, new = quantize_weight(-weight, both, kept, is_first_microbatch=True, **call)
+    assert again is kept, "a first microbatch writes into what is valid"
+    assert new is None
+    assert same(kept, both.quantize(-weight, **call))
+
+    missing = quantize_weight(weight, rows, None, cache=True, is_first_microbatch=True, **call)[1]
+    other_shape = quantize_weight(weight[:32], both, None, cache=True, **call)[1]
+    other = qtensor.quantizer("mxfp4" if fmt != "mxfp4" else "mxfp8", columnwise=True)
+    other_format = quantize_weight(weight, other, None, cache=True)[1]
+    for invalid in (missing, other_shape, other_format):
+        made, new = quantize_weight(
+            weight, both, invalid, cache=True, is_first_microbatch=False, **call
+        )
+        assert new is made
+        assert made is not invalid
+        assert same(made)
+
+
+def test_quantize_weight_refuses():
+    weight = torch.randn(32, 32)
+    with pytest.raises(
+        qtensor.QTensorError, match="quantizer must be a quantizer object; got 'mxfp8'"
+    ):
+        quantize_weight(weight, "mxfp8")
+    with pytest.raises(qtensor.QTensorError, match="what an earlier call returned; got Tensor"):
+        quantize_weight(weight, qtensor.quantizer("mxfp8"), weight)
+    with pytest.raises(qtensor.QTensorError, match="delayed scaling needs scale="):
+        quantize_weight(weight, qtensor.quantizer("fp8_delayed"))

@@ -18,12 +18,12 @@ from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
     LinearPlan,
     alignment,
-    covers,
     is_requantization_safe,
     linear_plan,
     stored_weight_plan,
     weight_label,
 )
+from qtensor.functional.weight import is_valid_workspace
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -274,10 +274,11 @@ class QuantizedModule(nn.Module):
         args.cache_weight = True
         if call.is_first_microbatch and call.noop is None:
             return
-        valid = (
-            state.workspace is not None
-            and covers(state.workspace_quantizer, args.plan.weight)
-            and state.workspace_shape == tuple(args.weight.shape)
+        valid = state.workspace is not None and is_valid_workspace(
+            state.workspace_quantizer,
+            state.workspace_shape,
+            args.plan.weight,
+            args.weight.shape,
         )
         if valid:
             args.cache_weight = False
