@@ -109,7 +109,7 @@ def test_arguments_are_never_written_to_and_refuse_a_typo():
     assert not any(isinstance(value, Tensor) for value in held.values())
     for value in (args, bwd):
         try:
-            value.wieght = None
+            value.wait = None
         except AttributeError:
             continue
         raise AssertionError("a field that does not exist was set")
