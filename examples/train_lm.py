@@ -47,7 +47,7 @@ class Config:
     layers: int = 2
     context: int = 128
     batch: int = 16
-    steps: int = 400
+    steps: int = 300
     vocabulary: int = 256
     learning_rate: float = 2e-3
 
