@@ -17,11 +17,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs-check check-kernels bench overhead clean
+.PHONY: help demo test test-all lint format docs-check check-kernels bench overhead clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
 	@echo "make test        install into $(VENV) and run the tests"
+	@echo "make test-all    the tests with every cell of the large matrices (tests/nightly.py)"
 	@echo "make lint        ruff, import-linter, mypy, codespell"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make docs-check  are the generated documents up to date?"
@@ -33,8 +34,13 @@ help:
 demo: $(VENV)/.demo.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/qtensor demo
 
+PYTEST := $(QUIET_CORES) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.dev.stamp
-	$(QUIET_CORES) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev.stamp
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev.stamp
 	$(BIN)/ruff check .

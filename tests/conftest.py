@@ -11,8 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from nightly import is_nightly
 
 from qtensor.kernels.cpu import native
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cells that ``make test`` leaves out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if is_nightly(item.originalname, item.callspec.params):
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

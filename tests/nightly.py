@@ -1,0 +1,59 @@
+"""Cells of large matrices that `make test` leaves to `make test-all`.
+
+Every test keeps cells in both: each value of each axis is met in `make test`, all pairs of them in `make test-all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Cell = Mapping[str, Any]
+
+STATE_AND_RANDOM = ("delayed", "nvfp4")
+"""Recipes with state and with random numbers: what can differ between eager and compiled code is in these."""
+
+
+def _modules(cell: Cell) -> bool:
+    return cell["module"] not in ("linear", "swiglu_mlp") and cell["recipe"] not in (
+        "current",
+        "nvfp4",
+    )
+
+
+def _one_recipe(cell: Cell) -> bool:
+    return cell["module"] != "linear" and cell["recipe"] != "mxfp8"
+
+
+def _stateful(cell: Cell) -> bool:
+    return cell["module"] != "linear" and cell["recipe"] not in STATE_AND_RANDOM
+
+
+def _compiled(cell: Cell) -> bool:
+    return cell["backend"] == "aot_eager" and cell["recipe"] not in ("delayed", "mxfp8")
+
+
+RULES: dict[str, Callable[[Cell], bool]] = {
+    "test_training_one_graph_for_all_batch_sizes": _modules,
+    "test_inference_one_graph_for_all_batch_sizes": _one_recipe,
+    "test_inductor_gives_the_bytes_of_eager_code": _stateful,
+    "test_enabled": lambda c: c["module"] != "linear" and c["recipe"] not in ("current", "delayed"),
+    "test_by_config": lambda c: c["recipe"] not in STATE_AND_RANDOM,
+    "test_main_grad": _compiled,
+    "test_delayed_wgrad": lambda c: c.get("module") == "swiglu_mlp" and _compiled(c),
+    "test_activations_offloaded_to_the_cpu": _compiled,
+    "test_checkpointing": lambda c: "backend" in c and _compiled(c),
+    "test_two_graphs_under_compile_and_no_stale_constant": lambda c: (
+        c["recipe"] not in STATE_AND_RANDOM
+    ),
+    "test_compiled_autograd": lambda c: c["name"] not in STATE_AND_RANDOM,
+    "test_a_list_of_sizes_is_two_graphs": lambda c: c["name"] not in STATE_AND_RANDOM,
+    "test_dynamic_batches_are_one_graph": lambda c: c["name"] not in STATE_AND_RANDOM,
+}
+"""Name of a test -> whether a cell is left to `make test-all`."""
+
+
+def is_nightly(name: str, cell: Cell) -> bool:
+    """Whether a parametrised test is left to `make test-all`."""
+    rule = RULES.get(name)
+    return rule is not None and rule(cell)
