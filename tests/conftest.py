@@ -19,9 +19,9 @@ from qtensor.kernels.cpu import native
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cells that ``make test`` leaves out."""
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if is_nightly(item.originalname, item.callspec.params):
-                item.add_marker(pytest.mark.nightly)
+        spec = getattr(item, "callspec", None)
+        if spec is not None and is_nightly(item.originalname, spec.params):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

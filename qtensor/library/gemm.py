@@ -16,7 +16,7 @@ from qtensor.library import tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.library.dequantize import decode_turned, turned
-from qtensor.reference.gemm import matmul
+from qtensor.reference.gemm import matmul, matmul_
 
 LAYOUTS = ("TN", "NN", "NT")
 """TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b columnwise). NT: ``a.T @ b`` (wgrad,
@@ -91,7 +91,10 @@ def fill_by_decoding(
         )
         left = left.mT if layout == "NT" else left
         right = right.mT if layout == "TN" else right
-        out.copy_(matmul(left, right, factor, bias))
+        if out.dtype == torch.float32 and out.ndim == left.ndim == right.ndim == 2:
+            matmul_(out, left, right, factor, bias)
+        else:
+            out.copy_(matmul(left, right, factor, bias))
 
 
 def _fill_by_tiles(
@@ -173,16 +176,17 @@ def _values(
     """Float32 values of an operand; one factor for the whole tensor is kept out of them."""
     if codec is None:
         return buffers[0].float(), None
-    named, size = by_name(codec, buffers), tuple(shape)
+    size = tuple(shape)
     values = torch.empty(size, dtype=torch.float32, device=buffers[0].device)
     part = _part(columnwise, codec.per_tensor)
     if table.dequantize_(codec, buffers, size, values, part):
-        return values, named["_scale_inv"] if codec.per_tensor else None
+        return values, by_name(codec, buffers)["_scale_inv"] if codec.per_tensor else None
     if (
         len(size) == 2
         and (values_t := decode_turned(codec, buffers, size, torch.float32)) is not None
     ):
         return values_t, None
+    named = by_name(codec, buffers)
     if codec.per_tensor:
         return codec.decode_codes(named, size)
     return codec.decode(named, size, columnwise), None

@@ -19,3 +19,12 @@ def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> 
     if factor is not None:
         y = y * factor
     return y if bias is None else y + bias.float()
+
+
+def matmul_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
+    """``matmul`` of matrices into a float32 ``out``, without tensors between."""
+    torch.mm(a, b, out=out)
+    if factor is not None:
+        out.mul_(factor)
+    if bias is not None:
+        out.add_(bias)
