@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import triton_float_calls as triton_floats
-from qtensor.kernels.cpu import floats, native
+from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton_calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton_calls import quantize_ as triton_quantize_
 from qtensor.kernels.triton_calls import supports as triton_supports
+from qtensor.kernels.triton_float_calls import KERNELS as TRITON_FLOATS
 from qtensor.layout import Shape
 
 QuantizeKernel = Callable[
@@ -45,24 +46,7 @@ BACKENDS = {
 """Device type -> its kernels."""
 
 
-FLOATS: dict[str, dict[str, Callable[..., bool]]] = {
-    "cpu": {
-        "norm": floats.norm_,
-        "norm_backward": floats.norm_backward_,
-        "bias_grad": floats.bias_grad_,
-        "activation": floats.activation_,
-        "norm_quantize": floats.norm_quantize_,
-        "activation_quantize": floats.activation_quantize_,
-    },
-    "cuda": {
-        "norm": triton_floats.norm_,
-        "norm_backward": triton_floats.norm_backward_,
-        "bias_grad": triton_floats.bias_grad_,
-        "activation": triton_floats.activation_,
-        "norm_quantize": triton_floats.norm_quantize_,
-        "activation_quantize": triton_floats.activation_quantize_,
-    },
-}
+FLOATS: dict[str, dict[str, Callable[..., bool]]] = {"cpu": CPU_FLOATS, "cuda": TRITON_FLOATS}
 """Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the
 reference has to."""
 

@@ -5,7 +5,7 @@ The calls of ``kernels.cpu.floats``: each is False, with nothing written, where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -119,3 +119,14 @@ def _fusing(
     if not kernels.fuses(target.codec):
         return None
     return kernels if whole(target.codec, buffers, shape) else None
+
+
+KERNELS: dict[str, Callable[..., bool]] = {
+    "norm": norm_,
+    "norm_backward": norm_backward_,
+    "bias_grad": bias_grad_,
+    "activation": activation_,
+    "norm_quantize": norm_quantize_,
+    "activation_quantize": activation_quantize_,
+}
+"""Op -> its kernel."""

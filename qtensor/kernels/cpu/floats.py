@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,3 +323,14 @@ def _fused(
 def _is_tensor_wide(codec: Any, shape: torch.Size) -> bool:
     """Whether a maximum of the whole tensor is behind the factors."""
     return any(math.prod(size) == 1 for size in codec.amax_shapes(shape))
+
+
+KERNELS: dict[str, Callable[..., bool]] = {
+    "norm": norm_,
+    "norm_backward": norm_backward_,
+    "bias_grad": bias_grad_,
+    "activation": activation_,
+    "norm_quantize": norm_quantize_,
+    "activation_quantize": activation_quantize_,
+}
+"""Op -> its kernel."""
