@@ -262,6 +262,11 @@ def test_compiled_autograd(name: str, forward: str, form: str, way: str):
 
 @main_ids
 def test_checkpointing(name: str):
+    if name == "nvfp4":
+        reason = "torch 2.13: a compiled checkpointed region draws its random numbers again"
+        pytest.skip(
+            reason=f"{reason}, so that gradients are rounded by another seed than in eager code"
+        )
     module = grouped(name)
     eager = copy.deepcopy(module)
     compiled = Compiled(lambda x, s: checkpoint(module, x, s, use_reentrant=False), "inductor")

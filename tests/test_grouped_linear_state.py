@@ -431,7 +431,9 @@ def test_splits_that_are_none(splits, message: str):
 
 def test_bad_inputs_and_options():
     module = grouped("mxfp8", name="moe")
-    with pytest.raises(qtensor.QTensorError, match=r"GroupedLinear\[moe\]: .*in_features, 64"):
+    with pytest.raises(
+        qtensor.QTensorError, match=r"GroupedLinear\[moe\] input: .*in_features, 64"
+    ):
         module(torch.randn(100, 65), SPLITS[0])
     with pytest.raises(qtensor.QTensorError, match="num_gemms must be a positive integer; got 0"):
         qtensor.GroupedLinear(0, K, N)

@@ -132,6 +132,9 @@ def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
 
 def random_seed(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(3),), {}
+
+
+def draw_seeds_(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(3), torch.zeros(1, dtype=torch.int64), 2), {}
 
 
@@ -347,6 +350,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::gemm_by": gemm_by,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::random_seed": random_seed,
+    "qtensor::draw_seeds_": draw_seeds_,
     "qtensor::dequantize_tensor": dequantize_tensor,
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
@@ -385,13 +389,14 @@ WITHOUT_FORMAT = {
         "record_amax_",
         "record_gradient_amax_",
         "advance_step_",
+        "draw_seeds_",
         "split_sizes",
         "grouped_bias_grad",
     )
 }
 """Ops over plain tensors alone: one format stands for all."""
 
-RANDOM = {"qtensor::random_seed"}
+RANDOM = {"qtensor::random_seed", "qtensor::draw_seeds_"}
 """Ops that draw from a generator: two runs differ, which is what aot_dispatch compares."""
 
 

@@ -51,6 +51,7 @@ REASONS: dict[str, str] = {
     "qtensor/library/norm.py::_norm_fill": _FLAT,
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": "autograd hands over tensors and options flat",
+    "qtensor/functional/weight.py::quantize_weight": "the contract of the workspace cache, named as in Transformer Engine",
     "qtensor/modules/layernorm_linear.py::LayerNormLinear.__init__": _OPTIONS,
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::Linear.__init__": _OPTIONS,

@@ -287,7 +287,7 @@ def test_a_group_of_others(world: Any) -> None:
             (256,),
             "Linear[up] input: sequence_parallel splits dim 0, so there must be one beside the features; got (256,).",
         ),
-        ("column", (8, 64), "Linear[up]: the input's last dim must be in_features, 256; got"),
+        ("column", (8, 64), "Linear[up] input: its last dim must be in_features, 256; got"),
     ],
 )
 def test_wrong_inputs(world: Any, mode: str, shape: tuple[int, ...], message: str) -> None:

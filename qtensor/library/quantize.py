@@ -120,16 +120,21 @@ def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
         output.copy_(value)
 
 
-def _random_seed_alloc(like: Tensor, draws: Tensor | None = None, count: int = 1) -> Tensor:
+def _random_seed_alloc(like: Tensor) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=like.device)
+
+
+def _random_seed_fill(seed: Tensor, like: Tensor) -> None:
+    seed.random_()
+
+
+def _draw_seeds_alloc(like: Tensor, draws: Tensor, count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, device=like.device)
 
 
-def _random_seed_fill(
-    seed: Tensor, like: Tensor, draws: Tensor | None = None, count: int = 1
-) -> None:
-    seed.random_()
-    if draws is not None:
-        draws.data.add_(count)
+def _draw_seeds_fill(seeds: Tensor, like: Tensor, draws: Tensor, count: int) -> None:
+    seeds.random_()
+    draws.data.add_(count)
 
 
 QUANTIZE = leaf_op(
@@ -151,15 +156,22 @@ AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", _amax_alloc, _amax_f
 """The maxima behind the tensor-wide factors, to be reduced over a process group and handed to ``quantize``."""
 
 RANDOM_SEED = leaf_op(
-    "random_seed(Tensor like, Tensor(a!)? draws=None, int count=1) -> Tensor",
+    "random_seed(Tensor like) -> Tensor",
     _random_seed_alloc,
     _random_seed_fill,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-"""Seeds (count,) for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure.
+"""A seed for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure."""
 
-``draws``, int64 (1,) on the CPU, counts what is drawn, and keeps draws where they are written: AOTAutograd merges calls with
-equal arguments (``fx_graph_cse``) and its min-cut partitioner moves them into the backward graph, looking at a list of random
-operators and not at the tag. A write is neither merged nor moved. To be removed when these passes look at
-``nondeterministic_seeded``.
+DRAW_SEEDS = leaf_op(
+    "draw_seeds_(Tensor like, Tensor(a!) draws, int count) -> Tensor",
+    _draw_seeds_alloc,
+    _draw_seeds_fill,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+"""Seeds (count,) for a layer that keeps a counter of its draws: ``draws``, int64 (1,) on the CPU.
+
+The write keeps the draw where it is: AOTAutograd merges calls with equal arguments (``fx_graph_cse``) and its min-cut
+partitioner moves them into the backward graph, looking at a list of random operators and not at the tag. To be replaced by
+``random_seed`` when these passes look at ``nondeterministic_seeded``.
 """

@@ -38,11 +38,13 @@ class Call(NamedTuple):
         is_first_microbatch: True: quantize the weight and keep it; False: use what is kept; None: keep nothing.
         noop: one element; non-zero leaves what is kept as it is.
         output_quantizer: canonical text, "" for a plain output.
+        seeds: of input, weight and gradient, where they are drawn already.
     """
 
     is_first_microbatch: bool | None = None
     noop: Tensor | None = None
     output_quantizer: str = ""
+    seeds: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None
 
 
 class LinearOptions(NamedTuple):
@@ -169,7 +171,9 @@ class QuantizedModule(nn.Module):
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
-        if any(plan.stochastic):
+        if call.seeds is not None:
+            args.seeds = call.seeds
+        elif any(plan.stochastic):
             args.seeds = draw_seeds(inp, state.draws, plan.stochastic)
         if any(plan.delayed):
             args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
@@ -206,6 +210,17 @@ class QuantizedModule(nn.Module):
                 tuple(inp.shape),
                 "Mend the input or the module",
             )
+
+    def _early_seeds(
+        self, like: Tensor, weight: str, options: LinearOptions
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+        """The seeds of a layer that will run again: compiled code would draw others the second time."""
+        w = getattr(self, weight)
+        args = LinearFwdArgs(like, w, None, like.requires_grad, w.requires_grad)
+        plan = self._plan(args, self._recipe_key(), weight, options)
+        if not any(plan.stochastic):
+            return None
+        return draw_seeds(like, self._states[weight].draws, plan.stochastic)
 
     def _check_input(
         self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions

@@ -13,7 +13,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
-from qtensor.functional.operands import random_seed
+from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
@@ -245,7 +245,7 @@ class GroupedLinear(QuantizedModule):
     def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""
         count = sum(plan.stochastic)
-        drawn = random_seed(inp, draws, self.num_gemms * count)
+        drawn = draw(inp, draws, self.num_gemms * count)
         place, seeds = 0, []
         for stochastic in plan.stochastic:
             seeds.append(drawn[place::count] if stochastic else None)

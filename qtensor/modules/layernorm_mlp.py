@@ -182,6 +182,8 @@ class LayerNormMLP(QuantizedModule):
             return self._linear(activated, "fc2_weight", bias2, self._fc2_options, second)
 
         if self.recompute_activation and torch.is_grad_enabled():
+            seeds = self._early_seeds(hidden, "fc2_weight", self._fc2_options)
+            second = second._replace(seeds=seeds)
             out = checkpoint(rest, hidden)
         else:
             out = rest(hidden)
