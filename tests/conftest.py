@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         name, file = item.originalname, item.path.name  # type: ignore[attr-defined]
         place = places[file, name] = places.get((file, name), -1) + 1
-        if is_nightly(name, spec.params) or is_left_out(file, place):
+        if is_nightly(f"{file}::{name}", spec.params) or is_left_out(file, place):
             item.add_marker(pytest.mark.nightly)
 
 

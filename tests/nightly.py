@@ -33,24 +33,41 @@ def _compiled(cell: Cell) -> bool:
     return cell["backend"] == "aot_eager" and cell["recipe"] not in ("delayed", "mxfp8")
 
 
+def _grouped_ops(cell: Cell) -> bool:
+    return "grouped" in cell["name"] and cell["case"].name not in ("fp8_delayed", "mxfp8", "nvfp4")
+
+
 RULES: dict[str, Callable[[Cell], bool]] = {
-    "test_training_one_graph_for_all_batch_sizes": _modules,
-    "test_inference_one_graph_for_all_batch_sizes": _one_recipe,
-    "test_inductor_gives_the_bytes_of_eager_code": _stateful,
-    "test_enabled": lambda c: c["module"] != "linear" and c["recipe"] not in ("current", "delayed"),
-    "test_by_config": lambda c: c["recipe"] not in STATE_AND_RANDOM,
-    "test_main_grad": _compiled,
-    "test_delayed_wgrad": lambda c: c.get("module") == "swiglu_mlp" and _compiled(c),
-    "test_activations_offloaded_to_the_cpu": _compiled,
-    "test_checkpointing": lambda c: "backend" in c and _compiled(c),
-    "test_two_graphs_under_compile_and_no_stale_constant": lambda c: (
+    "test_opcheck.py::test_opcheck": _grouped_ops,
+    "test_modules_compile.py::test_training_one_graph_for_all_batch_sizes": _modules,
+    "test_modules_compile.py::test_inference_one_graph_for_all_batch_sizes": _one_recipe,
+    "test_modules_compile.py::test_inductor_gives_the_bytes_of_eager_code": _stateful,
+    "test_compiled_autograd_modules.py::test_enabled": lambda c: (
+        c["module"] != "linear" and c["recipe"] not in ("current", "delayed")
+    ),
+    "test_compiled_autograd_modules.py::test_by_config": lambda c: (
         c["recipe"] not in STATE_AND_RANDOM
     ),
-    "test_compiled_autograd": lambda c: c["name"] not in STATE_AND_RANDOM,
-    "test_a_list_of_sizes_is_two_graphs": lambda c: c["name"] not in STATE_AND_RANDOM,
-    "test_dynamic_batches_are_one_graph": lambda c: c["name"] not in STATE_AND_RANDOM,
+    "test_wgrad_scheduling.py::test_main_grad": _compiled,
+    "test_wgrad_scheduling.py::test_delayed_wgrad": lambda c: (
+        c.get("module") == "swiglu_mlp" and _compiled(c)
+    ),
+    "test_wgrad_scheduling.py::test_activations_offloaded_to_the_cpu": _compiled,
+    "test_wgrad_scheduling.py::test_checkpointing": lambda c: "backend" in c and _compiled(c),
+    "test_weight_workspace.py::test_two_graphs_under_compile_and_no_stale_constant": lambda c: (
+        c["recipe"] not in STATE_AND_RANDOM
+    ),
+    "test_grouped_linear_compile.py::test_compiled_autograd": lambda c: (
+        c["name"] not in STATE_AND_RANDOM
+    ),
+    "test_grouped_linear_compile.py::test_a_list_of_sizes_is_two_graphs": lambda c: (
+        c["name"] not in STATE_AND_RANDOM
+    ),
+    "test_grouped_linear_compile.py::test_dynamic_batches_are_one_graph": lambda c: (
+        c["name"] not in STATE_AND_RANDOM
+    ),
 }
-"""Name of a test -> whether a cell is left to `make test-all`."""
+"""file::test -> whether a cell is left to `make test-all`."""
 
 
 KEPT: dict[str, int] = {
@@ -67,11 +84,9 @@ KEPT: dict[str, int] = {
 """File -> n: `make test` runs the first cell of each of its tests and every n-th after that."""
 
 
-def is_nightly(name: str, cell: Cell) -> bool:
-    """Whether a rule leaves a parametrised test to `make test-all`."""
-    rule = RULES.get(name)
-    if rule is None and name == "test_opcheck" and "grouped" in cell["name"]:
-        return cell["case"].name not in ("fp8_delayed", "mxfp8", "nvfp4")
+def is_nightly(test: str, cell: Cell) -> bool:
+    """Whether a rule leaves a cell of ``file::test`` to `make test-all`."""
+    rule = RULES.get(test)
     return rule is not None and rule(cell)
 
 
