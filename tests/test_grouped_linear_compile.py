@@ -13,6 +13,7 @@ from grouped_cases import MAIN, RECIPES, K, N, assert_same_pair, inputs, run_gro
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from training import REDRAWN
 
 import qtensor
 
@@ -263,10 +264,7 @@ def test_compiled_autograd(name: str, forward: str, form: str, way: str):
 @main_ids
 def test_checkpointing(name: str):
     if name == "nvfp4":
-        reason = "torch 2.13: a compiled checkpointed region draws its random numbers again"
-        pytest.skip(
-            reason=f"{reason}, so that gradients are rounded by another seed than in eager code"
-        )
+        pytest.skip(reason=REDRAWN)
     module = grouped(name)
     eager = copy.deepcopy(module)
     compiled = Compiled(lambda x, s: checkpoint(module, x, s, use_reentrant=False), "inductor")

@@ -7,7 +7,17 @@ import contextlib
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
-from training import RECIPES, WIDTH, assert_same, build, compiled, every_recipe, region, step
+from training import (
+    RECIPES,
+    REDRAWN,
+    WIDTH,
+    assert_same,
+    build,
+    compiled,
+    every_recipe,
+    region,
+    step,
+)
 
 import qtensor
 from qtensor import QTensorError
@@ -100,14 +110,9 @@ def test_main_grad_may_change_between_forward_and_backward(backend):
     assert torch.equal(module.weight.main_grad, total)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("module", ["linear", "swiglu_mlp"])
-@every_recipe
+@cells
 def test_delayed_wgrad(recipe, module, backend):
-    if backend == "inductor" and module != "linear":
-        pytest.skip(
-            reason="time: one module under inductor is enough for an op that is opaque to it"
-        )
     chosen = RECIPES[recipe]()
     plain, later = build(module), build(module, delay_wgrad_compute=True)
     call = traced(later, backend)
@@ -242,10 +247,7 @@ def test_activations_offloaded_to_the_cpu(recipe, backend):
 @cells
 def test_checkpointing(recipe, backend, reentrant):
     if recipe == "nvfp4" and backend is not None:
-        reason = "torch 2.13: a compiled checkpointed region draws its random numbers again"
-        pytest.skip(
-            reason=f"{reason}, so that gradients are rounded by another seed than in eager code"
-        )
+        pytest.skip(reason=REDRAWN)
     chosen = RECIPES[recipe]()
     plain, module = build("layernorm_mlp"), build("layernorm_mlp")
 
