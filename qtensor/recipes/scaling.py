@@ -34,7 +34,8 @@ class DelayedScaling(Recipe):
         fp8_format: HYBRID (default), E4M3 or E5M2.
         margin: factors are divided by ``2 ** margin``.
         amax_history_len: steps that the history keeps, 1 to 1024.
-        amax_compute_algo: "max" over the history, "most_recent", or a function (length, 3) -> (3,) of torch ops.
+        amax_compute_algo: "max" over the history, "most_recent", or a function (length, n) -> (n,) of torch ops: n is 3, or 3 a
+            group in GroupedLinear.
         scaling_factor_compute_algo: a function (amax, old scale, largest code values, recipe) -> scale of torch ops, all
             (3,) float32; None for the rule of docs/numerics.md.
         reduce_amax: take maxima over the ``amax_reduction_group`` of ``autocast`` where there is one.
