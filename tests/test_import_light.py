@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RUNS = 5
-MAX_SECONDS = 0.15
-MAX_MODULES = 120
+MAX_SHARE = 0.15
+"""Of the time that ``import torch`` takes beside it, about a second: seconds alone would measure the machine."""
+MAX_MODULES = 85
 HEAVY = (
     "triton",
     "torch._inductor",
@@ -20,22 +21,26 @@ HEAVY = (
     "rich",
     "qtensor.build",
     "qtensor.compilers",
+    "qtensor.modules",
+    "qtensor.functional",
 )
 
 SCRIPT = """
 import json, sys, time
+start = time.process_time()
 import torch
+torch_seconds = time.process_time() - start
 
 def refuse(*args, **kwargs):
     raise SystemExit("importing initialised a GPU")
 
 torch.cuda._lazy_init = torch.cuda.init = refuse
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import qtensor
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 added = sorted(set(sys.modules) - before)
-json.dump([seconds, added, torch.cuda.is_initialized()], open(sys.argv[1], "w"))
+json.dump([seconds / torch_seconds, added, torch.cuda.is_initialized()], open(sys.argv[1], "w"))
 """
 
 
@@ -46,7 +51,7 @@ def run(script, path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(seconds, added modules, CUDA initialised, what was printed) of several fresh processes."""
+    """(share of the import of torch, added modules, CUDA initialised, what was printed) of several fresh processes."""
     path = tmp_path_factory.mktemp("import") / "result.json"
     results = []
     for _ in range(RUNS):
@@ -58,7 +63,7 @@ def runs(tmp_path_factory):
 
 def test_it_is_quick(runs):
     # The minimum: what a busy machine adds is not the library's.
-    assert min(seconds for seconds, *_ in runs) < MAX_SECONDS
+    assert min(share for share, *_ in runs) < MAX_SHARE
 
 
 def test_it_adds_few_modules(runs):
@@ -81,4 +86,35 @@ def test_it_prints_nothing(runs):
 
 def test_public_names_exist():
     done = run("import qtensor; assert all(hasattr(qtensor, n) for n in qtensor.__all__)", "")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_name_loads():
+    done = run(
+        "import qtensor; from qtensor import *; "
+        "assert set(qtensor.__all__) <= set(dir(qtensor)); "
+        "assert callable(autocast) and recipes.RECIPES",
+        "",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name():
+    done = run("import qtensor; qtensor.Linaer", "")
+    assert "module 'qtensor' has no attribute 'Linaer'" in done.stderr
+
+
+def test_a_first_use_in_compiled_code(tmp_path):
+    script = """
+import torch, qtensor
+
+@torch.compile(fullgraph=True, backend="aot_eager")
+def f(x, layer):
+    with qtensor.autocast(recipe=qtensor.recipes.MXFP8BlockScaling()):
+        return qtensor.checkpoint(layer, x)
+
+x, layer = torch.randn(32, 32), torch.nn.Linear(32, 32)
+assert torch.equal(f(x, layer), layer(x))
+"""
+    done = run(script, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from qtensor.autocast import captured, restored
+from qtensor.autocasting import captured, restored
 
 
 def checkpoint(

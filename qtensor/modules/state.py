@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.autocast import active_group, is_outside, step_in_force
+from qtensor.autocasting import active_group, is_outside, step_in_force
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.parallel import max_over_ranks
 from qtensor.functional.plan import caller_functions, delayed_options, largest_values
