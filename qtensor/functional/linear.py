@@ -19,6 +19,7 @@ from torch import Tensor
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.operands import (
     Operand,
+    Quantized,
     column_part,
     multiply,
     plain_operand,
@@ -114,17 +115,22 @@ def _saved_weight(args: LinearFwdArgs, w: Operand) -> tuple[Operand, bool]:
 def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     """The forward, pure: it writes nothing but a workspace that it is told to update."""
     plan, parallel = args.plan, args.parallel
-    source = gather_input(args.inp, parallel)
-    x_scale = _scale(args.delayed, 0) if plan.delayed[0] else None
-    columnwise_later = args.save_original_input and plan.backward_override is None
-    text = parts(plan.input).row_canonical if columnwise_later else plan.input
-    x, x_amax = quantize_operand(_matrix(source), text, x_scale, args.seeds[0])
+    made = args.made
+    if made is None:
+        source = gather_input(args.inp, parallel)
+        x_scale = _scale(args.delayed, 0) if plan.delayed[0] else None
+        columnwise_later = args.save_original_input and plan.backward_override is None
+        text = parts(plan.input).row_canonical if columnwise_later else plan.input
+        x, x_amax = quantize_operand(_matrix(source), text, x_scale, args.seeds[0])
+        lead = source.shape[:-1]
+    else:
+        x, x_amax, lead = made.operand, made.amax, made.shape[:-1]
     w, w_amax, from_workspace = quantize_weight_buffers(args)
     last = parallel is not None and parallel.mode == "row"
     rows, bias = row_part(x), args.bias
     out = multiply(rows, row_part(w), "TN", args.dtype, None if last else bias)
-    if source.ndim != 2:
-        out = out.view(*source.shape[:-1], out.shape[-1])
+    if len(lead) != 1:
+        out = out.view(*lead, out.shape[-1])
     out = reduce_output(out, parallel)
     if last and bias is not None:
         out = out + bias.to(out.dtype)
@@ -167,9 +173,10 @@ def _linear_setup_ctx(
     bwd.weight_requires_grad = fwd.weight_requires_grad
     bwd.bias_requires_grad = fwd.bias_requires_grad
     bwd.plan = fwd.plan
-    bwd.inp_shape, bwd.rows_shape = fwd.inp.shape, ctx_attrs["rows_shape"]
+    inp = fwd.inp if fwd.made is None else fwd.made
+    bwd.inp_shape, bwd.rows_shape = inp.shape, ctx_attrs["rows_shape"]
     bwd.weight_shape = fwd.weight.shape
-    bwd.dtype, bwd.weight_dtype = fwd.inp.dtype, fwd.weight.dtype
+    bwd.dtype, bwd.weight_dtype = inp.dtype, fwd.weight.dtype
     bwd.bias_dtype = None if fwd.bias is None else fwd.bias.dtype
     bwd.n_inp, bwd.n_weight = ctx_attrs["n_inp"], ctx_attrs["n_weight"]
     bwd.inp_quantizer = ctx_attrs.get("inp_quantizer", "")
@@ -185,7 +192,9 @@ def _linear_setup_ctx(
     return [*tensors, main_grad, token, fwd.seeds[2], *state]
 
 
-def _restored(bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None) -> LinearBwdArgs:
+def _restored(
+    bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None, made: Quantized | None = None
+) -> LinearBwdArgs:
     """A copy of the arguments around the saved tensors."""
     *operands, main_grad, token, seed, scales, ticket, cell, cell_step = saved
     inp, weight = operands[: bwd.n_inp], operands[bwd.n_inp :]
@@ -200,6 +209,7 @@ def _restored(bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None) -> 
         token=token,
         seed=seed,
         delayed=delayed,
+        made=made,
     )
 
 
@@ -245,29 +255,38 @@ def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
     return None
 
 
+def _quantized_gradient(
+    args: LinearBwdArgs,
+) -> tuple[Operand, Tensor | None, Tensor | None, Sequence[Any]]:
+    """(the gradient as operand, its amax, its matrix in high precision where there is one, its leading dims)."""
+    if args.made is not None:
+        return args.made.operand, args.made.amax, None, args.made.shape[:-1]
+    full = gather_gradient(args.grad_output, args.parallel)
+    matrix = _matrix(full)
+    scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
+    dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
+    return dy, amax, matrix, full.shape[:-1]
+
+
 def _linear_backward(
     args: LinearBwdArgs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wgrad, dgrad, grad_bias), None for what nobody asked for."""
-    grad = args.grad_output
-    if grad is None:
+    if args.grad_output is None and args.made is None:
         return None, None, None
-    full = gather_gradient(grad, args.parallel)
-    matrix = _matrix(full)
-    scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
-    dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
+    dy, amax, matrix, lead = _quantized_gradient(args)
     if amax is not None and args.delayed is not None:
         state = args.delayed
         RECORD_GRADIENT_AMAX(state.cell, state.cell_step, [amax], state.ticket)
     wgrad = dgrad = grad_bias = None
     if args.inp_requires_grad and args.weight is not None:
         dgrad = multiply(row_part(dy), args.weight, "NN", args.dtype)
-        if full.ndim != 2:
-            dgrad = dgrad.view(*full.shape[:-1], dgrad.shape[-1])
+        if len(lead) != 1:
+            dgrad = dgrad.view(*lead, dgrad.shape[-1])
         dgrad = reduce_gradient(dgrad, args.parallel)
     if args.weight_requires_grad:
         wgrad = _weight_gradient(args, dy)
-    if args.bias_requires_grad:
+    if args.bias_requires_grad and matrix is not None:
         grad_bias = bias_gradient(matrix)
         if args.bias_dtype is not None and grad_bias.dtype != args.bias_dtype:
             grad_bias = grad_bias.to(args.bias_dtype)

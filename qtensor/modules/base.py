@@ -152,7 +152,6 @@ class QuantizedModule(nn.Module):
         w = getattr(self, weight)
         b = getattr(self, bias) if bias else None
         state = self._states[weight]
-        key = self._recipe_key()
         training = torch.is_grad_enabled()
         args = LinearFwdArgs(
             inp,
@@ -162,12 +161,40 @@ class QuantizedModule(nn.Module):
             training and w.requires_grad,
             training and b is not None and b.requires_grad,
         )
-        plan = self._plan(args, key, weight, options)
-        self._check_input(inp, w, plan, options)
-        args.plan = plan
+        args.output_quantizer = call.output_quantizer
+        args.plan = self._plan(args, self._recipe_key(), weight, options)
+        self._check_input(inp, w, args.plan, options)
+        self._complete(args, inp, weight, options, call)
+        if call.is_first_microbatch is not None:
+            self._use_workspace(args, state, call)
+        out, workspace, amaxes = run_linear(args)
+        if workspace:
+            state.workspace = [buffer.detach() for buffer in workspace]
+            state.workspace_quantizer = args.plan.weight
+            state.workspace_shape = tuple(w.shape)
+        self._record(amaxes, weight, args.plan)
+        return out
+
+    def _complete(
+        self,
+        args: LinearFwdArgs,
+        inp: Tensor,
+        weight: str,
+        options: LinearOptions,
+        call: Call,
+    ) -> None:
+        """Fill in what state and options say about a call whose plan is known.
+
+        Args:
+            args: with the weight, the flags of gradients and the plan.
+            inp: the input, or a tensor of its dtype and device.
+            weight: name of the weight.
+            options: of the layer.
+            call: how it was called.
+        """
+        plan, state = args.plan, self._states[weight]
         args.dtype = inp.dtype
         args.parallel = options.parallel
-        args.output_quantizer = call.output_quantizer
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
@@ -176,21 +203,18 @@ class QuantizedModule(nn.Module):
         elif any(plan.stochastic):
             args.seeds = draw_seeds(inp, state.draws, plan.stochastic)
         if any(plan.delayed):
-            args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
+            args.delayed = state.delayed.begin(
+                self._recipe_key(), options.module, options.name, self.training
+            )
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         if scheduled and args.weight_requires_grad:
-            args.wgrad = self._wgrad(w, state, options)
-        if call.is_first_microbatch is not None:
-            self._use_workspace(args, state, call)
-        out, workspace, amaxes = run_linear(args)
-        if workspace:
-            state.workspace = [buffer.detach() for buffer in workspace]
-            state.workspace_quantizer = plan.weight
-            state.workspace_shape = tuple(w.shape)
+            args.wgrad = self._wgrad(args.weight, state, options)
+
+    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
+        """The maxima of input and weight into the state of delayed scaling."""
         if amaxes and self.training:
             first = 0 if plan.delayed[0] else 1
-            state.delayed.record([amax.detach() for amax in amaxes], first)
-        return out
+            self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _plan(
         self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
