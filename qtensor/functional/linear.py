@@ -122,7 +122,7 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
         columnwise_later = args.save_original_input and plan.backward_override is None
         text = parts(plan.input).row_canonical if columnwise_later else plan.input
         x, x_amax = quantize_operand(_matrix(source), text, x_scale, args.seeds[0])
-        lead = source.shape[:-1]
+        lead: Sequence[int] = source.shape[:-1]
     else:
         x, x_amax, lead = made.operand, made.amax, made.shape[:-1]
     w, w_amax, from_workspace = quantize_weight_buffers(args)
@@ -256,12 +256,13 @@ def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
 
 
 def _quantized_gradient(
-    args: LinearBwdArgs,
+    args: LinearBwdArgs, grad: Tensor | None
 ) -> tuple[Operand, Tensor | None, Tensor | None, Sequence[Any]]:
     """(the gradient as operand, its amax, its matrix in high precision where there is one, its leading dims)."""
-    if args.made is not None:
-        return args.made.operand, args.made.amax, None, args.made.shape[:-1]
-    full = gather_gradient(args.grad_output, args.parallel)
+    if grad is None:
+        made: Any = args.made
+        return made.operand, made.amax, None, made.shape[:-1]
+    full = gather_gradient(grad, args.parallel)
     matrix = _matrix(full)
     scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
     dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
@@ -274,7 +275,7 @@ def _linear_backward(
     """(wgrad, dgrad, grad_bias), None for what nobody asked for."""
     if args.grad_output is None and args.made is None:
         return None, None, None
-    dy, amax, matrix, lead = _quantized_gradient(args)
+    dy, amax, matrix, lead = _quantized_gradient(args, args.grad_output)
     if amax is not None and args.delayed is not None:
         state = args.delayed
         RECORD_GRADIENT_AMAX(state.cell, state.cell_step, [amax], state.ticket)

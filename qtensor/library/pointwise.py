@@ -12,7 +12,6 @@ from qtensor.reference.arithmetic import row_sums, square_root
 from qtensor.reference.philox import random_words
 from qtensor.reference.scaling import quotient
 
-
 _DROPOUT_STREAM = 2
 """0 and 1 are those of rowwise and columnwise data."""
 
@@ -104,7 +103,9 @@ def _dropout_fill(out: Tensor, x: Tensor, p: float, seed: Tensor) -> None:
         out.copy_(torch.where(kept, x.float() * factor, 0.0))
 
 
-DROPOUT = leaf_op("dropout(Tensor x, float p, Tensor seed) -> Tensor", _dropout_alloc, _dropout_fill)
+DROPOUT = leaf_op(
+    "dropout(Tensor x, float p, Tensor seed) -> Tensor", _dropout_alloc, _dropout_fill
+)
 """Zero with probability ``p`` by the random word of the element's place, else ``x / (1 - p)``; its own backward."""
 
 

@@ -168,9 +168,7 @@ class GroupedLinear(QuantizedModule):
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(self.weight0.shape)
-        if amaxes and self.training:
-            first = 0 if args.plan.delayed[0] else self.num_gemms
-            state.delayed.record([amax.detach() for amax in amaxes], first)
+        self._record_groups(amaxes, args.plan)
         return (out, list(biases)) if self.return_bias else out
 
     def _args(
@@ -188,6 +186,12 @@ class GroupedLinear(QuantizedModule):
         args.wanted = tuple(wanted)
         args.bias_requires_grad = training and any([b.requires_grad for b in biases])
         args.plan = plan
+        self._complete_groups(args, inp)
+        return args
+
+    def _complete_groups(self, args: GroupedFwdArgs, inp: Tensor) -> None:
+        """Fill in what state and options say about a call whose plan is known; of ``inp`` dtype and device count."""
+        plan, wanted = args.plan, args.wanted
         args.dtype = inp.dtype
         args.save_original_input = self._options.save_original_input
         if args.save_original_input and wanted:
@@ -196,12 +200,17 @@ class GroupedLinear(QuantizedModule):
             args.seeds = self._seeds(inp, self._states["weight"].draws, plan)
         if any(plan.delayed):
             args.delayed = self._states["weight"].delayed.begin(
-                key, MODULE, self.name, self.training, self.num_gemms
+                self._recipe_key(), MODULE, self.name, self.training, self.num_gemms
             )
         scheduled = self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute
         if scheduled and wanted:
             args.wgrad = self._grouped_wgrad(wanted)
-        return args
+
+    def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
+        """The maxima of inputs and weights into the state of delayed scaling."""
+        if amaxes and self.training:
+            first = 0 if plan.delayed[0] else self.num_gemms
+            self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _grouped_plan(self, key: str, dgrad: bool, wgrad: bool) -> LinearPlan:
         stored = self._stored["weight0"]

@@ -147,3 +147,57 @@ class MakeExtraOutput(BasicOperation):
     def extra_repr(self) -> str:
         """The channel."""
         return "" if self.output_channels[0] is None else f"channel={self.output_channels[0]!r}"
+
+
+class ExtraInput(BasicOperation):
+    """The input as it is; a tensor of the caller goes into a channel, for any number of later operations.
+
+    Args:
+        channel: its name.
+    """
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def __init__(self, *, channel: str) -> None:
+        super().__init__()
+        rule = "it needs the channel that the tensor goes into"
+        check(channel is not None, self.label, rule, "None", 'Pass channel="splits", say')
+        check_channel(self.label, channel)
+        self.output_channels = (channel,)
+
+    def fuser_forward_compute(
+        self,
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+        next_op_input_request: Request | None = None,
+    ) -> tuple[Any, Extra, None]:
+        """Both as they are."""
+        return input_, [basic_op_extra_inputs[0]], None
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        returned: None,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> None:
+        """Nothing."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
+        """Both gradients as they are."""
+        return grad_output, [()], [basic_op_grad_extra_outputs[0]]
+
+    def extra_repr(self) -> str:
+        """The channel."""
+        return f"channel={self.output_channels[0]!r}"

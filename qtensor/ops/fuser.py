@@ -39,11 +39,13 @@ class Plan:
         run_outside: runs the sequence out of sight of a tracer, where an operation has a single form; else None.
     """
 
-    def __init__(self, ops: Sequence[BasicOperation], forward: Any, backward: Any) -> None:
+    def __init__(
+        self, ops: Sequence[BasicOperation], forward: Any, backward: Any, fusing: bool
+    ) -> None:
         self.forward: tuple[Step, ...] = forward
         self.backward: tuple[Step, ...] = backward
-        self.reads = _reading(forward, len(ops), first=True)
-        self.grad_reads = _reading(backward, len(ops), first=False)
+        self.reads = _reading(forward, len(ops), fusing, first=True)
+        self.grad_reads = _reading(backward, len(ops), fusing, first=False)
         self.run_outside: Any = None
         single = [step.op.label for step in forward if not step.op.is_split]
         if single:
@@ -54,10 +56,14 @@ class Plan:
             self.run_outside = torch.compiler.disable(_run, reason=reason)
 
 
-def _reading(steps: Sequence[Step], count: int, first: bool) -> tuple[bool, ...]:
+def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tuple[bool, ...]:
+    """For each operation whether what it asks for is passed on to who makes it."""
     found = [False] * count
     for step in steps:
-        if step.first == step.last or step.op.reads_requests:
+        if step.first == step.last:
+            # That sums are rounded once is no fusion but what the result is.
+            found[step.first] = fusing or (first and step.op.reads_unrounded)
+        elif step.op.reads_requests:
             found[step.first if first else step.last] = True
     return tuple(found)
 
@@ -93,7 +99,7 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
     fuser.plan_names.append(name)
     ops = fuser.ops
     steps = fuse(ops, keys, first) if fuser.fusing else fuse_nothing(ops, first)
-    setattr(fuser, name, Plan(ops, *steps))
+    setattr(fuser, name, Plan(ops, *steps, fuser.fusing))
     return name
 
 
@@ -115,9 +121,9 @@ class OperationFuser:
     """
 
     def __init__(self, ops: Sequence[Any], fusing: bool = True) -> None:
-        self.ops: tuple[BasicOperation, ...] = tuple(
-            [basic for op in ops for basic in op.basic_ops]
-        )
+        self.ops: tuple[BasicOperation, ...] = tuple([
+            basic for op in ops for basic in op.basic_ops
+        ])
         self.fusing = fusing
         self.plan_names: list[str] = []
         self.number = next(_NUMBERS)
@@ -177,7 +183,11 @@ class OperationFuser:
         first = self._first(input_, extra_inputs) if torch.is_grad_enabled() else count
         keys = tuple([op.plan_key() for op in self.ops])
         plan = getattr(self, _plan_name(self.number, keys, first, EPOCH.number))
-        run = _run if plan.run_outside is None or not torch.compiler.is_compiling() else plan.run_outside
+        run = (
+            _run
+            if plan.run_outside is None or not torch.compiler.is_compiling()
+            else plan.run_outside
+        )
         return run(self, plan, first, input_, extra_inputs)
 
     def _check(self, input_: Any, extra_inputs: Sequence[Tensor]) -> None:
@@ -243,9 +253,7 @@ def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     return parts
 
 
-def execute(
-    call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool
-) -> Forward:
+def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool) -> Forward:
     """The forward pass; ``saving``: note in contexts what backward needs."""
     fuser, plan, kwargs = call.fuser, call.plan, call.kwargs
     ops = fuser.ops
@@ -254,7 +262,8 @@ def execute(
         for place in range(len(ops))
     ]
     published: list[list[Tensor]] = [[] for _ in ops]
-    outside, made = list(extra_inputs), {}
+    outside = list(extra_inputs)
+    made: dict[str, Tensor] = {}
     extra_outputs: list[Tensor] = []
     x = input_
     for step in plan.forward:
@@ -371,9 +380,7 @@ class FuserFunction(torch.autograd.Function):
                 )
                 for place in places
             ]
-            dy, params, extras = step.op.fuser_backward(
-                own, dy, basic_op_grad_extra_outputs=given
-            )
+            dy, params, extras = step.op.fuser_backward(own, dy, basic_op_grad_extra_outputs=given)
             for place, found, extra in zip(places, params, extras, strict=True):
                 _check_count(ops[place], found, grad_params[place])
                 grad_params[place] = list(found)
@@ -406,9 +413,7 @@ def _backward_context(
 
 def _outside_grads(ops: Sequence[BasicOperation], grads: Sequence[Any]) -> list[list[Any]]:
     """The gradients of the extra outputs that the caller got, by operation."""
-    counts = [
-        channels(op.output_channels, op.num_extra_outputs).count(None) for op in ops
-    ]
+    counts = [channels(op.output_channels, op.num_extra_outputs).count(None) for op in ops]
     return split(grads, counts)
 
 

@@ -68,7 +68,7 @@ class BasicLinear(LinearModule, BasicOperation):
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, bias=False, **options)
 
-    forward = BasicOperation.forward
+    forward = BasicOperation.forward  # type: ignore[assignment]
 
     @property
     def label(self) -> str:
@@ -114,13 +114,14 @@ class BasicLinear(LinearModule, BasicOperation):
     def _args(
         self, input_: Any, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
     ) -> LinearFwdArgs:
-        made = input_ if isinstance(input_, Quantized) else None
+        made: Any = input_ if isinstance(input_, Quantized) else None
+        plain: Any = input_ if made is None else None
         if made is None:
             self._check_input(input_, self.weight, call.plan, self._options)
         else:
             self._check_features(made, self.weight.shape[1])
         args = LinearFwdArgs(
-            input_ if made is None else None,
+            plain,
             self.weight,
             bias,
             call.inp_requires_grad,
@@ -151,7 +152,8 @@ class BasicLinear(LinearModule, BasicOperation):
         self, input_: Any, *, call: LinearCall, next_op_input_request: Request | None = None
     ) -> tuple[Any, LinearForward]:
         """The product."""
-        if next_op_input_request is UNROUNDED or next_op_input_request == UNROUNDED:
+        unrounded = next_op_input_request is not None and not next_op_input_request.canonical
+        if unrounded and self._options.parallel is None:
             result = self.multiply(input_, call, None, torch.float32)
             return Unrounded(result.out, call.dtype), result
         result = self.multiply(input_, call, None, call.dtype)
@@ -164,7 +166,7 @@ class BasicLinear(LinearModule, BasicOperation):
         self.keep(ctx, input_, returned, call)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, list[Any]]:
-        """dgrad and wgrad."""
+        """Dgrad and wgrad."""
         made = grad_output if isinstance(grad_output, Quantized) else None
         plain = grad_output if made is None else None
         args = _restored(ctx.args, ctx.saved_tensors, plain, made)

@@ -106,7 +106,14 @@ class _Norm(BasicOperation):
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = self.kind == "layernorm"
         dx, dweight, dbias = _norm_backward(
-            matrix(grad_output), x, weight, mean, rstd, self.kind, self.zero_centered_gamma, has_bias
+            matrix(grad_output),
+            x,
+            weight,
+            mean,
+            rstd,
+            self.kind,
+            self.zero_centered_gamma,
+            has_bias,
         )
         return dx.view(ctx.shape), [dweight, dbias] if has_bias else [dweight]
 
@@ -153,9 +160,7 @@ class L2Normalization(BasicOperation):
         y, rnorm = _l2_norm(input_, float(self._eps))
         return produce(y, next_op_input_request), rnorm
 
-    def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Tensor, returned: Tensor
-    ) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: Tensor) -> None:
         """The input, and the reciprocals of its norms."""
         ctx.save_for_backward(input_, returned)
 

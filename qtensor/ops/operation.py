@@ -9,7 +9,7 @@ A forward comes in one of two forms. **Split**: ``op_forward_compute`` computes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,11 @@ class OperationContext:
         """Keep tensors for backward; the last call counts."""
         self.to_save = tensors
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
 
 class BackwardContext:
     """A context as a backward sees it: with its tensors, which the context itself never holds on to."""
@@ -70,9 +75,7 @@ def _check_forms(cls: type, prefix: str) -> bool | None:
     Raises:
         TypeError: both, or half of the split one.
     """
-    single, compute, save = (
-        f"{prefix}forward{end}" for end in ("", "_compute", "_save_ctx")
-    )
+    single, compute, save = (f"{prefix}forward{end}" for end in ("", "_compute", "_save_ctx"))
     own = vars(cls)
     if single in own and (compute in own or save in own):
         other = compute if compute in own else save
@@ -130,7 +133,7 @@ class FusibleOperation(nn.Module):
         return placed(self)
 
     @property
-    def basic_ops(self) -> tuple[BasicOperation, ...]:
+    def basic_ops(self) -> tuple[Any, ...]:
         """The basic operations that this one is or stands for."""
         raise NotImplementedError
 
@@ -155,7 +158,7 @@ class BasicOperation(FusibleOperation, is_base=True):
     """Whether a linear layer before hands over its float32 sums, which are then rounded once, here."""
 
     @property
-    def basic_ops(self) -> tuple[BasicOperation, ...]:
+    def basic_ops(self) -> tuple[Any, ...]:
         """Itself."""
         return (self,)
 
@@ -166,32 +169,28 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     # ---- what a subclass may define ------------------------------------------------------------------------
 
-    def op_forward_compute(
-        self, input_: Any, *, next_op_input_request: Request | None = None, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def op_forward_compute(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
         """(the output, what ``op_forward_save_ctx`` is to see).
 
         Args:
             input_: (..., K), a tensor, or a ``Quantized`` where ``input_request`` asked for one.
-            next_op_input_request: how the next operation asks for its input: ``handover.produce(y, request)`` makes it. A
-                plain tensor does as well.
-            **kwargs: of ``forward_kwargs`` and of the caller.
+            *args: nothing.
+            **kwargs: ``next_op_input_request``, how the next operation asks for its input (``ops.produce(y, request)`` makes
+                it; a plain tensor does as well), and what ``forward_kwargs`` returned.
         """
         self._missing("op_forward_compute and op_forward_save_ctx, or op_forward")
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, returned: Any, **kwargs: Any
+        self, ctx: OperationContext, input_: Any, returned: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Note in ``ctx`` what backward needs. Not called where nothing needs a gradient."""
         self._missing("op_forward_save_ctx beside op_forward_compute")
 
-    def op_forward(self, ctx: OperationContext, input_: Any, **kwargs: Any) -> Any:
+    def op_forward(self, ctx: OperationContext, input_: Any, *args: Any, **kwargs: Any) -> Any:
         """The single form: the output, with everything that backward needs noted in ``ctx``."""
         self._missing("op_forward")
 
-    def op_backward(
-        self, ctx: BackwardContext, grad_output: Any
-    ) -> tuple[Any, Sequence[Tensor | None]]:
+    def op_backward(self, ctx: BackwardContext, grad_output: Any) -> Any:
         """(gradient of the input, gradients of the parameters in the order of ``parameters()``).
 
         Args:
@@ -238,10 +237,10 @@ class BasicOperation(FusibleOperation, is_base=True):
         self,
         input_: Any,
         *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
         next_op_input_request: Request | None = None,
-    ) -> tuple[Any, list[tuple[Tensor, ...]], Any]:
+    ) -> Any:
         """(output, extra outputs of each basic operation, what save_ctx is to see)."""
         out, returned = self.op_forward_compute(
             input_, next_op_input_request=next_op_input_request, **basic_op_kwargs[0]
@@ -250,25 +249,25 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def fuser_forward_save_ctx(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Any,
         input_: Any,
         returned: Any,
         *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
     ) -> None:
         """Note in the contexts what backward needs."""
         self.op_forward_save_ctx(basic_op_ctxs[0], input_, returned, **basic_op_kwargs[0])
 
     def fuser_forward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Any,
         input_: Any,
         *,
-        basic_op_extra_inputs: list[tuple[Tensor, ...]],
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
         next_op_input_request: Request | None = None,
-    ) -> tuple[Any, list[tuple[Tensor, ...]]]:
+    ) -> Any:
         """The single form: (output, extra outputs of each basic operation)."""
         out = self.op_forward(
             basic_op_ctxs[0],
@@ -280,11 +279,11 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[BackwardContext],
+        basic_op_ctxs: Any,
         grad_output: Any,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[Sequence[Tensor | None]], list[tuple[Tensor | None, ...]]]:
+        basic_op_grad_extra_outputs: Any,
+    ) -> Any:
         """(gradient of the input; of each basic operation's parameters; of its extra inputs)."""
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
@@ -321,7 +320,7 @@ class FusedOperation(FusibleOperation, is_base=True):
         self.__dict__["_basic_ops"] = tuple(basic_ops)
 
     @property
-    def basic_ops(self) -> tuple[BasicOperation, ...]:
+    def basic_ops(self) -> tuple[Any, ...]:
         """What it stands for."""
         return self.__dict__["_basic_ops"]
 

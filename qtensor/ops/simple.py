@@ -16,7 +16,6 @@ from qtensor.functional.output import output_canonical
 from qtensor.library.codec import parse
 from qtensor.library.direct import direct
 from qtensor.library.pointwise import DROPOUT, SCALE
-from qtensor.modules.linear import Output
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
@@ -63,7 +62,11 @@ class Reshape(BasicOperation):
     ) -> tuple[Any, None]:
         """The reshaped input."""
         known = math.prod(size for size in self.shape if size != -1)
-        fits = input_.numel() == known if -1 not in self.shape else known == 0 or input_.numel() % known == 0
+        fits = (
+            input_.numel() == known
+            if -1 not in self.shape
+            else known == 0 or input_.numel() % known == 0
+        )
         rule = f"the input must have the elements of {self.shape}"
         check(fits, f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
         return produce(input_.reshape(self.shape), next_op_input_request), None
@@ -187,7 +190,7 @@ class Quantize(BasicOperation):
     """
 
     def __init__(
-        self, format: Output | None = None, *, forward: bool = True, backward: bool = False
+        self, format: str | Quantizer | None = None, *, forward: bool = True, backward: bool = False
     ) -> None:
         super().__init__()
         right = format is None or isinstance(format, (str, Quantizer))
@@ -195,7 +198,7 @@ class Quantize(BasicOperation):
         check(right, self.label, rule, repr(format), 'Pass "fp8", say')
         self.text = ""
         if format is not None:
-            self.text = parse(format).canonical if isinstance(format, str) else format.canonical  # type: ignore[union-attr]
+            self.text = parse(format).canonical if isinstance(format, str) else format.canonical
         self.in_forward, self.in_backward = forward, backward
 
     def plan_key(self) -> str:
