@@ -96,6 +96,7 @@ __all__ = [
     "_gradient",
     "_grouped",
     "_norm",
+    "_pointwise",
     "autocast",
     "checkpoint",
     "convert_",

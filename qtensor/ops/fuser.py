@@ -178,17 +178,22 @@ class OperationFuser:
 
     def __call__(self, input_: Any, *extra_inputs: Tensor) -> Any:
         """The output, then the extra outputs that no channel takes."""
+        plan, first = self.plan(input_, extra_inputs)
+        outside = plan.run_outside is not None and torch.compiler.is_compiling()
+        run = plan.run_outside if outside else _run
+        return run(self, plan, first, input_, extra_inputs)
+
+    def plan(self, input_: Any, extra_inputs: Sequence[Tensor]) -> tuple[Plan, int]:
+        """(the plan for a call, place of the first operation that takes part in backward).
+
+        Raises:
+            QTensorError: another number of extra inputs than the operations take.
+        """
         self._check(input_, extra_inputs)
         count = len(self.ops)
         first = self._first(input_, extra_inputs) if torch.is_grad_enabled() else count
         keys = tuple([op.plan_key() for op in self.ops])
-        plan = getattr(self, _plan_name(self.number, keys, first, EPOCH.number))
-        run = (
-            _run
-            if plan.run_outside is None or not torch.compiler.is_compiling()
-            else plan.run_outside
-        )
-        return run(self, plan, first, input_, extra_inputs)
+        return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
     def _check(self, input_: Any, extra_inputs: Sequence[Tensor]) -> None:
         label = f"sequence of {len(self.ops)} operations"

@@ -66,6 +66,30 @@ class Sequential(nn.Sequential):
         # Beside the submodules, not among them.
         self.__dict__["_groups"] = (*groups, *self._fused(run))
 
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Fusers of neighbouring operations, and the modules between them."""
+        return self.__dict__["_groups"]
+
+    def explain(self, *inputs: Tensor) -> Any:
+        """Print how the sequence would run now: fused operations, quantization, bytes saved for backward.
+
+        Args:
+            *inputs: as for a call; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 128 rows.
+
+        Returns:
+            What was printed, as a value: ``SequenceExplanation``.
+
+        Raises:
+            QTensorError: as the call itself.
+        """
+        # Fake tensors take a while to import, and nothing else needs them.
+        from qtensor.ops.explain import explain  # noqa: PLC0415
+
+        found = explain(self, *inputs)
+        print(found)
+        return found
+
     def _fused(self, run: list[Any]) -> list[OperationFuser]:
         return [OperationFuser(run, self.fuse)] if run else []
 
