@@ -12,6 +12,7 @@ from training import RECIPES, region
 
 import qtensor
 from qtensor import recipes
+from qtensor.modules.layernorm_mlp import ACTIVATIONS
 
 M, K, N = 48, 64, 96
 
@@ -195,7 +196,7 @@ def reference_mlp(module: qtensor.LayerNormMLP, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("activation", qtensor.modules.layernorm_mlp.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_layernorm_mlp_is_torch(activation, normalization):
     module = qtensor.LayerNormMLP(32, 48, activation=activation, normalization=normalization)
     results = []

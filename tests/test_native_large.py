@@ -145,7 +145,7 @@ def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iter
 
 def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
     """What ``native.quantize_`` does, of a row that stands for all: it would copy an input that overlaps."""
-    site = native._site(codec, torch.Size((rows, ROW)))
+    site = native.site_of(codec, torch.Size((rows, ROW)))
     library = native.library()
     assert site is not None
     assert isinstance(library, native.Library)

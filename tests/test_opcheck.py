@@ -9,6 +9,7 @@ import pytest
 import torch
 from compile_helpers import ordinary, seeded
 from formats import BY_NAME, FORMATS, FormatCase
+from linear_cases import linear_backward, linear_forward
 from torch import Tensor
 
 import qtensor
@@ -349,6 +350,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::gemm": gemm,
     "qtensor::gemm_by": gemm_by,
     "qtensor::gemm_tensor": gemm_tensor,
+    "qtensor::linear_forward": linear_forward,
+    "qtensor::linear_backward": linear_backward,
     "qtensor::random_seed": random_seed,
     "qtensor::draw_seeds_": draw_seeds_,
     "qtensor::dequantize_tensor": dequantize_tensor,

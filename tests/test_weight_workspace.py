@@ -26,6 +26,8 @@ class Quantizations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.__name__ in ("quantize.default", "quantize_.default"):
             self.count += tuple(args[0].shape) == self.shape
+        if func.__name__ == "linear_forward.default":
+            self.count += tuple(args[3].shape) == self.shape
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,12 +36,17 @@ from qtensor.functional.plan import assembly, parts
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
 from qtensor.library.direct import direct
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
+from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.storage.registry import lookup
 
 quantize_buffers_ = direct(QUANTIZE_, 0)
 bias_gradient = direct(BIAS_GRAD, 0)
+linear_forward = direct(LINEAR_FORWARD, 0, 3)
+linear_backward = direct(LINEAR_BACKWARD, 0)
+record_gradient_amax = direct(RECORD_GRADIENT_AMAX, 0)
+_ABSENT = Operand([], "", ())
 
 
 class LinearForward(NamedTuple):
@@ -91,25 +95,83 @@ def quantize_weight_buffers(args: LinearFwdArgs) -> tuple[Operand, Tensor | None
     return operand, amax, True
 
 
-def _saved_input(args: LinearFwdArgs, x: Operand) -> tuple[Operand, bool, bool]:
-    """(what wgrad will read, whether it is the input itself, whether it is to be quantized again).
+class _Products(NamedTuple):
+    """What forward computes before anything is reduced over ranks."""
 
-    The input itself is what this rank was given; backward gathers it again where forward did.
-    """
-    override = args.plan.backward_override
-    if override == "high_precision" or (args.save_original_input and override is None):
-        return plain_operand(args.inp), True, override is None and bool(args.plan.input)
-    if not args.plan.input:
-        return plain_operand(args.inp), True, False
-    return (row_part(x) if override == "dequantized" else column_part(x)), False, False
+    out: Tensor
+    inp: Operand | None
+    """What wgrad will read, None for the input itself."""
+    weight: Operand | None
+    """What dgrad will read, None for the weight itself."""
+    new_weight_workspace: list[Tensor]
+    amaxes: list[Tensor]
 
 
-def _saved_weight(args: LinearFwdArgs, w: Operand) -> tuple[Operand, bool]:
-    """(what dgrad will read, whether it is the weight itself)."""
-    override = args.plan.backward_override
-    if override == "high_precision" or not w.canonical:
-        return plain_operand(args.weight), True
-    return (row_part(w) if override == "dequantized" else column_part(w)), False
+def _reads_input_itself(args: LinearFwdArgs) -> bool:
+    return args.save_original_input and args.plan.backward_override is None
+
+
+def _in_one_call(args: LinearFwdArgs, x: Tensor) -> _Products:
+    """Both operands quantized and multiplied by one op."""
+    plan, seeds = args.plan, args.seeds
+    x_kept = "" if _reads_input_itself(args) else plan.saved_input
+    w_kept = plan.weight if args.cache_weight else plan.saved_weight
+    x_text = plan.input if x_kept else parts(plan.input).row_canonical
+    scales = None if args.delayed is None else args.delayed.scales
+    out, *rest = linear_forward(
+        x,
+        x_text,
+        x_kept,
+        args.weight,
+        plan.weight,
+        w_kept,
+        args.bias,
+        args.dtype,
+        scales,
+        seeds[0],
+        seeds[1],
+    )
+    ends = parts(x_kept).total if x_kept else 0
+    kept_x, rest = rest[:ends], rest[ends:]
+    ends = parts(w_kept).total if w_kept else 0
+    kept_w, amaxes = rest[:ends], rest[ends:]
+    inp = Operand(kept_x, x_kept, x.shape) if x_kept else None
+    weight = Operand(kept_w, w_kept, args.weight.shape) if plan.saved_weight else None
+    if not args.cache_weight:
+        return _Products(out, inp, weight, [], amaxes)
+    if weight is not None:
+        weight = column_part(weight) if plan.backward_override is None else row_part(weight)
+    return _Products(out, inp, weight, kept_w, amaxes)
+
+
+def _input_operand(args: LinearFwdArgs, matrix: Tensor | None) -> tuple[Operand, Tensor | None]:
+    """The input as fprop and wgrad read it, and its amax."""
+    if matrix is None:
+        made: Any = args.made
+        return made.operand, made.amax
+    scale = _scale(args.delayed, 0) if args.plan.delayed[0] else None
+    text = args.plan.input
+    text = parts(text).row_canonical if _reads_input_itself(args) else text
+    return quantize_operand(matrix, text, scale, args.seeds[0])
+
+
+def _one_by_one(args: LinearFwdArgs, matrix: Tensor | None) -> _Products:
+    """Operands that stay in high precision or are quantized already, or a bias that waits for a reduction."""
+    plan, parallel = args.plan, args.parallel
+    x, x_amax = _input_operand(args, matrix)
+    w, w_amax, from_workspace = quantize_weight_buffers(args)
+    last = parallel is not None and parallel.mode == "row"
+    out = multiply(row_part(x), row_part(w), "TN", args.dtype, None if last else args.bias)
+    saved = row_part if plan.backward_override == "dequantized" else column_part
+    plain = plan.backward_override == "high_precision"
+    keep = args.cache_weight and not from_workspace and bool(w.canonical)
+    return _Products(
+        out,
+        None if plain or _reads_input_itself(args) or not plan.input else saved(x),
+        None if plain or not w.canonical else saved(w),
+        list(w.buffers) if keep else [],
+        [amax for amax in (x_amax, w_amax) if amax is not None],
+    )
 
 
 def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
@@ -117,42 +179,40 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     plan, parallel = args.plan, args.parallel
     made = args.made
     if made is None:
-        source = gather_input(args.inp, parallel)
-        x_scale = _scale(args.delayed, 0) if plan.delayed[0] else None
-        columnwise_later = args.save_original_input and plan.backward_override is None
-        text = parts(plan.input).row_canonical if columnwise_later else plan.input
-        x, x_amax = quantize_operand(_matrix(source), text, x_scale, args.seeds[0])
-        lead: Sequence[int] = source.shape[:-1]
+        source: Tensor | Quantized = gather_input(args.inp, parallel)
+        matrix = _matrix(source)  # type: ignore[arg-type]
+        rows_shape: Any = matrix.shape
     else:
-        x, x_amax, lead = made.operand, made.amax, made.shape[:-1]
-    w, w_amax, from_workspace = quantize_weight_buffers(args)
-    last = parallel is not None and parallel.mode == "row"
-    rows, bias = row_part(x), args.bias
-    out = multiply(rows, row_part(w), "TN", args.dtype, None if last else bias)
-    if len(lead) != 1:
-        out = out.view(*lead, out.shape[-1])
-    out = reduce_output(out, parallel)
-    if last and bias is not None:
-        out = out + bias.to(out.dtype)
+        source, matrix, rows_shape = made, None, made.operand.shape
+    quantizes = matrix is not None and plan.input and plan.weight
+    at_once = quantizes and parallel is None and args.weight_workspace is None
+    found = _in_one_call(args, matrix) if at_once else _one_by_one(args, matrix)  # type: ignore[arg-type]
+    out = found.out
+    if source.ndim != 2:
+        out = out.view(*source.shape[:-1], out.shape[-1])
+    if parallel is not None:
+        out = reduce_output(out, parallel)
+        if parallel.mode == "row" and args.bias is not None:
+            out = out + args.bias.to(out.dtype)
 
     to_save: list[Tensor | None] = []
     aliases: list[str | None] = []
-    attrs: dict[str, Any] = {"rows_shape": x.shape, "n_inp": 0, "n_weight": 0}
+    attrs: dict[str, Any] = {"rows_shape": rows_shape, "n_inp": 0, "n_weight": 0}
     if args.weight_requires_grad:
-        saved, is_input, again = _saved_input(args, x)
-        attrs |= {"n_inp": len(saved.buffers), "requantize_input": again}
-        attrs["inp_quantizer"] = saved.canonical
-        to_save += [None] if is_input else saved.buffers
-        aliases += ["inp"] if is_input else [None] * len(saved.buffers)
+        saved = found.inp
+        attrs["n_inp"] = 1 if saved is None else len(saved.buffers)
+        attrs["inp_quantizer"] = "" if saved is None else saved.canonical
+        attrs["requantize_input"] = _reads_input_itself(args) and bool(plan.input)
+        to_save += [None] if saved is None else saved.buffers
+        aliases += ["inp"] if saved is None else [None] * len(saved.buffers)
     if args.inp_requires_grad:
-        saved, is_weight = _saved_weight(args, w)
-        attrs |= {"n_weight": len(saved.buffers), "weight_quantizer": saved.canonical}
-        to_save += [None] if is_weight else saved.buffers
-        aliases += ["weight"] if is_weight else [None] * len(saved.buffers)
+        saved = found.weight
+        attrs["n_weight"] = 1 if saved is None else len(saved.buffers)
+        attrs["weight_quantizer"] = "" if saved is None else saved.canonical
+        to_save += [None] if saved is None else saved.buffers
+        aliases += ["weight"] if saved is None else [None] * len(saved.buffers)
     attrs["saved_tensor_aliases"] = tuple(aliases)
-    keep = args.cache_weight and not from_workspace and bool(w.canonical)
-    amaxes = [amax for amax in (x_amax, w_amax) if amax is not None]
-    return LinearForward(out, list(w.buffers) if keep else [], to_save, attrs, amaxes)
+    return LinearForward(out, found.new_weight_workspace, to_save, attrs, found.amaxes)
 
 
 def _linear_setup_ctx(
@@ -200,16 +260,11 @@ def _restored(
     inp, weight = operands[: bwd.n_inp], operands[bwd.n_inp :]
     shape = bwd.inp_shape if bwd.inp_quantizer == "" else bwd.rows_shape
     delayed = None if scales is None else DelayedCall(scales, ticket, cell, cell_step)
-    return dataclasses.replace(
-        bwd,
-        grad_output=grad,
-        inp=Operand(inp, bwd.inp_quantizer, shape) if inp else None,
-        weight=Operand(weight, bwd.weight_quantizer, bwd.weight_shape) if weight else None,
-        main_grad=main_grad,
-        token=token,
-        seed=seed,
-        delayed=delayed,
-        made=made,
+    return bwd.with_tensors(
+        grad,
+        Operand(inp, bwd.inp_quantizer, shape) if inp else None,
+        Operand(weight, bwd.weight_quantizer, bwd.weight_shape) if weight else None,
+        (main_grad, token, delayed, seed, made),
     )
 
 
@@ -255,42 +310,88 @@ def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
     return None
 
 
-def _quantized_gradient(
-    args: LinearBwdArgs, grad: Tensor | None
-) -> tuple[Operand, Tensor | None, Tensor | None, Sequence[Any]]:
-    """(the gradient as operand, its amax, its matrix in high precision where there is one, its leading dims)."""
-    if grad is None:
+def _gradients(
+    args: LinearBwdArgs, matrix: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(wgrad, dgrad of the matrix that was multiplied, bias gradient, amax), by the single ops."""
+    if matrix is None:
         made: Any = args.made
-        return made.operand, made.amax, None, made.shape[:-1]
-    full = gather_gradient(grad, args.parallel)
-    matrix = _matrix(full)
-    scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
-    dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
-    return dy, amax, matrix, full.shape[:-1]
+        dy, amax = made.operand, made.amax
+    else:
+        scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
+        dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
+    dgrad = None
+    if args.inp_requires_grad and args.weight is not None:
+        dgrad = multiply(row_part(dy), args.weight, "NN", args.dtype)
+    wgrad = _weight_gradient(args, dy) if args.weight_requires_grad else None
+    has_bias = args.bias_requires_grad and matrix is not None
+    return wgrad, dgrad, bias_gradient(matrix) if has_bias else None, amax
+
+
+def _gradients_at_once(
+    args: LinearBwdArgs, matrix: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The same by one op."""
+    inp = args.inp if args.weight_requires_grad and args.inp is not None else _ABSENT
+    weight = args.weight if args.inp_requires_grad and args.weight is not None else _ABSENT
+    found = linear_backward(
+        matrix,
+        args.plan.grad_output,
+        inp.buffers,
+        inp.canonical,
+        inp.shape,
+        weight.buffers,
+        weight.canonical,
+        weight.shape,
+        args.dtype,
+        args.weight_dtype,
+        args.bias_requires_grad,
+        args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None,
+        args.seed,
+    )
+    second = 1 if weight.buffers else 0
+    third = second + 1 if inp.buffers else second
+    fourth = third + 1 if args.bias_requires_grad else third
+    return (
+        found[second] if third > second else None,
+        found[0] if second else None,
+        found[third] if fourth > third else None,
+        found[fourth] if fourth < len(found) else None,
+    )
 
 
 def _linear_backward(
     args: LinearBwdArgs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wgrad, dgrad, grad_bias), None for what nobody asked for."""
-    if args.grad_output is None and args.made is None:
+    grad, made = args.grad_output, args.made
+    if grad is None and made is None:
         return None, None, None
-    dy, amax, matrix, lead = _quantized_gradient(args, args.grad_output)
+    if made is None:
+        full: Any = gather_gradient(grad, args.parallel)  # type: ignore[arg-type]
+        matrix = _matrix(full)
+    else:
+        full, matrix = made, None
+    at_once = (
+        matrix is not None
+        and args.parallel is None
+        and args.plan.grad_output
+        and (args.inp is None or args.inp.canonical)
+        and (args.weight is None or args.weight.canonical)
+        and args.main_grad is None
+        and args.token is None
+    )
+    found = _gradients_at_once(args, matrix) if at_once else _gradients(args, matrix)  # type: ignore[arg-type]
+    wgrad, dgrad, grad_bias, amax = found
     if amax is not None and args.delayed is not None:
         state = args.delayed
-        RECORD_GRADIENT_AMAX(state.cell, state.cell_step, [amax], state.ticket)
-    wgrad = dgrad = grad_bias = None
-    if args.inp_requires_grad and args.weight is not None:
-        dgrad = multiply(row_part(dy), args.weight, "NN", args.dtype)
-        if len(lead) != 1:
-            dgrad = dgrad.view(*lead, dgrad.shape[-1])
+        record_gradient_amax(state.cell, state.cell_step, [amax], state.ticket)
+    if dgrad is not None:
+        if full.ndim != 2:
+            dgrad = dgrad.view(*full.shape[:-1], dgrad.shape[-1])
         dgrad = reduce_gradient(dgrad, args.parallel)
-    if args.weight_requires_grad:
-        wgrad = _weight_gradient(args, dy)
-    if args.bias_requires_grad and matrix is not None:
-        grad_bias = bias_gradient(matrix)
-        if args.bias_dtype is not None and grad_bias.dtype != args.bias_dtype:
-            grad_bias = grad_bias.to(args.bias_dtype)
+    if grad_bias is not None and args.bias_dtype is not None and grad_bias.dtype != args.bias_dtype:
+        grad_bias = grad_bias.to(args.bias_dtype)
     return wgrad, dgrad, grad_bias
 
 

@@ -161,3 +161,38 @@ class LinearBwdArgs:
     parallel: Parallel | None = None
     overwrite_main_grad: bool = False
     postpone_key: int = 0
+
+    def with_tensors(
+        self,
+        grad_output: Tensor | None,
+        inp: Operand | None,
+        weight: Operand | None,
+        rest: tuple[
+            Tensor | None, Tensor | None, DelayedCall | None, Tensor | None, Quantized | None
+        ],
+    ) -> LinearBwdArgs:
+        """A copy around the saved tensors; ``rest``: main_grad, token, delayed, seed, made."""
+        return LinearBwdArgs(
+            grad_output,
+            inp,
+            weight,
+            *rest,
+            self.inp_requires_grad,
+            self.weight_requires_grad,
+            self.bias_requires_grad,
+            self.plan,
+            self.inp_shape,
+            self.rows_shape,
+            self.weight_shape,
+            self.inp_quantizer,
+            self.weight_quantizer,
+            self.dtype,
+            self.weight_dtype,
+            self.bias_dtype,
+            self.n_inp,
+            self.n_weight,
+            self.requantize_input,
+            self.parallel,
+            self.overwrite_main_grad,
+            self.postpone_key,
+        )

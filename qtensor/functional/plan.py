@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from qtensor.errors import check, fail
 from qtensor.library.codec import Codec, parse
+from qtensor.library.linear import part
 from qtensor.recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -39,6 +40,10 @@ class LinearPlan(NamedTuple):
     """Which of the three take their factors from the state between steps."""
     stochastic: tuple[bool, bool, bool]
     backward_override: str | None
+    saved_input: str = ""
+    """Of the buffers that wgrad will read, "" where there are none to keep."""
+    saved_weight: str = ""
+    """Of those that dgrad will read."""
 
 
 HIGH_PRECISION = LinearPlan("", "", "", (False,) * 3, (False,) * 3, None)
@@ -49,16 +54,18 @@ def parts(canonical: str) -> Parts:
     """The parts of what ``canonical`` names; "" is a plain tensor, which either direction reads whole."""
     if not canonical:
         return Parts(1, (0,), "", (0,), "")
-    codec = parse(canonical)
-    names = [slot.name for slot in codec.slots]
+    total = len(parse(canonical).slots)
+    return Parts(total, *part(canonical, "rowwise"), *part(canonical, "columnwise"))
 
-    def part(usage: str) -> tuple[tuple[int, ...], str]:
-        if not getattr(codec, usage):
-            return (), ""
-        twin = codec.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
-        return tuple(names.index(slot.name) for slot in twin.slots), twin.canonical
 
-    return Parts(len(names), *part("rowwise"), *part("columnwise"))
+def _saved(text: str, wanted: bool, override: str | None) -> str:
+    """Canonical text of what backward reads of an operand that forward quantizes."""
+    if not text or not wanted or override == "high_precision":
+        return ""
+    found = parts(text)
+    if override == "dequantized":
+        return found.row_canonical
+    return found.column_canonical or text
 
 
 def _text(codec: Codec | None, rowwise: bool, columnwise: bool) -> str:
@@ -99,7 +106,8 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
             "Pass CustomRecipe(factory=..., delayed_scaling=DelayedScaling())",
         )
     stochastic = tuple(c is not None and getattr(c, "stochastic_rounding", False) for c in codecs)
-    return LinearPlan(*texts, delayed, stochastic, override)  # type: ignore[arg-type]
+    saved = _saved(texts[0], wgrad, override), _saved(texts[1], dgrad, override)
+    return LinearPlan(*texts, delayed, stochastic, override, *saved)  # type: ignore[arg-type]
 
 
 @compile_constant
@@ -179,8 +187,10 @@ def stored_weight_plan(
         QTensorError: see ``weight_canonical``.
     """
     plan = linear_plan(key, module, name, dgrad, wgrad)
+    weight = weight_canonical(stored, key, module, name, dgrad)
     return plan._replace(
-        weight=weight_canonical(stored, key, module, name, dgrad),
+        weight=weight,
+        saved_weight=_saved(weight, dgrad, plan.backward_override),
         delayed=(plan.delayed[0], False, plan.delayed[2]),
         stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
     )

@@ -12,7 +12,7 @@ from qtensor.errors import check, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
-from qtensor.library import tiles
+from qtensor.library import small, tiles
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, leaf_op
 from qtensor.library.dequantize import decode_turned, turned
@@ -67,6 +67,8 @@ def _gemm_fill(
                 out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias
             ):
                 return
+    elif small.multiply_(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
+        return
     fill_by_decoding(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, dtype, bias)
 
 

@@ -10,6 +10,7 @@ from qtensor.errors import QTensorError, UnsupportedError
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.library.gemm import GEMM_TENSOR
 from qtensor.library.grouped import GROUPED_QUANTIZE
+from qtensor.library.linear import LINEAR_FORWARD, forward_by_ops
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import COMPUTE, gemm_tensor
@@ -38,6 +39,10 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise QTensorError(
         "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."
     )
+
+
+def _linear_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward_by_ops(*args, **kwargs)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,6 +75,7 @@ _HANDLERS: dict[Any, Handler] = {
     RANDOM_SEED: dequantized,
     # Each group gets factors of its own.
     GROUPED_QUANTIZE: dequantized,
+    LINEAR_FORWARD: _linear_forward,
 }
 """Op -> handler; filled as ops are met."""
 

@@ -18,7 +18,7 @@ from qtensor.errors import QTensorError
 from qtensor.kernels.cpu.plan import ABI, FORMATS, Plan, make_plan
 from qtensor.layout import Shape, buffer_shapes, rows_cols
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ONE_THREAD = 1 << 19
 """Elements below which waking a second thread costs more than it brings."""
 
@@ -45,7 +45,9 @@ class Library:
             raise OSError(f"{path} has interface {handle.qt_abi()}, this qtensor {expected}")
         handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
         handle.qt_linear.argtypes = _LINEAR
+        handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
         self.handle = handle
+        self.run = handle.qt_run
         self.linear = handle.qt_linear
         self.quantize = handle.qt_quantize
         self.dequantize = handle.qt_dequantize
@@ -72,7 +74,7 @@ def library() -> Library | str:
     return reason
 
 
-_SHARED = 8
+SHARED = 8
 # Where a buffer goes among those of a call: data, factors, amax, given amax of rows, then of columns, then what they share.
 _PLACES = {
     "_data": 0,
@@ -83,7 +85,7 @@ _PLACES = {
     "_columnwise_data": 4,
     "_columnwise_scale_inv": 5,
     "_amax_columnwise": 6,
-    "_scale_inv": _SHARED,
+    "_scale_inv": SHARED,
 }
 
 
@@ -131,7 +133,7 @@ _SITES: dict[tuple[str, torch.Size], Site | None] = {}
 _MOST_SITES = 4096
 
 
-def _site(codec: Any, shape: Shape) -> Site | None:
+def site_of(codec: Any, shape: Shape) -> Site | None:
     """None for what the kernels do not have: other formats, and tensors without elements."""
     key = codec.canonical, shape
     try:
@@ -197,7 +199,7 @@ def supports(codec: Any, dtype: torch.dtype) -> str | None:
     """Why the kernels do not serve a format and dtype, or None."""
     if codec.format not in FORMATS:
         return f"{codec.format} has no native kernel"
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return f"{dtype} has no native kernel"
     found = library()
     return found if isinstance(found, str) else None
@@ -216,7 +218,7 @@ def quantize_(
     Returns:
         False, with nothing written, where the arguments need the reference's checks or a dtype that is not served.
     """
-    code, site = _DTYPES.get(x.dtype), _site(codec, x.shape)
+    code, site = DTYPES.get(x.dtype), site_of(codec, x.shape)
     if code is None or site is None or type(x) not in _PLAIN:
         return False
     kernels = library()
@@ -273,7 +275,7 @@ def quantize_arguments(
         None where the kernels do not serve the call.
     """
     scale, amax, seed = given
-    site = _site(codec, shape)
+    site = site_of(codec, shape)
     pointers = None if site is None else _pointers(site, buffers)
     if site is None or pointers is None or not _take_given(codec, site, pointers, scale, amax):
         return None
@@ -281,7 +283,7 @@ def quantize_arguments(
     return _QUANTIZE.pack(
         site.address,
         0 if x is None else x.data_ptr(),
-        _DTYPES[dtype],
+        DTYPES[dtype],
         site.rows,
         site.cols,
         site.cols,
@@ -335,7 +337,7 @@ def dequantize_(
     Returns:
         False, with nothing written, for what the reference has to do.
     """
-    code, site = _DTYPES.get(out.dtype), _site(codec, torch.Size(shape))
+    code, site = DTYPES.get(out.dtype), site_of(codec, torch.Size(shape))
     if code is None or site is None or not out.is_contiguous():
         return False
     kernels = library()
@@ -363,7 +365,7 @@ def dequantize_(
             torch.get_num_threads() if count * site.cols > ONE_THREAD else 1,
             *row,
             *column,
-            _ONE_ADDRESS if part.codes_only else pointers[_SHARED],
+            _ONE_ADDRESS if part.codes_only else pointers[SHARED],
         )
     )
     return bool(status == 0)
@@ -388,7 +390,7 @@ def linear_(
     Returns:
         False, with nothing written, where the CPU has no bfloat16 dot products or the weight no kernel.
     """
-    code, site = _DTYPES.get(out.dtype), _site(weight.codec, torch.Size(weight.shape))
+    code, site = DTYPES.get(out.dtype), site_of(weight.codec, torch.Size(weight.shape))
     if code is None or site is None or not x.numel() or not out.is_contiguous():
         return False
     kernels = library()
@@ -403,7 +405,7 @@ def linear_(
         site.rows,
         torch.get_num_threads(),
         *pointers[:3],
-        pointers[_SHARED],
+        pointers[SHARED],
         None if factor is None else factor.data_ptr(),
         int(factor is not None and factor.numel() > 1),
         None if bias is None else bias.data_ptr(),

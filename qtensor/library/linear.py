@@ -1,0 +1,271 @@
+"""The ops of a linear layer as a whole: its forward and its backward, each in one call.
+
+They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the other, with the same bytes, and return what is
+kept of the operands beside the products. A layer that splits over ranks, keeps a workspace or puts a gradient off calls the
+single ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.layout import Shape
+from qtensor.library import small_linear
+from qtensor.library.codec import alloc_outputs, alloc_slots, parse
+from qtensor.library.define import FILLS, below_autograd, leaf_op
+from qtensor.library.gemm import GEMM
+from qtensor.library.quantize import QUANTIZE, check_input
+
+
+@functools.lru_cache(maxsize=4096)
+def part(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
+    """(places of the buffers of a usage, canonical text of what they are alone); ((), "") where there are none."""
+    codec = parse(canonical)
+    if not getattr(codec, usage):
+        return (), ""
+    twin = codec.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+    return places(canonical, twin.canonical), twin.canonical
+
+
+@functools.lru_cache(maxsize=4096)
+def places(canonical: str, kept: str) -> tuple[int, ...]:
+    """Where the buffers of ``kept`` lie among those of ``canonical``; () where nothing is kept."""
+    if not kept:
+        return ()
+    names = [slot.name for slot in parse(canonical).slots]
+    return tuple(names.index(slot.name) for slot in parse(kept).slots)
+
+
+def usable(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
+    """``part``, or the whole where that usage has no buffers of its own."""
+    found = part(canonical, usage)
+    return found if found[0] else (tuple(range(len(parse(canonical).slots))), canonical)
+
+
+def _alloc_part(x: Tensor, quantizer: str, kept: str) -> list[Tensor]:
+    codec = parse(quantizer)
+    check_input(x, codec.format)
+    return alloc_outputs(parse(kept), x) if kept else []
+
+
+def _alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
+    if not parse(quantizer).returns_amax:
+        return []
+    return [torch.empty(1, dtype=torch.float32, device=x.device)]
+
+
+def _forward_alloc(
+    x: Tensor,
+    x_quantizer: str,
+    x_kept: str,
+    weight: Tensor,
+    weight_quantizer: str,
+    weight_kept: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
+) -> list[Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return [
+        torch.empty(shape, dtype=dtype, device=x.device),
+        *_alloc_part(x, x_quantizer, x_kept),
+        *_alloc_part(weight, weight_quantizer, weight_kept),
+        *_alloc_amax(x, x_quantizer),
+        *_alloc_amax(weight, weight_quantizer),
+    ]
+
+
+def quantize_all(
+    x: Tensor, quantizer: str, kept: tuple[str, Sequence[Tensor]], call: Sequence[Any]
+) -> list[Tensor]:
+    """Every buffer of a quantized ``x``, those of ``kept`` (canonical text, tensors) being the given ones.
+
+    Args:
+        x: what is quantized.
+        quantizer: canonical text.
+        kept: see above.
+        call: amax to write (or None), scale, seed.
+    """
+    codec, (text, tensors), (amax, scale, seed) = parse(quantizer), kept, call
+    given = dict(zip(places(quantizer, text), tensors, strict=True))
+    buffers = [
+        given[i] if i in given else alloc_slots([slot], x.shape, x.device)[0]
+        for i, slot in enumerate(codec.slots)
+    ]
+    found = buffers if amax is None else [*buffers, amax]
+    FILLS["quantize"](found, x, quantizer, scale, None, seed)
+    return buffers
+
+
+def _scale(scales: Tensor | None, quantizer: str, role: int) -> Tensor | None:
+    if scales is None or not parse(quantizer).needs_scale:
+        return None
+    return scales[role : role + 1]
+
+
+def _forward_fill(
+    outputs: list[Tensor],
+    x: Tensor,
+    x_quantizer: str,
+    x_kept: str,
+    weight: Tensor,
+    weight_quantizer: str,
+    weight_kept: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
+) -> None:
+    operands = (x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept)
+    if small_linear.forward_(outputs, operands, bias, scales, (x_seed, weight_seed)):
+        return
+    with below_autograd():
+        rest, buffers = outputs[1:], []
+        sides = (
+            (x, x_quantizer, x_kept, x_seed),
+            (weight, weight_quantizer, weight_kept, weight_seed),
+        )
+        amaxes = rest[sum(len(places(quantizer, kept)) for _, quantizer, kept, _ in sides) :]
+        for role, (t, quantizer, kept, seed) in enumerate(sides):
+            count = len(places(quantizer, kept))
+            amax = amaxes.pop(0) if parse(quantizer).returns_amax else None
+            call = (amax, _scale(scales, quantizer, role), seed)
+            buffers.append(quantize_all(t, quantizer, (kept, rest[:count]), call))
+            rest = rest[count:]
+        rows = [part(q, "rowwise") for q in (x_quantizer, weight_quantizer)]
+        left, right = ([b[i] for i in at] for b, (at, _) in zip(buffers, rows, strict=True))
+        FILLS["gemm"](
+            outputs[0],
+            left,
+            rows[0][1],
+            x.shape,
+            right,
+            rows[1][1],
+            weight.shape,
+            "TN",
+            dtype,
+            bias,
+        )
+
+
+LINEAR_FORWARD = leaf_op(
+    "linear_forward(Tensor x, str x_quantizer, str x_kept, Tensor weight, str weight_quantizer, str weight_kept, "
+    "Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
+    _forward_alloc,
+    _forward_fill,
+)
+"""``quantize(x)`` (M, K) times ``quantize(weight)`` (N, K) plus bias: [the product (M, N), the buffers of ``x_kept``, those of
+``weight_kept``, the amaxes of delayed scaling]. What is kept is named by the canonical text of those buffers alone, "" for
+nothing. ``scales``: (2,) or more, of input and weight."""
+
+
+def forward_by_ops(
+    x: Tensor,
+    x_quantizer: str,
+    x_kept: str,
+    weight: Tensor,
+    weight_quantizer: str,
+    weight_kept: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
+) -> list[Tensor]:
+    """What ``linear_forward`` returns, by the single ops, for operands that answer those themselves: quantized tensors."""
+    sides = ((x, x_quantizer, x_kept, x_seed), (weight, weight_quantizer, weight_kept, weight_seed))
+    operands, kept, amaxes = [], [], []
+    for role, (t, quantizer, text, seed) in enumerate(sides):
+        found = QUANTIZE(t, quantizer, _scale(scales, quantizer, role), None, seed)
+        if parse(quantizer).returns_amax:
+            *found, amax = found
+            amaxes.append(amax)
+        at, rows = part(quantizer, "rowwise")
+        operands += [[found[i] for i in at], rows, t.shape]
+        kept += [found[i] for i in places(quantizer, text)]
+    return [GEMM(*operands, "TN", dtype, bias), *kept, *amaxes]
+
+
+def _backward_alloc(
+    dy: Tensor,
+    quantizer: str,
+    x: list[Tensor],
+    x_quantizer: str,
+    x_shape: Shape,
+    weight: list[Tensor],
+    weight_quantizer: str,
+    weight_shape: Shape,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> list[Tensor]:
+    check_input(dy, parse(quantizer).format)
+    outputs = []
+    if weight:
+        shape = (dy.shape[0], weight_shape[1])
+        outputs.append(torch.empty(shape, dtype=dtype, device=dy.device))
+    if x:
+        shape = (dy.shape[1], x_shape[1])
+        outputs.append(torch.empty(shape, dtype=weight_dtype, device=dy.device))
+    if bias:
+        outputs.append(torch.empty(dy.shape[1:], dtype=dy.dtype, device=dy.device))
+    return [*outputs, *_alloc_amax(dy, quantizer)]
+
+
+def _backward_fill(
+    outputs: list[Tensor],
+    dy: Tensor,
+    quantizer: str,
+    x: list[Tensor],
+    x_quantizer: str,
+    x_shape: Shape,
+    weight: list[Tensor],
+    weight_quantizer: str,
+    weight_shape: Shape,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
+    if small_linear.backward_(outputs, dy, quantizer, saved, bias, (scales, seed)):
+        return
+    with below_autograd():
+        rest = list(outputs)
+        amax = rest.pop() if parse(quantizer).returns_amax else None
+        call = (amax, _scale(scales, quantizer, 2), seed)
+        buffers = quantize_all(dy, quantizer, ("", ()), call)
+        if weight:
+            at, text = part(quantizer, "rowwise")
+            right = (weight, weight_quantizer, weight_shape)
+            FILLS["gemm"](
+                rest.pop(0), [buffers[i] for i in at], text, dy.shape, *right, "NN", dtype
+            )
+        if x:
+            at, text = usable(quantizer, "columnwise")
+            left, right = [buffers[i] for i in at], (x, x_quantizer, x_shape)
+            FILLS["gemm"](rest.pop(0), left, text, dy.shape, *right, "NT", weight_dtype)
+        if bias:
+            FILLS["bias_grad"](rest.pop(0), dy)
+
+
+LINEAR_BACKWARD = leaf_op(
+    "linear_backward(Tensor dy, str quantizer, Tensor[] x, str x_quantizer, SymInt[] x_shape, Tensor[] weight, "
+    "str weight_quantizer, SymInt[] weight_shape, ScalarType dtype, ScalarType weight_dtype, bool bias, "
+    "Tensor? scales=None, Tensor? seed=None) -> Tensor[]",
+    _backward_alloc,
+    _backward_fill,
+)
+"""From ``quantize(dy)`` (M, N): [the gradient of x (M, K) where there are buffers of the weight, that of the weight (N, K) where
+there are buffers of x, that of the bias (N,) where it is asked for, the amax of delayed scaling]. ``scales``: (3,)."""

@@ -1,0 +1,84 @@
+"""Calls of the ops of a linear layer as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from compile_helpers import ordinary
+from formats import FormatCase
+from torch import Tensor
+
+from qtensor.library.codec import parse
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def kept_text(q: Any, usage: str) -> str:
+    """Canonical text of one direction of a quantizer, "" for none."""
+    if not usage:
+        return ""
+    rowwise, columnwise = usage != "columnwise", usage != "rowwise"
+    return q.with_usage(rowwise=rowwise, columnwise=columnwise).canonical
+
+
+def call_values(q: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Scales of input, weight and gradient, and a seed, where the quantizer takes them."""
+    scales = torch.tensor([0.5, 3.0, 40.0]) if q.needs_scale else None
+    return scales, torch.tensor([7]) if q.stochastic_rounding else None
+
+
+def forward_arguments(
+    q: Any,
+    sizes: tuple[int, int, int] = (32, 64, 48),
+    kept: tuple[str, str] = ("columnwise", "columnwise"),
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
+    bias: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Arguments of ``linear_forward`` for sizes (M, N, K); dtypes of input, weight and result."""
+    m, n, k = sizes
+    x, weight = ordinary((m, k), dtypes[0], seed=1), ordinary((n, k), dtypes[1], seed=2)
+    texts = [kept_text(q, usage) for usage in kept]
+    scales, seed = call_values(q)
+    sides = (x, q.canonical, texts[0], weight, q.canonical, texts[1])
+    return (*sides, bias, dtypes[2], scales, seed, seed)
+
+
+def backward_arguments(
+    q: Any,
+    sizes: tuple[int, int, int] = (32, 64, 48),
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
+) -> tuple[Any, ...]:
+    """Arguments of ``linear_backward``: gradients of input, weight and bias where wanted; dtypes of dy and of the first two."""
+    m, n, k = sizes
+    kept = ("columnwise", "columnwise")
+    found = torch.ops.qtensor.linear_forward(*forward_arguments(q, sizes, kept))[1:]
+    text = kept_text(q, "columnwise")
+    count = len(parse(text).slots)
+    x = found[:count] if wanted[1] else []
+    weight = found[count : 2 * count] if wanted[0] else []
+    scales, seed = call_values(q)
+    saved = (x, text, [m, k], weight, text, [n, k])
+    dy = ordinary((m, n), dtypes[0], seed=3)
+    return (dy, q.canonical, *saved, dtypes[1], dtypes[2], wanted[2], scales, seed)
+
+
+def linear_forward(case: FormatCase) -> Iterator[Sample]:
+    """For opcheck."""
+    q = case.quantizer(columnwise=True)
+    yield forward_arguments(q), {}
+    yield forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
+    yield forward_arguments(q, (1, 32, 32), ("both", "")), {}
+    halves = (torch.bfloat16, torch.float32, torch.bfloat16)
+    yield forward_arguments(q, kept=("rowwise", ""), dtypes=halves), {}
+
+
+def linear_backward(case: FormatCase) -> Iterator[Sample]:
+    """For opcheck."""
+    q = case.quantizer(columnwise=True)
+    for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+        yield backward_arguments(q, wanted=wanted), {}
+    halves = (torch.bfloat16, torch.bfloat16, torch.float32)
+    yield backward_arguments(q, dtypes=halves), {}

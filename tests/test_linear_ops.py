@@ -1,0 +1,174 @@
+"""The ops of a linear layer as a whole: the bytes of the single ops, by programs and without them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from formats import FORMATS, FormatCase
+from linear_cases import backward_arguments, forward_arguments, kept_text
+
+import qtensor
+from qtensor.kernels.cpu import program
+from qtensor.library import gemm, linear, small_linear
+from qtensor.library.codec import by_name, parse
+from qtensor.library.define import FILLS
+from qtensor.library.linear import forward_by_ops, places
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (128, 64, 256))
+every_format = pytest.mark.parametrize("case", FORMATS, ids=lambda case: case.name)
+
+
+def same(found: Any, expected: Any) -> None:
+    """Bytes, but for what a NaN holds."""
+    assert len(found) == len(expected)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        if got.dtype.is_floating_point:
+            assert torch.equal(got.isnan(), want.isnan())
+            got, want = got.nan_to_num(nan=1.0), want.nan_to_num(nan=1.0)
+        assert torch.equal(got, want)
+
+
+def quantizers(case: FormatCase) -> Any:
+    """Both directions, with each option on its own."""
+    yield case.quantizer(columnwise=True)
+    for options in case.each_option():
+        yield case.quantizer(columnwise=True, **options)
+
+
+class Refused:
+    """No program serves, so that the ops run one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def __enter__(self) -> None:
+        for module, name in (
+            (linear.small_linear, "forward_"),
+            (linear.small_linear, "backward_"),
+            (gemm.small, "multiply_"),
+        ):
+            self.monkeypatch.setattr(module, name, lambda *args: False)
+
+    def __exit__(self, *exc: object) -> None:
+        self.monkeypatch.undo()
+
+
+def serves_here(case: FormatCase) -> bool:
+    """Whether programs have the format, on this machine."""
+    known = program.serves(case.quantizer(columnwise=True), (32, 32)) is not None
+    kernels = not isinstance(program.native.library(), str)
+    return known and kernels and program.available()
+
+
+@every_format
+def test_forward_is_quantize_and_gemm(case, monkeypatch):
+    kept = itertools.cycle(itertools.product(("", "rowwise", "columnwise", "both"), repeat=2))
+    dtypes = itertools.cycle(itertools.product(FLOATS, repeat=3))
+    count = 0
+    for q in quantizers(case):
+        for sizes in SIZES:
+            for bias in (None, torch.randn(sizes[1]), torch.randn(sizes[1]).bfloat16()):
+                args = forward_arguments(q, sizes, next(kept), next(dtypes), bias)
+                found = torch.ops.qtensor.linear_forward(*args)
+                with Refused(monkeypatch):
+                    same(found, forward_by_ops(*args))
+                    same(found, torch.ops.qtensor.linear_forward(*args))
+                count += 1
+    assert count
+
+
+@every_format
+def test_backward_is_quantize_gemm_and_bias_grad(case, monkeypatch):
+    wanted = [w for w in itertools.product((True, False), repeat=3) if any(w[:2])]
+    dtypes = itertools.cycle(itertools.product(FLOATS, repeat=3))
+    for q in quantizers(case):
+        for sizes, some in itertools.product(SIZES, wanted):
+            args = backward_arguments(q, sizes, some, next(dtypes))
+            found = torch.ops.qtensor.linear_backward(*args)
+            with Refused(monkeypatch):
+                same(found, torch.ops.qtensor.linear_backward(*args))
+                same(found, backward_by_ops(*args))
+
+
+def backward_by_ops(*args: Any) -> list[torch.Tensor]:
+    dy, text, x, x_text, x_shape, weight, w_text, w_shape, dtype, w_dtype, bias, scales, seed = args
+    q = parse(text)
+    ops = torch.ops.qtensor
+    buffers = ops.quantize(dy, text, None if scales is None else scales[2:3], None, seed)
+    row, column = (kept_text(q, usage) for usage in ("rowwise", "columnwise"))
+    left, left_t = ([buffers[i] for i in places(text, part)] for part in (row, column))
+    found = []
+    if weight:
+        found.append(ops.gemm(left, row, dy.shape, weight, w_text, w_shape, "NN", dtype))
+    if x:
+        found.append(ops.gemm(left_t, column, dy.shape, x, x_text, x_shape, "NT", w_dtype))
+    if bias:
+        found.append(ops.bias_grad(dy))
+    return [*found, *buffers[len(q.slots) :]]
+
+
+@every_format
+def test_what_is_not_finite(case, monkeypatch):
+    q = case.quantizer(columnwise=True)
+    args = list(forward_arguments(q))
+    args[0][3, 5], args[3][7, 9] = float("inf"), float("nan")
+    found = torch.ops.qtensor.linear_forward(*args)
+    with Refused(monkeypatch):
+        same(found, torch.ops.qtensor.linear_forward(*args))
+    args = list(backward_arguments(q))
+    args[0][3, 5], args[0][7, 9] = float("-inf"), float("nan")
+    found = torch.ops.qtensor.linear_backward(*args)
+    with Refused(monkeypatch):
+        same(found, torch.ops.qtensor.linear_backward(*args))
+
+
+@every_format
+def test_programs_serve_small_layers(case, monkeypatch):
+    if not serves_here(case):
+        pytest.skip(reason="there is no kernel of this format, no compiler or no sgemm in torch")
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the general path")
+
+    q = case.quantizer(columnwise=True)
+    forward, backward = forward_arguments(q), backward_arguments(q)
+    for name in ("quantize", "gemm", "bias_grad"):
+        monkeypatch.setitem(FILLS, name, refuse)
+    torch.ops.qtensor.linear_forward(*forward)
+    torch.ops.qtensor.linear_backward(*backward)
+    dy = backward[0].t().contiguous().t()
+    torch.ops.qtensor.linear_backward(dy, *backward[1:])
+
+
+def test_what_programs_leave_to_the_ops():
+    """Large matrices, sizes of 1, other layouts and dtypes: served by the ops, with their bytes."""
+    q = qtensor.quantizer("mxfp8", columnwise=True)
+    for sizes in ((1, 32, 32), (32, 512, 160), (32, 32, 1)):
+        args = forward_arguments(q, sizes)
+        outputs = torch.ops.qtensor.linear_forward(*args)
+        assert not small_linear.forward_(outputs, args[:6], None, None, (None, None))
+        same(outputs, forward_by_ops(*args))
+    args = list(forward_arguments(q))
+    args[0] = args[0].t().contiguous().t()
+    same(torch.ops.qtensor.linear_forward(*args), forward_by_ops(*args))
+
+
+def test_the_product_of_programs_is_that_of_torch():
+    """``sgemm`` as programs call it gives the bits of ``torch.mm``, whatever the sizes."""
+    generator = torch.Generator().manual_seed(5)
+    plain = qtensor.quantizer("fp8", columnwise=True)
+    for _ in range(200):
+        m, n, k = torch.randint(2, 200, (3,), generator=generator).tolist()
+        a, b = (torch.randn(s, k, generator=generator) for s in (m, n))
+        buffers = plain.quantize(b).buffers()
+        product = torch.ops.qtensor.gemm(
+            [a], "", [m, k], buffers, plain.canonical, [n, k], "TN", torch.float32
+        )
+        values, factor = plain.decode_codes(by_name(plain, buffers), (n, k))
+        assert torch.equal(product, torch.mm(a, values.t()) * factor)
