@@ -202,6 +202,10 @@ def postpone_wgrad_(case: FormatCase) -> Iterator[Sample]:
     yield (token, 0, a, q.canonical, [32, 48], b, q.canonical, [32, 48]), {}
 
 
+def report_accumulated_(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([0, 2]),), {}
+
+
 def delayed_state() -> tuple[Tensor, ...]:
     """scale, history, steps, cell, cell_step of three tensors, with maxima in it."""
     steps, cell_step = torch.tensor([3, 2]), torch.tensor([3])
@@ -354,6 +358,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize_tensor": dequantize_tensor,
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
+    "qtensor::report_accumulated_": report_accumulated_,
     "qtensor::split_sizes": split_sizes,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
@@ -390,6 +395,7 @@ WITHOUT_FORMAT = {
         "record_gradient_amax_",
         "advance_step_",
         "draw_seeds_",
+        "report_accumulated_",
         "split_sizes",
         "grouped_bias_grad",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -102,3 +103,36 @@ def drop_postponed(key: int) -> None:
 def postponed(key: int) -> int:
     """Number of weight gradients that wait."""
     return len(_PENDING.get(key, ()))
+
+
+_LISTENERS: dict[int, Callable[[], None]] = {}
+"""Key of a module -> what tells its weights that their gradients are in ``main_grad``."""
+
+
+def _report_accumulated_fill(_: None, report: Tensor) -> None:
+    state = report.data
+    listener = _LISTENERS.get(int(state[0]))
+    if listener is not None:
+        listener()
+    state[1] += 1
+
+
+REPORT_ACCUMULATED = leaf_op(
+    "report_accumulated_(Tensor(a!) report) -> ()",
+    lambda report: None,
+    _report_accumulated_fill,
+)
+"""Call the listener of the key ``report[0]`` and count that in ``report[1]``: int64 (2,) on the CPU.
+
+A tensor brings the key, so that one graph serves all layers, and is written, so that no compiler drops the op.
+"""
+
+
+def listen(key: int, listener: Callable[[], None]) -> None:
+    """What ``report_accumulated_`` calls for a key, in place of what it called before."""
+    _LISTENERS[key] = listener
+
+
+def drop_listener(key: int) -> None:
+    """Forget the listener of a module that is gone."""
+    _LISTENERS.pop(key, None)

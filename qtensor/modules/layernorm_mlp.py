@@ -101,8 +101,8 @@ class LayerNormMLP(QuantizedModule):
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
         place = "cpu" if str(device) == "meta" else device
-        self._states["fc1_weight"] = LinearState(place)
-        self._states["fc2_weight"] = LinearState(place)
+        self._own_state("fc1_weight", LinearState(place))
+        self._own_state("fc2_weight", LinearState(place))
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         made = 2 * ffn if activation in GATED else ffn
