@@ -177,7 +177,7 @@ def bias_grad(case: FormatCase) -> Iterator[Sample]:
 
 def activation(case: FormatCase) -> Iterator[Sample]:
     for x in (ordinary((33, 40), torch.bfloat16), torch.randn(8), torch.empty(0, 4)):
-        for kind in ("gelu", "relu", "swiglu"):
+        for kind in ("gelu", "relu", "swiglu", "clamped_swiglu(alpha=1.0)"):
             yield (x, kind), {}
     yield (torch.randn(8, 6).t(), "glu"), {}
 
