@@ -178,7 +178,7 @@ def bias_grad(case: FormatCase) -> Iterator[Sample]:
 
 def activation(case: FormatCase) -> Iterator[Sample]:
     for x in (ordinary((33, 40), torch.bfloat16), torch.randn(8), torch.empty(0, 4)):
-        for kind in ("gelu", "relu", "swiglu"):
+        for kind in ("gelu", "relu", "swiglu", "clamped_swiglu(alpha=1.0)"):
             yield (x, kind), {}
     yield (torch.randn(8, 6).t(), "glu"), {}
 
@@ -201,6 +201,10 @@ def postpone_wgrad_(case: FormatCase) -> Iterator[Sample]:
     a, b = (buffers_of(case, q, (32, 48), seed) for seed in (1, 2))
     token = torch.zeros(1, dtype=torch.int64)
     yield (token, 0, a, q.canonical, [32, 48], b, q.canonical, [32, 48]), {}
+
+
+def report_accumulated_(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([0, 2]),), {}
 
 
 def delayed_state() -> tuple[Tensor, ...]:
@@ -357,6 +361,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize_tensor": dequantize_tensor,
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
+    "qtensor::report_accumulated_": report_accumulated_,
     "qtensor::split_sizes": split_sizes,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
@@ -393,6 +398,7 @@ WITHOUT_FORMAT = {
         "record_gradient_amax_",
         "advance_step_",
         "draw_seeds_",
+        "report_accumulated_",
         "split_sizes",
         "grouped_bias_grad",
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
+from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
@@ -24,6 +26,7 @@ from qtensor.functional.plan import (
     weight_label,
 )
 from qtensor.functional.weight import is_valid_workspace
+from qtensor.library.gradient import listen
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -101,6 +104,28 @@ class QuantizedModule(nn.Module):
         for state in self._states.values():
             state.drop_workspace()
 
+    def _own_state(self, weight: str, state: LinearState) -> None:
+        """Take up the state of a layer, by the name of its weight."""
+        self._states[weight] = state
+        module = weakref.ref(self)
+
+        def accumulated() -> None:
+            alive = module()
+            for parameter in () if alive is None else alive._weights(weight):
+                if parameter.requires_grad:
+                    parameter.grad_added_to_main_grad = True
+
+        listen(state.key, accumulated)
+
+    def _weights(self, weight: str) -> Sequence[Any]:
+        """The parameters that a state belongs to."""
+        return (getattr(self, weight),)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for weight, own in self._states.items():
+            self._own_state(weight, own)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters.items():
@@ -173,6 +198,9 @@ class QuantizedModule(nn.Module):
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(w.shape)
         self._record(amaxes, weight, args.plan)
+        wgrad = args.wgrad
+        if wgrad is not None and wgrad.main_grad is not None:
+            out = reporting(out, state.report)
         return out
 
     def _complete(

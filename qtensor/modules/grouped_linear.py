@@ -13,6 +13,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
+from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
@@ -48,7 +49,7 @@ class GroupedLinear(QuantizedModule):
         quantized_params: store the weights quantized, as the recipe in force at construction (or ``recipe``) reads them.
         return_bias: do not add the biases; return ``(y, [bias0, ...])``.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight (or write them into it, where
-            its ``overwrite_main_grad`` is true) and leave ``grad`` alone.
+            its ``overwrite_main_grad`` is true), leave ``grad`` alone and set ``grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
 
@@ -93,7 +94,8 @@ class GroupedLinear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device, num_gemms)
+        place = "cpu" if str(device) == "meta" else device
+        self._own_state("weight", LinearState(place, num_gemms))
         factory = {"device": device, "dtype": params_dtype or dtype}
         for i in range(num_gemms):
             weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
@@ -102,6 +104,9 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"bias{i}", kept)
         if not self.weight0.is_meta:
             self.reset_parameters()
+
+    def _weights(self, weight: str) -> tuple[Any, ...]:
+        return self._named(weight)
 
     def _named(self, kind: str) -> tuple[Any, ...]:
         return tuple([getattr(self, f"{kind}{i}") for i in range(self.num_gemms)])
@@ -169,6 +174,8 @@ class GroupedLinear(QuantizedModule):
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(self.weight0.shape)
         self._record_groups(amaxes, args.plan)
+        if args.wgrad is not None and args.wgrad.main_grads:
+            out = reporting(out, state.report)
         return (out, list(biases)) if self.return_bias else out
 
     def _args(

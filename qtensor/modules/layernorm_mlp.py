@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import fail
-from qtensor.functional.activation import activation
+from qtensor.errors import check, fail
+from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.functional.norm import norm
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
@@ -19,8 +19,29 @@ from qtensor.modules.linear import Output, asked_output, make_parallel, shard
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
-GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu")
+GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu", "clamped_swiglu")
 ACTIVATIONS = ("gelu", "relu", "silu", "srelu", "qgelu", *GATED)
+
+
+def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
+    """An activation as ``functional.activation`` takes it.
+
+    Raises:
+        QTensorError: no such activation, or numbers that it does not take.
+    """
+    if activation not in ACTIVATIONS:
+        rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
+        fail(label, rule, repr(activation), "Choose one of them")
+    if activation != "clamped_swiglu":
+        rule = "activation_params are for clamped_swiglu"
+        check(not numbers, label, rule, f"{numbers} for {activation}", "Leave them out")
+        return activation
+    numbers = numbers or {}
+    rule = "activation_params of clamped_swiglu are alpha, limit and offset, numbers"
+    known = set(numbers) <= {"alpha", "limit", "offset"}
+    right = known and all(isinstance(v, int | float) for v in numbers.values())
+    check(right, label, rule, dict(numbers), "Mend them")
+    return clamped_swiglu(**numbers)
 
 
 class LayerNormMLP(QuantizedModule):
@@ -33,7 +54,8 @@ class LayerNormMLP(QuantizedModule):
         eps: added to the norm's variance.
         bias: of both linear layers.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu or glu.
+        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu, glu or clamped_swiglu.
+        activation_params: of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
         recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that again in backward.
         return_layernorm_output: also return the normed input.
         return_bias: do not add fc2's bias; return it.
@@ -63,6 +85,7 @@ class LayerNormMLP(QuantizedModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         recompute_activation: bool = False,
         return_layernorm_output: bool = False,
         return_bias: bool = False,
@@ -82,12 +105,10 @@ class LayerNormMLP(QuantizedModule):
     ) -> None:
         super().__init__(recipe, name)
         check_features(self.label, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        if activation not in ACTIVATIONS:
-            rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
-            fail(self.label, rule, repr(activation), "Choose one of them")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self._eps, self.kind = eps_text(self.label, eps), norm_kind(self.label, normalization)
         self.normalization, self.activation = normalization, activation
+        self._activation_kind = activation_kind(self.label, activation, activation_params)
         self.recompute_activation, self.return_bias = recompute_activation, return_bias
         self.return_layernorm_output = return_layernorm_output
         self.zero_centered_gamma, self.init_method = zero_centered_gamma, init_method
@@ -101,8 +122,8 @@ class LayerNormMLP(QuantizedModule):
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
         place = "cpu" if str(device) == "meta" else device
-        self._states["fc1_weight"] = LinearState(place)
-        self._states["fc2_weight"] = LinearState(place)
+        self._own_state("fc1_weight", LinearState(place))
+        self._own_state("fc2_weight", LinearState(place))
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         made = 2 * ffn if activation in GATED else ffn
@@ -178,7 +199,7 @@ class LayerNormMLP(QuantizedModule):
         hidden = self._linear(normed, "fc1_weight", bias1, self._fc1_options, first)
 
         def rest(h: Tensor) -> Tensor:
-            activated = activation(h, self.activation)
+            activated = activation(h, self._activation_kind)
             return self._linear(activated, "fc2_weight", bias2, self._fc2_options, second)
 
         if self.recompute_activation and torch.is_grad_enabled():

@@ -113,7 +113,8 @@ class Linear(QuantizedModule):
         tp_group: process group of tensor parallelism; not used without ``parallel_mode``.
         sequence_parallel: the activations between sharded layers are split over the group along dim 0.
         fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` (or write them into it, where
-            ``weight.overwrite_main_grad`` is true) and leave ``weight.grad`` alone.
+            ``weight.overwrite_main_grad`` is true), leave ``weight.grad`` alone and set
+            ``weight.grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
 
@@ -164,7 +165,7 @@ class Linear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device)
+        self._own_state("weight", LinearState("cpu" if str(device) == "meta" else device))
         factory = {"device": device, "dtype": params_dtype or dtype}
         self._make_parameters(rows, columns, bias, factory)
         if not self.weight.is_meta:
