@@ -395,10 +395,10 @@ def _linear_backward(
     return wgrad, dgrad, grad_bias
 
 
-def quantized_output(out: Tensor, canonical: str) -> Any:
+def quantized_output(out: Tensor, canonical: str, seed: Tensor | None = None) -> Any:
     """The output as a tensor subclass."""
     name, keywords = assembly(canonical)
-    buffers = quantize_buffers(out, canonical, None, None, None)
+    buffers = quantize_buffers(out, canonical, None, None, seed)
     named = dict(zip(keywords, buffers, strict=True))
     return lookup(name)(out.shape, out.dtype, canonical, **named)
 

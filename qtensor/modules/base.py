@@ -277,8 +277,7 @@ class QuantizedModule(nn.Module):
     def _check_input(
         self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
     ) -> None:
-        rows, columns = weight.shape
-        self._check_features(inp, columns)
+        self._check_features(inp, weight.shape[1])
         if inp.dtype not in FLOATING:
             fail(
                 f"{self.label} input",
@@ -295,6 +294,10 @@ class QuantizedModule(nn.Module):
                 "Move one of them",
             )
         check_input(self.label, inp.shape, options.parallel)
+        self._check_alignment(weight, plan, options)
+
+    def _check_alignment(self, weight: Tensor, plan: LinearPlan, options: LinearOptions) -> None:
+        rows, columns = weight.shape
         if not plan.input:
             return
         part = "" if options.parallel is None else ", of each rank's part,"

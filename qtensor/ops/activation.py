@@ -7,10 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from qtensor.errors import check
-from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD
+from qtensor.library.activation import (
+    ACTIVATION,
+    ACTIVATION_BACKWARD,
+    clamped_swiglu,
+    is_gated,
+)
 from qtensor.library.direct import direct
 from qtensor.library.fused import ACTIVATION_QUANTIZE
-from qtensor.modules.layernorm_mlp import GATED
 from qtensor.ops.handover import Request, collected, produce
 from qtensor.ops.norm import matrix
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
@@ -33,7 +37,7 @@ class Activation(BasicOperation):
         self, input_: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The activation, quantized in the same pass where that was asked for."""
-        gated = self.kind.partition("(")[0] in GATED
+        gated = is_gated(self.kind)
         fits = input_.ndim > 0 and (not gated or input_.shape[-1] % 2 == 0)
         rule = "the last dim must be even: one half is activated, the other multiplied"
         check(fits, f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
@@ -128,6 +132,27 @@ class SwiGLU(Activation):
     kind = "swiglu"
 
 
+class ClampedSwiGLU(Activation):
+    """SwiGLU as GPT-OSS has it: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b within +-limit.
+
+    Args:
+        alpha: of the sigmoid.
+        limit: of both halves (a, b) of the last dim.
+        offset: added to the second half.
+
+    Raises:
+        QTensorError: numbers that it does not take.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> None:
+        super().__init__()
+        self.kind = clamped_swiglu(alpha, limit, offset)
+
+    def extra_repr(self) -> str:
+        """The numbers."""
+        return self.kind.partition("(")[2].rstrip(")").replace(",", ", ")
+
+
 ACTIVATIONS: tuple[type[Activation], ...] = (
     GELU,
     QGELU,
@@ -140,4 +165,5 @@ ACTIVATIONS: tuple[type[Activation], ...] = (
     ReGLU,
     SReGLU,
     SwiGLU,
+    ClampedSwiGLU,
 )

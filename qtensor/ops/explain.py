@@ -20,13 +20,16 @@ from qtensor.ops.operation import BasicOperation
 
 ROWS = 128
 """Of the input that is made up where none is given."""
-_QUANTIZER_PLACE = {
-    "quantize": 1,
-    "grouped_quantize": 1,
-    "norm_quantize": 7,
-    "activation_quantize": 2,
+_QUANTIZERS = {
+    "quantize": (1,),
+    "grouped_quantize": (1,),
+    "linear_forward": (1, 4),
+    "linear_backward": (1,),
+    "norm_quantize": (7,),
+    "activation_quantize": (2,),
 }
-"""Op -> place of the quantizer's text among its arguments."""
+"""Op -> places among its arguments of the texts of what it quantizes."""
+_IN_PASSING = ("norm_quantize", "activation_quantize")
 
 
 @dataclass
@@ -112,13 +115,13 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname if func.namespace == "qtensor" else ""
-        if name in _QUANTIZER_PLACE:
+        for place in _QUANTIZERS.get(name, ()):
             self.calls.append(name)
             if self.place is not None:
                 row = self.rows[self.place]
-                format_ = str(args[_QUANTIZER_PLACE[name]]).partition("(")[0]
+                format_ = str(args[place]).partition("(")[0]
                 into = row.grad_quantized if self.backward else row.quantized
-                into.append(f"{format_} ({name})" if name != "quantize" else format_)
+                into.append(f"{format_} ({name})" if name in _IN_PASSING else format_)
         return func(*args, **(kwargs or {}))
 
 
@@ -233,7 +236,7 @@ def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
                 torch.autograd.backward(found, [torch.ones_like(t) for t in found])
     key = active_recipe()
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
-    separate = sum(name in ("quantize", "grouped_quantize") for name in log.calls)
+    separate = sum(name not in _IN_PASSING for name in log.calls)
     recipe = key.partition("(")[0] or "high precision"
     return SequenceExplanation(recipe, shapes, rows, len(log.calls), separate)
 

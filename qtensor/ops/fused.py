@@ -15,6 +15,7 @@ from qtensor.library.pointwise import SCALE, SCALE_ADD
 from qtensor.ops.activation import ACTIVATIONS
 from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, add, check_extra
 from qtensor.ops.fusions import FUSIONS, Fusion
+from qtensor.ops.grouped_linear import GroupedLinear
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.linear import BasicLinear, Bias, bias_gradient
 from qtensor.ops.norm import LayerNorm, RMSNorm
@@ -140,6 +141,48 @@ class ForwardLinearScaleAdd(_ForwardLinear):
         return produce(_scale_add(y, factor, other), request)
 
 
+class ForwardGroupedMLP(_Fused):
+    """[GroupedLinear, activation, GroupedLinear]: where both read the same group sizes, the host reads them once."""
+
+    def fuser_forward_compute(
+        self,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+        next_op_input_request: Request | None = None,
+    ) -> tuple[Any, Extra, Any]:
+        """The result, and what each operation returned."""
+        first, activation, second = self.basic_ops
+        sizes, again = basic_op_extra_inputs[0][0], basic_op_extra_inputs[2][0]
+        hidden = first.multiply(input_, sizes, basic_op_kwargs[0]["call"])
+        a, _ = activation.op_forward_compute(hidden[0].out)
+        known = hidden[1].splits if again is sizes else None
+        out = second.multiply(a, again, basic_op_kwargs[2]["call"], known)
+        return produce(out[0].out, next_op_input_request), [()] * 3, (hidden, out)
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        returned: Any,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> None:
+        """As each operation by itself."""
+        first, activation, second = self.basic_ops
+        hidden, out = returned
+        first.keep(basic_op_ctxs[0], hidden)
+        activation.op_forward_save_ctx(basic_op_ctxs[1], hidden[0].out, None)
+        second.keep(basic_op_ctxs[2], out)
+
+    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+        """Maxima of both."""
+        hidden, out = returned
+        return [hidden[0].amaxes, [], out[0].amaxes]
+
+
 # ------------------------------------------------------------------------------------------------- backward
 
 
@@ -219,6 +262,7 @@ _FORWARD: list[tuple[tuple[Any, ...], Any]] = [
     ((BasicLinear, AddExtraInput), ForwardLinearBiasAdd),
     ((BasicLinear, Bias, ACTIVATIONS), ForwardLinearBiasActivation),
     ((BasicLinear, Bias), ForwardLinearBiasActivation),
+    ((GroupedLinear, ACTIVATIONS, GroupedLinear), ForwardGroupedMLP),
 ]
 _BACKWARD: list[tuple[tuple[Any, ...], Any]] = [
     ((Bias, ACTIVATIONS), BackwardActivationBias),

@@ -60,7 +60,7 @@ def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tu
     """For each operation whether what it asks for is passed on to who makes it."""
     found = [False] * count
     for step in steps:
-        if step.first == step.last:
+        if isinstance(step.op, BasicOperation):
             # That sums are rounded once is no fusion but what the result is.
             found[step.first] = fusing or (first and step.op.reads_unrounded)
         elif step.op.reads_requests:
@@ -246,6 +246,8 @@ def _run(
     for op, found, kw in zip(ops, published, kwargs, strict=True):
         if found:
             op.after_forward(found, kw)
+        if first < len(ops):
+            out = op.report_on(out, kw)
     return (out, *extra_outputs) if extra_outputs else out
 
 

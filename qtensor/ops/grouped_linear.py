@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.functional.grouped_args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs
+from qtensor.functional.grouped_args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.grouped_linear import (
     GroupedForward,
     _grouped_backward,
@@ -15,6 +15,7 @@ from qtensor.functional.grouped_linear import (
     _grouped_setup_ctx,
     _restored,
 )
+from qtensor.functional.main_grad import reporting
 from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
 from qtensor.ops.extra import check_channel
 from qtensor.ops.handover import Request, produce
@@ -71,11 +72,21 @@ class GroupedLinear(GroupedModule, BasicOperation):
         self._complete_groups(call, like)
         return {"call": call}
 
-    def _fwd_args(self, input_: Tensor, m_splits: Tensor, call: GroupedFwdArgs) -> GroupedFwdArgs:
+    def multiply(
+        self, input_: Tensor, m_splits: Tensor, call: GroupedFwdArgs, known: Splits | None = None
+    ) -> tuple[GroupedForward, GroupedFwdArgs]:
+        """The forward, pure; ``known``: checked splits, for which ``m_splits`` is not read again."""
         self._check_input(input_, self.weight0, call.plan, self._options)
         args = call.with_tensors(input_, call.weights, call.biases)
-        args.splits = self._splits(input_, m_splits)
-        return args
+        args.splits = self._splits(input_, m_splits) if known is None else known
+        return _grouped_forward_impl(args), args
+
+    def keep(self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]) -> None:
+        """Note what backward needs of ``multiply``."""
+        result, args = returned
+        ctx.args = bwd = GroupedBwdArgs()
+        saved = _grouped_setup_ctx(bwd, args, result.ctx_attrs, result.tensors_to_save)
+        ctx.save_for_backward(*saved)
 
     def fuser_forward_compute(
         self,
@@ -86,9 +97,8 @@ class GroupedLinear(GroupedModule, BasicOperation):
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, list[tuple[()]], tuple[GroupedForward, GroupedFwdArgs]]:
         """The products."""
-        args = self._fwd_args(input_, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
-        result = _grouped_forward_impl(args)
-        return produce(result.out, next_op_input_request), [()], (result, args)
+        found = self.multiply(input_, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
+        return produce(found[0].out, next_op_input_request), [()], found
 
     def fuser_forward_save_ctx(
         self,
@@ -100,11 +110,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
         """Operands of dgrad and wgrad."""
-        result, args = returned
-        bwd = GroupedBwdArgs()
-        saved = _grouped_setup_ctx(bwd, args, result.ctx_attrs, result.tensors_to_save)
-        basic_op_ctxs[0].args = bwd
-        basic_op_ctxs[0].save_for_backward(*saved)
+        self.keep(basic_op_ctxs[0], returned)
 
     def fuser_backward(
         self,
@@ -131,6 +137,12 @@ class GroupedLinear(GroupedModule, BasicOperation):
         """One for the inputs, one for each weight."""
         first, second, _ = kwargs["call"].plan.delayed
         return first + second * self.num_gemms
+
+    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+        """Tells the weights when their gradients have been added to ``main_grad``."""
+        wgrad = kwargs["call"].wgrad
+        added = wgrad is not None and bool(wgrad.main_grads)
+        return reporting(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Note the maxima."""

@@ -15,6 +15,7 @@ from qtensor.functional.linear import (
     _restored,
 )
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs, Wgrad
+from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import Quantized
 from qtensor.functional.plan import LinearPlan
 from qtensor.library.direct import direct
@@ -120,6 +121,7 @@ class BasicLinear(LinearModule, BasicOperation):
             self._check_input(input_, self.weight, call.plan, self._options)
         else:
             self._check_features(made, self.weight.shape[1])
+            self._check_alignment(self.weight, call.plan, self._options)
         args = LinearFwdArgs(
             plain,
             self.weight,
@@ -180,6 +182,12 @@ class BasicLinear(LinearModule, BasicOperation):
     def published_count(self, kwargs: dict[str, Any]) -> int:
         """One for each of the two that is scaled so."""
         return sum(kwargs["call"].plan.delayed[:2])
+
+    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+        """Tells the weight when its gradient has been added to ``main_grad``."""
+        wgrad = kwargs["call"].wgrad
+        added = wgrad is not None and wgrad.main_grad is not None
+        return reporting(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Note the maxima."""

@@ -227,6 +227,10 @@ class BasicOperation(FusibleOperation, is_base=True):
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Update the operation's state; outside of autograd."""
 
+    def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
+        """The sequence's output, with whatever is to happen as its backward begins."""
+        return out
+
     def plan_key(self) -> str:
         """Text on which the choice of fusions may depend: the recipe in force, "" where there is none."""
         return ""

@@ -98,15 +98,15 @@ class Sequential(nn.Sequential):
         other = None if owner is None else owner()
         if self.__dict__.get("_is_slice", False):
             return
-        module.__dict__["_place"] = place
-        for basic in module.basic_ops:
-            basic.__dict__["_place"] = place
+        label = f"{type(module).__name__} (operation {place})"
         if other is not None and other is not self and any(m is module for m in other):
             rule = "an operation belongs to one sequence"
-            fail(module.label, rule, "one that is in another", "Make another operation")
-        twice = sum(m is module for m in self) > 1
+            fail(label, rule, "one that is in another", "Make another operation")
+        twice = any(m is module for m in list(self)[:place])
         rule = "an operation stands in a sequence once"
-        check(not twice, module.label, rule, "it again", "Make another one")
+        check(not twice, label, rule, "it again", "Make another one")
+        for op in (module, *module.basic_ops):
+            op.__dict__["_place"] = place
         _OWNERS[module] = weakref.ref(self)
 
     def __getitem__(self, idx: Any) -> Any:

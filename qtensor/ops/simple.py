@@ -19,6 +19,7 @@ from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
+from qtensor.recipes import Role, compile_constant, parse_recipe
 from qtensor.storage.base import QuantizedTensorStorage
 
 _dropout = direct(DROPOUT, 0, 2)
@@ -177,14 +178,31 @@ class Dropout(BasicOperation):
         return f"p={self._p}"
 
 
+@compile_constant
+def _quantize_texts(key: str, given: str) -> tuple[str, str, bool]:
+    """Canonical texts of an output and of its gradient, "" for high precision; whether the latter is rounded at random."""
+    if given:
+        return given, given, bool(getattr(parse(given), "stochastic_rounding", False))
+    if not key:
+        return "", "", False
+    output, gradient = (
+        parse_recipe(key).quantizer(Role(tensor, "quantize")) for tensor in ("output", "grad_input")
+    )
+    text = "" if output is None else output_canonical(key, output.canonical, "quantize", "")
+    if gradient is None:
+        return text, "", False
+    return text, gradient.canonical, bool(gradient.stochastic_rounding)
+
+
 class Quantize(BasicOperation):
     """Quantize the tensor that passes, and with ``backward`` its gradient.
 
-    Within a sequence the values of the format go on; as the last operation it returns the tensor subclass.
+    In forward the tensor subclass goes on, whose bytes an operation that reads the same format takes as they are. A gradient
+    goes on as the format's values, rounded as the format says.
 
     Args:
-        format: a format id or quantizer; None for the recipe's "output" role (of the gradient: "grad_input"); nothing is
-            quantized then without a recipe.
+        format: a format id or quantizer; None for the recipe's "output" role (of the gradient: "grad_input"). Where that is
+            high precision, or there is no recipe, nothing is quantized.
         forward: quantize what passes in forward.
         backward: quantize what passes in backward.
     """
@@ -198,8 +216,12 @@ class Quantize(BasicOperation):
         check(right, self.label, rule, repr(format), 'Pass "fp8", say')
         self.text = ""
         if format is not None:
-            self.text = parse(format).canonical if isinstance(format, str) else format.canonical
+            given = format if isinstance(format, str) else format.canonical
+            self.text = (
+                output_canonical("", given, "quantize", "") if forward else parse(given).canonical
+            )
         self.in_forward, self.in_backward = forward, backward
+        self.draws = torch.zeros(1, dtype=torch.int64)
 
     def plan_key(self) -> str:
         """The recipe in force."""
@@ -207,26 +229,42 @@ class Quantize(BasicOperation):
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
         """Which quantizer."""
-        key = active_key()
-        text = output_canonical(key, self.text, "quantize", "") if self.text or key else ""
-        return {"text": text}
+        output, gradient, is_stochastic = _quantize_texts(active_key(), self.text)
+        texts = (output if self.in_forward else "", gradient if self.in_backward else "")
+        draws = is_stochastic and self.in_backward and torch.is_grad_enabled()
+        seed = draw_seeds(like, self.draws, (True, False, False))[0] if draws else None
+        return {"texts": texts, "seed": seed}
 
     def op_forward_compute(
-        self, input_: Any, *, text: str, next_op_input_request: Request | None = None
+        self,
+        input_: Any,
+        *,
+        texts: tuple[str, str],
+        seed: Tensor | None,
+        next_op_input_request: Request | None = None,
     ) -> tuple[Any, None]:
         """The quantized input."""
-        if not self.in_forward or not text or isinstance(input_, QuantizedTensorStorage):
+        text = texts[0]
+        if not text or isinstance(input_, QuantizedTensorStorage):
             return input_, None
         return quantized_output(input_, text), None
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, returned: None, *, text: str
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        returned: None,
+        *,
+        texts: tuple[str, str],
+        seed: Tensor | None,
     ) -> None:
-        """The quantizer."""
-        ctx.text = text
+        """The quantizer and the seed."""
+        ctx.text = texts[1]
+        ctx.save_for_backward(seed)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
-        """The gradient, quantized where that was asked for."""
-        if not self.in_backward or not ctx.text:
+        """The gradient, as values of the format where that was asked for."""
+        if not ctx.text:
             return grad_output, ()
-        return quantized_output(grad_output, ctx.text), ()
+        values = quantized_output(grad_output, ctx.text, ctx.saved_tensors[0]).dequantize()
+        return produce(values, ctx.grad_input_request), ()
