@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from training import assert_same, region
 
 from qtensor import ops, recipes
+from qtensor.ops import fuser
 
 WIDTH = 64
 ROWS = 40
@@ -183,6 +185,12 @@ FUSED: dict[str, Fused] = {
         {"BackwardAddNorm": (0, 1), "BackwardActivationBias": (3, 4)},
     ),
 }
+
+
+@pytest.fixture
+def handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations hand over quantized tensors however small they are, as they do where they are large."""
+    monkeypatch.setattr(fuser, "HAND_OVER_FROM", 0)
 
 
 def data(rows: int = ROWS, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:

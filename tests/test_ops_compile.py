@@ -215,7 +215,9 @@ class Single(ops.BasicOperation):
 
 def user_sequence(kind):
     torch.manual_seed(0)
-    return ops.Sequential(ops.Linear(WIDTH, WIDTH), kind(), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 32))
+    return ops.Sequential(
+        ops.Linear(WIDTH, WIDTH), kind(), ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 32)
+    )
 
 
 @every_recipe
@@ -232,7 +234,9 @@ def test_the_split_form_of_a_user_is_traced(recipe):
 
 def test_the_single_form_breaks_the_graph_and_says_so():
     sequence = user_sequence(Single)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)Single \(operation 1\).*single form"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"(?s)Single \(operation 1\).*single form"
+    ):
         torch.compile(sequence, backend="aot_eager", fullgraph=True)(data())
     torch._dynamo.reset()
     counters.clear()

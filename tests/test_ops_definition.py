@@ -84,21 +84,11 @@ def test_the_single_form_under_a_split_parent_is_what_runs():
 
 @pytest.mark.parametrize("missing", ["forward", "backward"])
 def test_an_operation_that_lacks_a_function(missing):
-    names = {"forward": ["op_backward"], "backward": ["op_forward_compute", "op_forward_save_ctx"]}
+    def compute(self, input_, **kwargs):
+        return input_ * 2, None
 
-    class Half(BasicOperation):
-        pass
-
-    if missing == "backward":
-
-        class Half(BasicOperation):  # noqa: F811 - the other kind
-            def op_forward_compute(self, input_, **kwargs):
-                return input_ * 2, None
-
-            def op_forward_save_ctx(self, ctx, input_, returned):
-                pass
-
-    assert names
+    pair = {"op_forward_compute": compute, "op_forward_save_ctx": function}
+    Half = type("Half", (BasicOperation,), pair if missing == "backward" else {})
     x = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(QTensorError, match=r"Half \(operation 0\): a basic operation defines op_"):
         ops.Sequential(Half())(x).sum().backward()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
-from ops_cases import BASIC, FUSED, ROWS, WIDTH, assert_same_steps, data, step
+from ops_cases import BASIC, FUSED, ROWS, WIDTH, assert_same_steps, data, handing_over, step  # noqa: F401 - a fixture
 from training import RECIPES, assert_same, every_recipe, region
 
 import qtensor
 from qtensor import QTensorError, ops
 from qtensor.ops.fusions import FUSIONS
+
+pytestmark = pytest.mark.usefixtures("handing_over")
 
 
 def fused_steps(steps):
@@ -114,7 +118,7 @@ class Negate(ops.BasicOperation):
 class NegateTwice(ops.FusedOperation):
     """Forward and backward."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     def __init__(self, basic_ops, recipe=None):
         super().__init__(basic_ops)

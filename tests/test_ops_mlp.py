@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_cases import FUSED, WIDTH, data, step
+from ops_cases import FUSED, WIDTH, data, handing_over, step  # noqa: F401 - a fixture
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import RECIPES, assert_same, every_recipe, region
 
 import qtensor
 from qtensor import ops
+
+pytestmark = pytest.mark.usefixtures("handing_over")
 
 
 class Residual(nn.Module):
@@ -74,6 +76,14 @@ def counted(sequence, recipe):
     alone = {"quantize": 1, "linear_forward": 2, "linear_backward": 1}
     calls["separate"] = sum(n * calls.get(name, 0) for name, n in alone.items())
     return calls
+
+
+def test_small_sequences_do_not_hand_over(monkeypatch):
+    monkeypatch.undo()
+    recipe = RECIPES["mxfp8"]()
+    small = counted(FUSED["mlp"].case.make(), recipe)
+    assert "norm_quantize" not in small
+    assert small["linear_forward"] == 2
 
 
 @every_recipe

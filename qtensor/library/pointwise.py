@@ -41,6 +41,11 @@ ADD = leaf_op("add(Tensor x, Tensor y) -> Tensor", _add_alloc, _add_fill)
 """``x + y``."""
 
 
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y`` of tensors that are known to fit: by the op where a tracer could fuse the rounding away."""
+    return ADD(x, y) if torch.compiler.is_compiling() else torch.add(x, y)
+
+
 def _scale_alloc(x: Tensor, factor: float) -> Tensor:
     check_tensor("scale", "x", x)
     return _empty(x)

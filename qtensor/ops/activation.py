@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import fail
 from qtensor.library.activation import (
     ACTIVATION,
     ACTIVATION_BACKWARD,
@@ -38,14 +38,15 @@ class Activation(BasicOperation):
     ) -> tuple[Any, None]:
         """The activation, quantized in the same pass where that was asked for."""
         gated = is_gated(self.kind)
-        fits = input_.ndim > 0 and (not gated or input_.shape[-1] % 2 == 0)
-        rule = "the last dim must be even: one half is activated, the other multiplied"
-        check(fits, f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+        if input_.ndim == 0 or (gated and input_.shape[-1] % 2):
+            rule = "the last dim must be even: one half is activated, the other multiplied"
+            fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
         rows, request = matrix(input_), next_op_input_request
         width = input_.shape[-1] // 2 if gated else input_.shape[-1]
         shape = (*input_.shape[:-1], width)
         if request is None or not request.canonical:
-            return _activation(rows, self.kind).view(shape), None
+            y = _activation(rows, self.kind)
+            return y if rows is input_ else y.view(shape), None
         buffers = _activation_quantize(
             rows, self.kind, request.canonical, request.scale, None, request.seed
         )
@@ -59,7 +60,8 @@ class Activation(BasicOperation):
     def gradient(self, ctx: BackwardContext, grad_output: Tensor) -> Tensor:
         """That of the input."""
         (x,) = ctx.saved_tensors
-        return _activation_backward(matrix(grad_output), x, self.kind).view(ctx.shape)
+        dx = _activation_backward(matrix(grad_output), x, self.kind)
+        return dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """As ``gradient``, quantized where that was asked for."""

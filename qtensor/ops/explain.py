@@ -18,7 +18,7 @@ from qtensor.ops.fuser import OperationFuser, Plan, _run
 from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation
 
-ROWS = 128
+ROWS = 1024
 """Of the input that is made up where none is given."""
 _QUANTIZERS = {
     "quantize": (1,),
@@ -214,7 +214,7 @@ def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
 
     Args:
         sequence: a ``Sequential``.
-        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 128
+        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 1024
             rows that requires a gradient.
 
     Raises:

@@ -6,13 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import check
-from qtensor.library.direct import direct
-from qtensor.library.pointwise import ADD
+from qtensor.errors import check, fail
+from qtensor.library.pointwise import add
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
-
-add = direct(ADD, 0, 1)
 
 Extra = list[tuple[Tensor, ...]]
 
@@ -28,16 +25,16 @@ def check_channel(label: str, channel: str | None) -> None:
     check(right, label, rule, repr(channel), 'Pass "residual", say')
 
 
-def check_extra(label: str, input_: Tensor, extra: Tensor) -> None:
+def check_extra(op: BasicOperation, input_: Tensor, extra: Tensor) -> None:
     """Refuse a tensor that does not fit beside the input.
 
     Raises:
         QTensorError: with both shapes.
     """
-    fits = input_.shape == extra.shape and input_.dtype == extra.dtype
-    rule = "the extra input must have the shape and dtype of the input"
-    got = f"{tuple(extra.shape)} {extra.dtype} beside {tuple(input_.shape)} {input_.dtype}"
-    check(fits, label, rule, got, "Mend one of them")
+    if input_.shape != extra.shape or input_.dtype != extra.dtype:
+        rule = "the extra input must have the shape and dtype of the input"
+        got = f"{tuple(extra.shape)} {extra.dtype} beside {tuple(input_.shape)} {input_.dtype}"
+        fail(op.label, rule, got, "Mend one of them")
 
 
 class AddExtraInput(BasicOperation):
@@ -65,7 +62,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[Any, Extra, None]:
         """The sum."""
         (extra,) = basic_op_extra_inputs[0]
-        check_extra(self.label, input_, extra)
+        check_extra(self, input_, extra)
         return produce(add(input_, extra), next_op_input_request), [()], None
 
     def fuser_forward_save_ctx(

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from qtensor.library.direct import direct
-from qtensor.library.pointwise import SCALE, SCALE_ADD
+from qtensor.library.pointwise import SCALE, SCALE_ADD, add
 from qtensor.ops.activation import ACTIVATIONS
-from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, add, check_extra
+from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, check_extra
 from qtensor.ops.fusions import FUSIONS, Fusion
 from qtensor.ops.grouped_linear import GroupedLinear
 from qtensor.ops.handover import Request, produce
@@ -72,7 +72,9 @@ class _ForwardLinear(_Fused):
         bias = rest[0].bias if isinstance(rest[0], Bias) else None
         call = basic_op_kwargs[0]["call"]
         product = linear.multiply(input_, call, bias, call.dtype)
-        y = self.finish(product.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request)
+        y = self.finish(
+            product.forward.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request
+        )
         return y, [()] * len(self.basic_ops), product
 
     def fuser_forward_save_ctx(
@@ -86,15 +88,14 @@ class _ForwardLinear(_Fused):
     ) -> None:
         """As each operation by itself."""
         linear, *rest = self.basic_ops
-        call = basic_op_kwargs[0]["call"]
-        linear.keep(basic_op_ctxs[0], input_, returned, call)
+        linear.keep(basic_op_ctxs[0], returned)
         if isinstance(rest[0], Bias):
             rest[0].op_forward_save_ctx(basic_op_ctxs[1], None, None)
-        self.finish_ctx(basic_op_ctxs[-1], returned.out, basic_op_kwargs[-1])
+        self.finish_ctx(basic_op_ctxs[-1], returned.forward.out, basic_op_kwargs[-1])
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
         """The product's maxima."""
-        return [returned.amaxes, *([[]] * (len(self.basic_ops) - 1))]
+        return [returned.forward.amaxes]
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
@@ -124,7 +125,7 @@ class ForwardLinearBiasAdd(_ForwardLinear):
     ) -> Any:
         """The sum."""
         (other,) = extra[-1]
-        check_extra(self.basic_ops[-1].label, y, other)
+        check_extra(self.basic_ops[-1], y, other)
         return produce(add(y, other), request)
 
 
@@ -136,7 +137,7 @@ class ForwardLinearScaleAdd(_ForwardLinear):
     ) -> Any:
         """The scaled sum, in one pass."""
         (other,) = extra[-1]
-        check_extra(self.basic_ops[-1].label, y, other)
+        check_extra(self.basic_ops[-1], y, other)
         factor = self.basic_ops[-2].scale
         return produce(_scale_add(y, factor, other), request)
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
-from qtensor.library.direct import direct
-from qtensor.library.pointwise import ADD
+from qtensor.library.pointwise import add
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.handover import Request
 from qtensor.ops.operation import (
@@ -23,7 +22,8 @@ from qtensor.ops.operation import (
 )
 from qtensor.recipes import compile_constant
 
-_add = direct(ADD, 0, 1)
+HAND_OVER_FROM = 2**16
+"""Elements of the input. On a CPU a smaller product is a single call that quantizes its operands itself."""
 _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
 
@@ -77,6 +77,8 @@ class Call(NamedTuple):
     first: int
     """Place of the first operation that takes part in backward."""
     input_requires_grad: bool
+    hands_over: bool
+    """Operations may make quantized tensors for each other."""
 
 
 class Forward(NamedTuple):
@@ -85,7 +87,8 @@ class Forward(NamedTuple):
     out: Any
     extra_outputs: list[Tensor]
     contexts: list[OperationContext]
-    published: list[list[Tensor]]
+    published: dict[int, list[Tensor]]
+    """By the place of the operation."""
 
 
 @compile_constant
@@ -132,7 +135,13 @@ class OperationFuser:
             twice = any(op is other for other in self.ops[:place])
             rule = "an operation stands in a sequence once"
             check(not twice, op.label, rule, f"it again at {place}", "Make another one")
+        self.input_channels = [channels(op.input_channels, op.num_extra_inputs) for op in self.ops]
+        self.output_channels = [
+            channels(op.output_channels, op.num_extra_outputs) for op in self.ops
+        ]
+        self.has_extra = any([*self.input_channels, *self.output_channels])
         self.n_extra_inputs = self._connect()
+        self.n_extra_outputs = [names.count(None) for names in self.output_channels]
 
     def _connect(self) -> int:
         """Check the channels; returns how many extra inputs the caller passes."""
@@ -169,7 +178,7 @@ class OperationFuser:
             for p in parameters_of(op):
                 if p.requires_grad:
                     return place
-            for channel in channels(op.input_channels, op.num_extra_inputs):
+            for channel in self.input_channels[place]:
                 if channel is None:
                     if extra_inputs[taken].requires_grad:
                         return place
@@ -211,7 +220,9 @@ class OperationFuser:
             QTensorError: with the operations that take them.
         """
         wanting = [
-            op.label for op in self.ops if None in channels(op.input_channels, op.num_extra_inputs)
+            op.label
+            for op, names in zip(self.ops, self.input_channels, strict=True)
+            if None in names
         ]
         label = f"sequence of {len(self.ops)} operations"
         rule = f"it takes {self.n_extra_inputs} extra inputs, for {', '.join(wanting) or 'no operation'}"
@@ -233,22 +244,35 @@ def _run(
         op.forward_kwargs(input_, place > first or (place == 0 and asks))
         for place, op in enumerate(ops)
     ]
-    call = Call(fuser, plan, kwargs, first, asks)
-    if first < len(ops):
-        parameters = [p for op in ops for p in parameters_of(op)]
-        out, *rest = FuserFunction.apply(input_, call, *parameters, *extra_inputs)
-        counts = [op.published_count(kw) for op, kw in zip(ops, kwargs, strict=True)]
-        start = len(rest) - sum(counts)
-        extra_outputs, published = rest[:start], split(rest[start:], counts)
-    else:
+    call = Call(fuser, plan, kwargs, first, asks, _hands_over(input_))
+    if first == len(ops):
         result = execute(call, input_, extra_inputs, False)
         out, extra_outputs, published = result.out, result.extra_outputs, result.published
-    for op, found, kw in zip(ops, published, kwargs, strict=True):
-        if found:
-            op.after_forward(found, kw)
-        if first < len(ops):
-            out = op.report_on(out, kw)
+    else:
+        parameters = [p for op in ops for p in parameters_of(op)]
+        out, *rest = FuserFunction.apply(input_, call, *parameters, *extra_inputs)
+        n_extra = sum(fuser.n_extra_outputs)
+        extra_outputs, published = rest[:n_extra], {}
+        start = n_extra
+        for place, op in enumerate(ops):
+            count = op.published_count(kwargs[place])
+            if count:
+                published[place] = rest[start : start + count]
+                start += count
+            out = op.report_on(out, kwargs[place])
+    for place, found in published.items():
+        ops[place].after_forward(found, kwargs[place])
     return (out, *extra_outputs) if extra_outputs else out
+
+
+def _hands_over(input_: Any) -> bool:
+    """Whether operations hand over quantized tensors; it changes no byte.
+
+    In compiled code always: a graph for each side of a bound on its sizes would be one too many.
+    """
+    if torch.compiler.is_compiling() or not input_.is_cpu:
+        return True
+    return bool(input_.numel() >= HAND_OVER_FROM)
 
 
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -266,30 +290,27 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
     ops = fuser.ops
     contexts = [
         OperationContext(place > call.first or (place == 0 and call.input_requires_grad))
-        for place in range(len(ops))
+        for place in range(len(ops) if saving else 0)
     ]
-    published: list[list[Tensor]] = [[] for _ in ops]
+    published: dict[int, list[Tensor]] = {}
     outside = list(extra_inputs)
     made: dict[str, Tensor] = {}
     extra_outputs: list[Tensor] = []
     x = input_
-    for step in plan.forward:
-        op, places = step.op, range(step.first, step.last + 1)
-        extra = []
-        for place in places:
-            basic = ops[place]
-            given = [
-                outside.pop(0) if channel is None else made[channel]
-                for channel in channels(basic.input_channels, basic.num_extra_inputs)
-            ]
-            extra.append(tuple(given))
-        following = step.last + 1
+    for op, first, last in plan.forward:
+        following = last + 1
+        own = kwargs[first:following]
+        extra = (
+            _given(fuser.input_channels[first:following], outside, made)
+            if fuser.has_extra
+            else [()] * (following - first)
+        )
         request = None
         if following < len(ops) and plan.reads[following]:
-            request = ops[following].input_request(kwargs[following])
-        own = [kwargs[place] for place in places]
-        saves = saving and step.last >= call.first
-        ctxs = contexts[step.first : following]
+            reader = ops[following]
+            if call.hands_over or reader.reads_unrounded:
+                request = reader.input_request(kwargs[following])
+        ctxs = contexts[first:following]
         if op.is_split:
             y, extras, returned = op.fuser_forward_compute(
                 x,
@@ -297,30 +318,51 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
                 basic_op_kwargs=own,
                 next_op_input_request=request,
             )
-            if saves:
+            if saving and last >= call.first:
                 op.fuser_forward_save_ctx(
                     ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
                 )
-            for place, found in zip(places, op.published_by_op(returned), strict=True):
-                published[place] = found
+            for offset, found in enumerate(op.published_by_op(returned)):
+                if found:
+                    published[first + offset] = found
         else:
             y, extras = op.fuser_forward(
-                ctxs,
+                ctxs or [OperationContext(False) for _ in own],
                 x,
                 basic_op_extra_inputs=extra,
                 basic_op_kwargs=own,
                 next_op_input_request=request,
             )
-        for place, outs in zip(places, extras, strict=True):
-            names = channels(ops[place].output_channels, ops[place].num_extra_outputs)
-            for channel, t in zip(names, outs, strict=True):
-                if channel is None:
-                    # Autograd gives an input that is returned another identity.
-                    extra_outputs.append(t.view_as(t))
-                else:
-                    made[channel] = t
+        if fuser.has_extra:
+            _distribute(fuser.output_channels[first:following], extras, extra_outputs, made)
         x = y
     return Forward(x, extra_outputs, contexts, published)
+
+
+def _given(
+    names: Sequence[tuple[str | None, ...]], outside: list[Tensor], made: dict[str, Tensor]
+) -> list[tuple[Tensor, ...]]:
+    """The extra inputs of each operation of a step; those of the caller are taken off ``outside``."""
+    return [
+        tuple([outside.pop(0) if channel is None else made[channel] for channel in channels_])
+        for channels_ in names
+    ]
+
+
+def _distribute(
+    names: Sequence[tuple[str | None, ...]],
+    extras: Sequence[Sequence[Tensor]],
+    outside: list[Tensor],
+    made: dict[str, Tensor],
+) -> None:
+    """The extra outputs of each operation of a step into their channels, or to the caller."""
+    for channels_, outs in zip(names, extras, strict=True):
+        for channel, t in zip(channels_, outs, strict=True):
+            if channel is None:
+                # Autograd gives an input that is returned another identity.
+                outside.append(t.view_as(t))
+            else:
+                made[channel] = t
 
 
 class FuserFunction(torch.autograd.Function):
@@ -332,23 +374,25 @@ class FuserFunction(torch.autograd.Function):
 
         ``tensors`` are the parameters, which the operations know, then the extra inputs.
         """
-        ops, n_parameters = call.fuser.ops, len(tensors) - call.fuser.n_extra_inputs
-        result = execute(call, input_, tensors[n_parameters:], True)
+        fuser = call.fuser
+        result = execute(call, input_, tensors[len(tensors) - fuser.n_extra_inputs :], True)
         flat: list[Tensor | None] = []
         counts, texts = [], []
-        for op, context, kw in zip(ops, result.contexts, call.kwargs, strict=True):
-            request = op.grad_output_request(kw)
-            texts.append(None if request is None else request.canonical)
-            flat += [None, None] if request is None else [request.scale, request.seed]
+        for op, context, kw in zip(fuser.ops, result.contexts, call.kwargs, strict=True):
+            request = op.grad_output_request(kw) if call.hands_over else None
+            if request is None:
+                texts.append("")
+            else:
+                texts.append(request.canonical)
+                flat += [request.scale, request.seed]
             flat += context.to_save
-            counts.append(2 + len(context.to_save))
+            counts.append(len(context.to_save))
             context.to_save = ()
         ctx.save_for_backward(*flat)
         # Values alone: compiled autograd loses tensors that are attributes of a context.
-        ctx.plan, ctx.ops, ctx.contexts = call.plan, ops, result.contexts
+        ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, result.contexts
         ctx.counts, ctx.texts, ctx.first = tuple(counts), tuple(texts), call.first
-        ctx.n_extra_outputs = len(result.extra_outputs)
-        published = [t for found in result.published for t in found]
+        published = [t for found in result.published.values() for t in found]
         if published:
             ctx.mark_non_differentiable(*published)
         out = result.out
@@ -360,76 +404,97 @@ class FuserFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:
         """Gradients of (input, call, *parameters, *extra inputs)."""
-        ops, first = ctx.ops, ctx.first
-        saved = split(ctx.saved_tensors, ctx.counts)
-        contexts = [
-            _backward_context(context, tensors, text)
-            for context, tensors, text in zip(ctx.contexts, saved, ctx.texts, strict=True)
-        ]
-        incoming = list(grads[: ctx.n_extra_outputs])
-        grad_params: list[list[Any]] = [[None] * len(parameters_of(op)) for op in ops]
-        by_channel: dict[str, Any] = {}
-        outside: list[list[Any]] = [[] for _ in ops]
-        extra_grads = _outside_grads(ops, incoming)
+        fuser, plan, first = ctx.fuser, ctx.plan, ctx.first
+        contexts = _backward_contexts(ctx)
+        grad_params: list[Sequence[Any]] = [()] * len(fuser.ops)
+        routes = _Routes(fuser, grads)
         dy = grad
-        for step in ctx.plan.backward:
-            places = range(step.first, step.last + 1)
-            own = contexts[step.first : step.last + 1]
-            before = step.first - 1
-            if before >= first and ctx.plan.grad_reads[before]:
+        for op, start, last in plan.backward:
+            own = contexts[start : last + 1]
+            before = start - 1
+            if before >= first and plan.grad_reads[before]:
                 own[0].grad_input_request = contexts[before].grad_output_request
-            given = [
-                tuple(
-                    extra_grads[place].pop(0) if channel is None else by_channel.get(channel)
-                    for channel in channels(
-                        ops[place].output_channels, ops[place].num_extra_outputs
-                    )
-                )
-                for place in places
-            ]
-            dy, params, extras = step.op.fuser_backward(own, dy, basic_op_grad_extra_outputs=given)
-            for place, found, extra in zip(places, params, extras, strict=True):
-                _check_count(ops[place], found, grad_params[place])
-                grad_params[place] = list(found)
-                names = channels(ops[place].input_channels, ops[place].num_extra_inputs)
-                for channel, g in zip(names, extra, strict=True):
-                    if channel is None:
-                        outside[place].append(g)
-                    elif g is not None:
-                        known = by_channel.get(channel)
-                        by_channel[channel] = g if known is None else _add(known, g)
-        for place in range(first):
-            names = channels(ops[place].input_channels, ops[place].num_extra_inputs)
-            outside[place] = [None] * names.count(None)
+            dy, params, extras = op.fuser_backward(
+                own, dy, basic_op_grad_extra_outputs=routes.incoming(start, last)
+            )
+            for offset, found in enumerate(params):
+                grad_params[start + offset] = found
+            routes.outgoing(start, extras)
+        flat: list[Any] = []
+        for place, op in enumerate(fuser.ops):
+            flat += _checked(op, grad_params[place], place >= first)
         needs_input = first == 0 and ctx.needs_input_grad[0]
-        return (
-            dy if needs_input else None,
-            None,
-            *[g for found in grad_params for g in found],
-            *[g for found in outside for g in found],
-        )
+        return (dy if needs_input else None, None, *flat, *routes.outside())
 
 
-def _backward_context(
-    context: OperationContext, tensors: Sequence[Any], text: str | None
-) -> BackwardContext:
-    scale, seed, *rest = tensors
-    request = None if text is None else Request(text, scale, seed)
-    return BackwardContext(context, rest, request, None)
-
-
-def _outside_grads(ops: Sequence[BasicOperation], grads: Sequence[Any]) -> list[list[Any]]:
-    """The gradients of the extra outputs that the caller got, by operation."""
-    counts = [channels(op.output_channels, op.num_extra_outputs).count(None) for op in ops]
-    return split(grads, counts)
-
-
-def _check_count(op: BasicOperation, found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Refuse a backward that returned gradients for other parameters than there are.
+def _checked(op: BasicOperation, found: Sequence[Any], took_part: bool) -> list[Any]:
+    """A gradient or None for each parameter of an operation.
 
     Raises:
-        QTensorError: with both numbers.
+        QTensorError: its backward returned another number of them.
     """
-    rule = f"its backward must return a gradient or None for each of its {len(wanted)} parameters"
-    fix = "Return them in the order of parameters()"
-    check(len(found) == len(wanted), op.label, rule, len(found), fix)
+    count = len(parameters_of(op))
+    if not took_part:
+        return [None] * count
+    if len(found) != count:
+        rule = f"its backward must return a gradient or None for each of its {count} parameters"
+        fail(op.label, rule, len(found), "Return them in the order of parameters()")
+    return list(found)
+
+
+class _Routes:
+    """Where the gradients of extra tensors go: along channels, from the caller and to it."""
+
+    def __init__(self, fuser: OperationFuser, grads: Sequence[Any]) -> None:
+        self.fuser = fuser
+        self.grads = split(grads, fuser.n_extra_outputs) if fuser.has_extra else []
+        self.by_channel: dict[str, Any] = {}
+        self.to_caller: dict[int, list[Any]] = {}
+
+    def incoming(self, first: int, last: int) -> list[tuple[Any, ...]]:
+        """Gradients of the extra outputs of the operations of a step."""
+        if not self.fuser.has_extra:
+            return [()] * (last - first + 1)
+        return [
+            tuple([
+                self.grads[place].pop(0) if channel is None else self.by_channel.get(channel)
+                for channel in self.fuser.output_channels[place]
+            ])
+            for place in range(first, last + 1)
+        ]
+
+    def outgoing(self, first: int, extras: Sequence[Sequence[Any]]) -> None:
+        """Take the gradients of the extra inputs of the operations of a step."""
+        if not self.fuser.has_extra:
+            return
+        for offset, extra in enumerate(extras):
+            names = self.fuser.input_channels[first + offset]
+            for channel, grad in zip(names, extra, strict=True):
+                if channel is None:
+                    self.to_caller.setdefault(first + offset, []).append(grad)
+                elif grad is not None:
+                    known = self.by_channel.get(channel)
+                    self.by_channel[channel] = grad if known is None else add(known, grad)
+
+    def outside(self) -> list[Any]:
+        """Gradients of the caller's extra inputs, None for those of operations that took no part."""
+        found: list[Any] = []
+        if self.fuser.n_extra_inputs:
+            for place, names in enumerate(self.fuser.input_channels):
+                count = names.count(None)
+                found += self.to_caller.get(place, [None] * count) if count else []
+        return found
+
+
+def _backward_contexts(ctx: Any) -> list[BackwardContext]:
+    """The contexts with their tensors."""
+    saved, start, found = ctx.saved_tensors, 0, []
+    for context, count, text in zip(ctx.contexts, ctx.counts, ctx.texts, strict=True):
+        request = None
+        if text:
+            request = Request(text, saved[start], saved[start + 1])
+            start += 2
+        tensors = saved[start : start + count]
+        found.append(BackwardContext(context, tensors, request, None))
+        start += count
+    return found

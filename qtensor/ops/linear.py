@@ -48,6 +48,13 @@ class LinearCall(NamedTuple):
     wgrad: Wgrad | None
 
 
+class Product(NamedTuple):
+    """What a product returned, and its arguments."""
+
+    forward: LinearForward
+    args: LinearFwdArgs
+
+
 def _row(scales: Tensor | None, role: int) -> Tensor | None:
     return None if scales is None else scales[role : role + 1]
 
@@ -117,14 +124,15 @@ class BasicLinear(LinearModule, BasicOperation):
     ) -> LinearFwdArgs:
         made: Any = input_ if isinstance(input_, Quantized) else None
         plain: Any = input_ if made is None else None
+        weight = self.weight
         if made is None:
-            self._check_input(input_, self.weight, call.plan, self._options)
+            self._check_input(input_, weight, call.plan, self._options)
         else:
             self._check_features(made, self.weight.shape[1])
             self._check_alignment(self.weight, call.plan, self._options)
         args = LinearFwdArgs(
             plain,
-            self.weight,
+            weight,
             bias,
             call.inp_requires_grad,
             call.weight_requires_grad,
@@ -137,35 +145,35 @@ class BasicLinear(LinearModule, BasicOperation):
 
     def multiply(
         self, input_: Any, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
-    ) -> LinearForward:
+    ) -> Product:
         """The forward, pure; ``bias`` is added before the one rounding to ``dtype``."""
-        return _linear_forward_impl(self._args(input_, bias, call, dtype))
+        args = self._args(input_, bias, call, dtype)
+        return Product(_linear_forward_impl(args), args)
 
-    def keep(
-        self, ctx: OperationContext, input_: Any, result: LinearForward, call: LinearCall
-    ) -> None:
+    def keep(self, ctx: OperationContext, returned: Product) -> None:
         """Note what backward needs of ``multiply``."""
-        bwd, args = LinearBwdArgs(), self._args(input_, None, call, call.dtype)
+        result, args = returned
+        bwd = LinearBwdArgs()
         saved = _linear_setup_ctx(bwd, args, result.out, result.ctx_attrs, result.tensors_to_save)
         ctx.args = bwd
         ctx.save_for_backward(*saved)
 
     def op_forward_compute(
         self, input_: Any, *, call: LinearCall, next_op_input_request: Request | None = None
-    ) -> tuple[Any, LinearForward]:
+    ) -> tuple[Any, Product]:
         """The product."""
         unrounded = next_op_input_request is not None and not next_op_input_request.canonical
         if unrounded and self._options.parallel is None:
             result = self.multiply(input_, call, None, torch.float32)
-            return Unrounded(result.out, call.dtype), result
+            return Unrounded(result.forward.out, call.dtype), result
         result = self.multiply(input_, call, None, call.dtype)
-        return result.out, result
+        return result.forward.out, result
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, returned: LinearForward, *, call: LinearCall
+        self, ctx: OperationContext, input_: Any, returned: Product, *, call: LinearCall
     ) -> None:
         """Operands of dgrad and wgrad."""
-        self.keep(ctx, input_, returned, call)
+        self.keep(ctx, returned)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, list[Any]]:
         """Dgrad and wgrad."""
@@ -175,9 +183,9 @@ class BasicLinear(LinearModule, BasicOperation):
         wgrad, dgrad, _ = _linear_backward(args)
         return dgrad, [wgrad]
 
-    def published(self, returned: LinearForward) -> list[Tensor]:
+    def published(self, returned: Product) -> list[Tensor]:
         """Maxima of input and weight under delayed scaling."""
-        return returned.amaxes
+        return returned.forward.amaxes
 
     def published_count(self, kwargs: dict[str, Any]) -> int:
         """One for each of the two that is scaled so."""

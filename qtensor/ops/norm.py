@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import check
+from qtensor.errors import check, fail
 from qtensor.library.direct import direct
 from qtensor.library.fused import NORM_QUANTIZE
 from qtensor.library.norm import NORM, NORM_BACKWARD
@@ -80,15 +80,16 @@ class _Norm(BasicOperation):
         self, input_: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, tuple[Tensor, Tensor]]:
         """The normed input, quantized in the same pass where that was asked for."""
-        rule = f"the last dim must be {self.weight.shape[0]}"
-        fits = input_.ndim > 0 and input_.shape[-1] == self.weight.shape[0]
-        check(fits, f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+        weight = self.weight
+        if input_.ndim == 0 or input_.shape[-1] != weight.shape[0]:
+            rule = f"the last dim must be {weight.shape[0]}"
+            fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
         rows = matrix(input_)
-        settings = (self.weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
+        settings = (weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
         request = next_op_input_request
         if request is None or not request.canonical:
             y, mean, rstd = _norm(rows, *settings, input_.dtype)
-            return y.view(input_.shape), (mean, rstd)
+            return y if rows is input_ else y.view(input_.shape), (mean, rstd)
         *buffers, mean, rstd = _norm_quantize(
             rows, *settings, input_.dtype, request.canonical, request.scale, None, request.seed
         )
@@ -115,7 +116,8 @@ class _Norm(BasicOperation):
             self.zero_centered_gamma,
             has_bias,
         )
-        return dx.view(ctx.shape), [dweight, dbias] if has_bias else [dweight]
+        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        return dx, [dweight, dbias] if has_bias else [dweight]
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
         """As ``gradients``, quantized where that was asked for."""

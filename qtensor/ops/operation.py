@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from qtensor.errors import UnsupportedError, fail
@@ -360,10 +359,13 @@ class FusedOperation(FusibleOperation, is_base=True):
     """Whether it passes on a quantized input to its first operation, and a quantized gradient to its last."""
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
-        """What each basic operation publishes."""
-        return [[] for _ in self.basic_ops]
+        """What each basic operation publishes; those at the end that publish nothing may be left out."""
+        return []
 
 
 def parameters_of(op: BasicOperation) -> list[Any]:
     """The parameters of an operation, in the order in which ``op_backward`` returns their gradients."""
-    return [p for p in op.parameters() if isinstance(p, torch.Tensor)]
+    if op._modules:
+        return list(op.parameters())
+    # parameters() takes several times as long as the rest of a small operation.
+    return [p for p in op._parameters.values() if p is not None]

@@ -75,7 +75,7 @@ class Sequential(nn.Sequential):
         """Print how the sequence would run now: fused operations, quantization, bytes saved for backward.
 
         Args:
-            *inputs: as for a call; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 128 rows.
+            *inputs: as for a call; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 1024 rows.
 
         Returns:
             What was printed, as a value: ``SequenceExplanation``.

@@ -57,12 +57,13 @@ class Reshape(BasicOperation):
         rule = "a shape is made of sizes, one of which may be -1"
         check(right and given.count(-1) <= 1, self.label, rule, given, "Mend the shape")
         self.shape = given
+        self._known = math.prod([size for size in given if size != -1])
 
     def op_forward_compute(
         self, input_: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The reshaped input."""
-        known = math.prod(size for size in self.shape if size != -1)
+        known = self._known
         fits = (
             input_.numel() == known
             if -1 not in self.shape
