@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qtensor.errors import fail
 from qtensor.functional.norm import norm
+from qtensor.functional.parallel import Parallel
 from qtensor.modules.linear import Linear, Output
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -33,6 +34,13 @@ def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -
         weight.fill_(0.0 if zero_centered_gamma else 1.0)
         if bias is not None:
             bias.zero_()
+
+
+def mark_sequence_parallel(parallel: Parallel | None, *parameters: Any) -> None:
+    """Tell frameworks whose gradients are those of the rank's rows alone: Megatron sums what is marked over the group."""
+    for parameter in parameters:
+        if parameter is not None and parallel is not None and parallel.sequence:
+            parameter.sequence_parallel = True
 
 
 def eps_text(label: str, eps: float) -> str:
@@ -75,14 +83,18 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
-        self._eps, self.normalization = eps_text(type(self).__name__, eps), normalization
-        self.kind = norm_kind(type(self).__name__, normalization)
+        # The name, which messages show, is not set before the parameters are made.
+        name = options.get("name", "")
+        label = f"{type(self).__name__}[{name}]" if name else type(self).__name__
+        self._eps, self.normalization = eps_text(label, eps), normalization
+        self.kind = norm_kind(label, normalization)
         self.return_layernorm_output = return_layernorm_output
         self.zero_centered_gamma = zero_centered_gamma
         if options.get("parallel_mode") == "row":
             rule = "the norm needs whole rows, so that only out_features can be split"
-            fail(type(self).__name__, rule, "parallel_mode='row'", "Pass 'column'")
+            fail(label, rule, "parallel_mode='row'", "Pass 'column'")
         super().__init__(in_features, out_features, bias, **options)
+        mark_sequence_parallel(self._options.parallel, self.layer_norm_weight, self.layer_norm_bias)
 
     @property
     def eps(self) -> float:
@@ -102,6 +114,8 @@ class LayerNormLinear(Linear):
     def reset_parameters(self) -> None:
         """As ``Linear``; the norm changes nothing."""
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        # Those that to_empty made have no marks.
+        mark_sequence_parallel(self._options.parallel, self.layer_norm_weight, self.layer_norm_bias)
         super().reset_parameters()
 
     def forward(
