@@ -18,8 +18,8 @@ from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
-from qtensor.library.grouped import SPLIT_SIZES
-from qtensor.library.ragged import check_sizes
+from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
+from qtensor.library.ragged import is_partition
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
 from qtensor.modules.linear import make_parallel
 from qtensor.modules.state import LinearState
@@ -268,10 +268,10 @@ class GroupedLinear(QuantizedModule):
             if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
                 rule = "group sizes must be ints"
                 fail(label, rule, repr(size), "Convert them with int(...)", DtypeError)
-        rule = f"there must be {groups} group sizes, one for each weight"
-        check(len(sizes) == groups, label, rule, len(sizes), "Pass 0 for empty groups")
-        check_sizes(self.label, sizes, rows)
-        return Splits(sizes, None, groups)
+        if len(sizes) == groups and is_partition(sizes, rows):
+            return Splits(sizes, None, groups)
+        # Raises: in eager code here, in compiled code when the graph of such calls runs.
+        return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
     def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""
