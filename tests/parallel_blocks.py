@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import parallel_cases
 import torch
 from parallel_cases import BATCH, SEQUENCE, SIZE, K, Layer, Result, Scales, Whole, oracle, part
 from torch import Tensor
@@ -16,11 +17,7 @@ FFN, OUT = 256, 256
 ops = torch.ops.qtensor
 
 RECIPES: dict[str, Any] = {
-    "high_precision": None,
-    "current": qtensor.recipes.Float8CurrentScaling(),
-    "delayed": qtensor.recipes.DelayedScaling(amax_history_len=4),
-    "blockwise": qtensor.recipes.Float8BlockScaling(),
-    "mxfp8": qtensor.recipes.MXFP8BlockScaling(),
+    **parallel_cases.RECIPES,
     # To nearest: in which order layers draw their seeds is another test's matter.
     "nvfp4": qtensor.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }

@@ -12,15 +12,9 @@ from torch import Tensor, nn
 from qtensor.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.functional.norm import norm
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
-from qtensor.modules.layernorm_linear import (
-    eps_text,
-    mark_sequence_parallel,
-    norm_kind,
-    reset_norm,
-)
 from qtensor.modules.linear import Output, asked_output, make_parallel, own_part, shard
+from qtensor.modules.normed import Normed
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -49,7 +43,7 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
     return clamped_swiglu(**numbers)
 
 
-class LayerNormMLP(QuantizedModule):
+class LayerNormMLP(Normed, QuantizedModule):
     """``fc2(activation(fc1(norm(x))))``.
 
     Args:
@@ -111,12 +105,11 @@ class LayerNormMLP(QuantizedModule):
         super().__init__(recipe, name)
         check_features(self.label, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self._eps, self.kind = eps_text(self.label, eps), norm_kind(self.label, normalization)
-        self.normalization, self.activation = normalization, activation
+        self._set_norm(self.label, normalization, eps, zero_centered_gamma)
+        self.activation, self.init_method = activation, init_method
         self._activation_kind = activation_kind(self.label, activation, activation_params)
         self.recompute_activation, self.return_bias = recompute_activation, return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.zero_centered_gamma, self.init_method = zero_centered_gamma, init_method
         self.quantized_params = quantized_params
 
         modes = ("column", "row") if set_parallel_mode else (None, None)
@@ -140,31 +133,23 @@ class LayerNormMLP(QuantizedModule):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, **factory))
 
-        self.layer_norm_weight = parameter(hidden_size)
-        has_norm_bias = self.kind == "layernorm"
-        self.layer_norm_bias = parameter(hidden_size) if has_norm_bias else None
+        self._make_norm(hidden_size, factory)
         self.fc1_weight = parameter(made, hidden_size)
         self.fc1_bias = parameter(made) if bias else None
         self.fc2_weight = parameter(hidden_size, ffn)
         self.fc2_bias = parameter(hidden_size) if bias else None
-        mark_sequence_parallel(first, self.layer_norm_weight, self.layer_norm_bias)
+        self._mark_norm(first)
         if not self.fc1_weight.is_meta:
             self.reset_parameters()
-
-    @property
-    def eps(self) -> float:
-        """What is added to the norm's variance."""
-        return float(self._eps)
 
     def reset_parameters(self) -> None:
         """Initialise both layers as ``torch.nn.Linear`` does, or by ``init_method``; the norm changes nothing.
 
         A split layer draws the whole and takes its part, of a gated fc1 that of each half.
         """
-        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        self._reset_norm()
         # Those that to_empty made have no marks.
-        split = self._fc1_options.parallel
-        mark_sequence_parallel(split, self.layer_norm_weight, self.layer_norm_bias)
+        self._mark_norm(self._fc1_options.parallel)
         halves = 2 if self.activation in GATED else 1
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         wholes = {"fc1": (halves * ffn, hidden), "fc2": (hidden, ffn)}
@@ -211,14 +196,7 @@ class LayerNormMLP(QuantizedModule):
         """
         inp = self._activation_dtype(inp)
         self._check_features(inp, self.hidden_size)
-        normed = norm(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            kind=self.kind,
-            eps=float(self._eps),
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
+        normed = self._norm(inp)
         first = Call(is_first_microbatch)
         text = asked_output(self._recipe_key(), quantized_output, self._fc2_options)
         second = Call(is_first_microbatch, None, text)
