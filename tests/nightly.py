@@ -88,6 +88,7 @@ RULES: dict[str, Callable[[Cell], bool]] = {
 
 KEPT: dict[str, int] = {
     "test_tensor_parallel.py": 3,
+    "test_tensor_parallel_blocks.py": 2,
     "test_grouped_linear.py": 2,
     "test_grouped_linear_compile.py": 2,
     "test_grouped_linear_state.py": 2,

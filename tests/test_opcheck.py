@@ -263,6 +263,10 @@ def groups(case: FormatCase) -> Iterator[tuple[Any, ...]]:
         yield [], torch.tensor(sizes), 3
 
 
+def listed_sizes(case: FormatCase) -> Iterator[Sample]:
+    yield ([3, 0, 5], 3, 8, "layer"), {}
+
+
 def split_sizes(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([3, 0, 5]), 8, "GroupedLinear"), {}
     yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
@@ -389,6 +393,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
     "qtensor::report_accumulated_": report_accumulated_,
+    "qtensor::listed_sizes": listed_sizes,
     "qtensor::split_sizes": split_sizes,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
@@ -427,6 +432,7 @@ WITHOUT_FORMAT = {
         "advance_step_",
         "draw_seeds_",
         "report_accumulated_",
+        "listed_sizes",
         "split_sizes",
         "grouped_bias_grad",
         *POINTWISE,

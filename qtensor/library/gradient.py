@@ -21,7 +21,7 @@ OPERANDS = (
 )
 
 
-def _accumulated_in_place(target: Tensor, operands: Any, overwrite: bool) -> bool:
+def _accumulated_in_place(target: Tensor, operands: tuple[Any, ...], overwrite: bool) -> bool:
     """Whether kernels of a GPU did it, without a product in between; if not, nothing is written."""
     # Only products on other devices need what chooses among their kernels.
     from qtensor.library import backends  # noqa: PLC0415
@@ -30,7 +30,8 @@ def _accumulated_in_place(target: Tensor, operands: Any, overwrite: bool) -> boo
         if not overwrite:
             return backends.accumulate_(target, *operands)
         ready = target.dtype == torch.float32 and target.is_contiguous()
-        return ready and backends.multiply_(target, *operands, bias=None)
+        arguments = (target, *operands, None)
+        return ready and backends.multiply_(*arguments)
 
 
 def _accumulate_fill(

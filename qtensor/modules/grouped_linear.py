@@ -18,9 +18,10 @@ from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
-from qtensor.library.grouped import SPLIT_SIZES
-from qtensor.library.ragged import check_sizes
+from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
+from qtensor.library.ragged import is_partition
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
+from qtensor.modules.linear import make_parallel
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -52,9 +53,14 @@ class GroupedLinear(QuantizedModule):
             its ``overwrite_main_grad`` is true), leave ``grad`` alone and set ``grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
+        parallel_mode: None; others are refused: see Raises.
+        tp_group: not used.
+        sequence_parallel: False.
 
     Raises:
         QTensorError: arguments that do not fit.
+        UnsupportedError: ``parallel_mode`` or ``sequence_parallel``: which rows a rank has, and so what goes over the group,
+            is decided where tokens are sent to experts.
     """
 
     weight0: nn.Parameter
@@ -77,8 +83,12 @@ class GroupedLinear(QuantizedModule):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(recipe, name)
+        self._check_parallel(parallel_mode, tp_group, sequence_parallel)
         sizes = {"in_features": in_features, "out_features": out_features}
         check_features(self.label, num_gemms=num_gemms, **sizes)
         self.num_gemms = num_gemms
@@ -104,6 +114,20 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"bias{i}", kept)
         if not self.weight0.is_meta:
             self.reset_parameters()
+
+    def _check_parallel(self, mode: str | None, group: Any, sequence: bool) -> None:
+        if mode is None and not sequence:
+            return
+        if hasattr(group, "size") and group.size() == 1:
+            make_parallel(self.label, group, mode, sequence)
+            return
+        rule = (
+            "a grouped layer does not communicate: the rows of its groups come from sending tokens to experts, and"
+            " the code that sends and collects them has to gather inputs and sum outputs over the group"
+        )
+        got = f"parallel_mode={mode!r}, sequence_parallel={sequence}"
+        fix = "Build it with the rank's own part of out_features (column) or in_features (row), and no parallel_mode"
+        fail(self.label, rule, got, fix, UnsupportedError)
 
     def _weights(self, weight: str) -> tuple[Any, ...]:
         return self._named(weight)
@@ -253,10 +277,10 @@ class GroupedLinear(QuantizedModule):
             if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
                 rule = "group sizes must be ints"
                 fail(label, rule, repr(size), "Convert them with int(...)", DtypeError)
-        rule = f"there must be {groups} group sizes, one for each weight"
-        check(len(sizes) == groups, label, rule, len(sizes), "Pass 0 for empty groups")
-        check_sizes(self.label, sizes, rows)
-        return Splits(sizes, None, groups)
+        if len(sizes) == groups and is_partition(sizes, rows):
+            return Splits(sizes, None, groups)
+        # Raises: in eager code here, in compiled code when the graph of such calls runs.
+        return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
     def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""

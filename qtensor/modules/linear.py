@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qtensor.errors import DtypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
+from qtensor.layout import Shape
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
@@ -21,13 +22,20 @@ Output = bool | str | Quantizer
 
 
 def make_parallel(
-    label: str, tp_group: Any, parallel_mode: str | None, sequence_parallel: bool
+    label: str,
+    tp_group: Any,
+    parallel_mode: str | None,
+    sequence_parallel: bool,
+    option: str = "parallel_mode",
 ) -> Parallel | None:
     """The plain values of a split over a process group, or None; a group of one rank splits nothing.
+
+    ``option`` is what the module calls the argument that turns it on.
 
     Raises:
         QTensorError: a mode that does not exist, or one without a group that this rank belongs to.
     """
+    off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:
         fail(
             label,
@@ -39,15 +47,15 @@ def make_parallel(
         check(
             not sequence_parallel,
             label,
-            "sequence_parallel needs parallel_mode",
-            "parallel_mode=None",
-            "Pass 'column' or 'row'",
+            f"sequence_parallel needs {option}",
+            f"{option}={off}",
+            f"Pass {choice}",
         )
         return None
     check(
         tp_group is not None,
         label,
-        "parallel_mode needs the process group that the weight is split over",
+        f"{option} needs the process group that the weight is split over",
         "tp_group=None",
         "Pass tp_group=torch.distributed.group.WORLD, say",
     )
@@ -75,6 +83,14 @@ def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
     rule = f"{what} must be a multiple of the {parallel.size} ranks of tp_group"
     check(size % parallel.size == 0, label, rule, size, "Choose another size or group")
     return size // parallel.size
+
+
+def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
+    """A rank's part of a parameter; dims that differ are split evenly."""
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] != size:
+            whole = whole.narrow(dim, rank * size, size).clone()
+    return whole
 
 
 def asked_output(key: str, asked: Output, options: LinearOptions) -> str:
@@ -201,10 +217,7 @@ class Linear(QuantizedModule):
 
     def _own_part(self, whole: Tensor) -> Tensor:
         """This rank's part of a parameter of the whole layer: (out_features, in_features) or (out_features,)."""
-        for dim, size in enumerate(self.weight.shape[: whole.ndim]):
-            if whole.shape[dim] != size:
-                whole = whole.narrow(dim, self._rank * size, size).clone()
-        return whole
+        return own_part(whole, self.weight.shape[: whole.ndim], self._rank)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""
