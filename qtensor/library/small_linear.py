@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu.program import Builder, Program, Result, Source, available, serves
@@ -88,7 +87,7 @@ def _new_forward(key: tuple[Any, ...]) -> Program | None:
         return None
     if bias is not None and (bias[0] not in DTYPES or bias[1] != (sizes[1],)):
         return None
-    if any(codec.needs_scale and unscaled or not codec.rowwise for codec in codecs):
+    if any((codec.needs_scale and unscaled) or not codec.rowwise for codec in codecs):
         return None
     builder = Builder()
     x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [builder.given() for _ in range(8)]
