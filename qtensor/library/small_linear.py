@@ -29,7 +29,10 @@ def _seed_at(seed: Tensor | None) -> int:
 
 
 def _on_cpu(*tensors: Tensor | None) -> bool:
-    return all(t is None or (type(t) in PLAIN and t.is_cpu and t.is_contiguous()) for t in tensors)
+    for t in tensors:
+        if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
+            return False
+    return True
 
 
 def forward_(

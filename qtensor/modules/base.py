@@ -242,9 +242,14 @@ class QuantizedModule(nn.Module):
                 inp.device,
                 "Move one of them",
             )
-        check_input(self.label, inp.shape, options.parallel)
-        if not plan.input:
-            return
+        if options.parallel is not None:
+            check_input(self.label, inp.shape, options.parallel)
+        if rows % plan.multiple or columns % plan.multiple:
+            self._refuse_features(rows, columns, plan, options)
+
+    def _refuse_features(
+        self, rows: int, columns: int, plan: LinearPlan, options: LinearOptions
+    ) -> None:
         part = "" if options.parallel is None else ", of each rank's part,"
         for role, text in (("input", plan.input), ("weight", plan.weight)):
             multiple = alignment(text)
