@@ -44,6 +44,8 @@ class LinearPlan(NamedTuple):
     """Of the buffers that wgrad will read, "" where there are none to keep."""
     saved_weight: str = ""
     """Of those that dgrad will read."""
+    multiple: int = 1
+    """What features must be multiples of."""
 
 
 HIGH_PRECISION = LinearPlan("", "", "", (False,) * 3, (False,) * 3, None)
@@ -107,7 +109,8 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
         )
     stochastic = tuple(c is not None and getattr(c, "stochastic_rounding", False) for c in codecs)
     saved = _saved(texts[0], wgrad, override), _saved(texts[1], dgrad, override)
-    return LinearPlan(*texts, delayed, stochastic, override, *saved)  # type: ignore[arg-type]
+    multiple = max(alignment(text) for text in texts[:2]) if texts[0] else 1
+    return LinearPlan(*texts, delayed, stochastic, override, *saved, multiple)  # type: ignore[arg-type]
 
 
 @compile_constant
@@ -191,6 +194,7 @@ def stored_weight_plan(
     return plan._replace(
         weight=weight,
         saved_weight=_saved(weight, dgrad, plan.backward_override),
+        multiple=max(plan.multiple, alignment(weight)) if plan.input else 1,
         delayed=(plan.delayed[0], False, plan.delayed[2]),
         stochastic=(plan.stochastic[0], False, plan.stochastic[2]),
     )

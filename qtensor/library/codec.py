@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def register_codec(name: str, cls: type) -> None:
         )
     _CODECS[name] = cls
     parse.cache_clear()
-    _known_shapes.cache_clear()
+    _known_layouts.cache_clear()
 
 
 def codec_class(name: str) -> type:
@@ -169,31 +169,56 @@ def _value(text: str, default: Any) -> Any:
     return text
 
 
+def contiguous_strides(size: Shape) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch has them: a dim without elements counts as one."""
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
     """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
-    return _alloc(slots, buffer_shapes(slots, shape), device)
-
-
-def _alloc(slots: Sequence[Slot], sizes: Sequence[Shape], device: torch.device) -> list[Tensor]:
     buffers = []
-    for slot, size in zip(slots, sizes, strict=True):
+    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
         make = torch.zeros if slot.padded else torch.empty
         buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
 
 
+class _Layout(NamedTuple):
+    """What is allocated for a slot."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    padded: bool
+
+
 @functools.lru_cache(maxsize=4096)
-def _known_shapes(canonical: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
-    return tuple(buffer_shapes(parse(canonical).slots, shape))
+def _known_layouts(canonical: str, shape: Shape) -> tuple[_Layout, ...]:
+    slots = parse(canonical).slots
+    return tuple(
+        _Layout(tuple(size), contiguous_strides(size), slot.dtype, slot.padded)
+        for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True)
+    )
 
 
 def alloc_outputs(codec: Codec, x: Tensor) -> list[Tensor]:
     """``alloc_slots`` for a tensor like ``x``: an op's outputs, whose shapes are worked out once."""
+    device = x.device
     try:
-        sizes: Sequence[Shape] = _known_shapes(codec.canonical, x.shape)
+        layouts = _known_layouts(codec.canonical, x.shape)
     except TypeError:  # symbolic sizes have no hash
-        sizes = buffer_shapes(codec.slots, x.shape)
-    return _alloc(codec.slots, sizes, x.device)
+        return alloc_slots(codec.slots, x.shape, device)
+    # Strides given are read faster than those worked out: a third of the call.
+    return [
+        torch.zeros(size, dtype=dtype, device=device)
+        if padded
+        else torch.empty_strided(size, stride, dtype=dtype, device=device)
+        for size, stride, dtype, padded in layouts
+    ]
 
 
 def by_name(codec: Codec, buffers: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qtensor.kernels.cpu import state
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.reference.float8 import delayed_scale, roll_history
 
@@ -64,6 +65,10 @@ def _begin_fill(
     rows: Tensor | None = None,
     new_scale: Tensor | None = None,
 ) -> None:
+    if rows is None and new_scale is None:
+        tensors = (scale, history, steps, cell, cell_step, step)
+        if state.begin_(outputs, tensors, advance, (length, algorithm, margin), largest):
+            return
     with below_autograd():
         now = int(step)
         if advance and now != int(steps[0]):
@@ -103,6 +108,8 @@ replaces the merged history, ``new_scale`` (n,) what the algorithm would compute
 
 
 def _record_fill(_: None, history: Tensor, amax: list[Tensor], first: int) -> None:
+    if state.record_(history, amax, first):
+        return
     with below_autograd():
         found = torch.cat(amax)
         row = history.data[0, first : first + found.numel()]
@@ -120,6 +127,8 @@ RECORD_AMAX = leaf_op(
 def _record_gradient_fill(
     _: None, cell: Tensor, cell_step: Tensor, amax: list[Tensor], ticket: Tensor
 ) -> None:
+    if state.record_gradient_(cell, cell_step, amax, ticket):
+        return
     with below_autograd():
         step, consumed = int(ticket[0]), int(ticket[1])
         found = torch.cat(amax)

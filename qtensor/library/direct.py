@@ -11,15 +11,14 @@ from torch import Tensor
 from qtensor.library.define import BODIES
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiled = torch._C._autograd._profiler_enabled
 
 
 def _watched() -> bool:
     """Whether something looks at ops: a dispatch mode (fakes, proxies, counters), a transform, the profiler."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-    )
+    return bool(_modes() or _transform() is not None or _profiled())
 
 
 def direct(op: Any, *places: int) -> Callable[..., Any]:
@@ -29,7 +28,7 @@ def direct(op: Any, *places: int) -> Callable[..., Any]:
         op: of ``leaf_op``.
         *places: positions of the arguments (tensors or lists of them) that could have a dispatch of their own.
     """
-    name = op._opname
+    body = BODIES[op._opname]
 
     def call(*args: Any) -> Any:
         # A tracer must see the op; it folds this question to a constant and knows none of those below.
@@ -40,6 +39,6 @@ def direct(op: Any, *places: int) -> Callable[..., Any]:
             first = value[0] if isinstance(value, list) else value
             if type(first) not in _PLAIN or first.is_meta:
                 return op(*args)
-        return BODIES[name](*args)
+        return body(*args)
 
     return call

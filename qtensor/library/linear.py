@@ -47,6 +47,10 @@ def usable(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
     return found if found[0] else (tuple(range(len(parse(canonical).slots))), canonical)
 
 
+def _matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device)
+
+
 def _alloc_part(x: Tensor, quantizer: str, kept: str) -> list[Tensor]:
     codec = parse(quantizer)
     check_input(x, codec.format)
@@ -56,7 +60,7 @@ def _alloc_part(x: Tensor, quantizer: str, kept: str) -> list[Tensor]:
 def _alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
     if not parse(quantizer).returns_amax:
         return []
-    return [torch.empty(1, dtype=torch.float32, device=x.device)]
+    return [torch.empty_strided((1,), (1,), dtype=torch.float32, device=x.device)]
 
 
 def _forward_alloc(
@@ -72,9 +76,8 @@ def _forward_alloc(
     x_seed: Tensor | None = None,
     weight_seed: Tensor | None = None,
 ) -> list[Tensor]:
-    shape = (x.shape[0], weight.shape[0])
     return [
-        torch.empty(shape, dtype=dtype, device=x.device),
+        _matrix(x.shape[0], weight.shape[0], dtype, x.device),
         *_alloc_part(x, x_quantizer, x_kept),
         *_alloc_part(weight, weight_quantizer, weight_kept),
         *_alloc_amax(x, x_quantizer),
@@ -212,13 +215,11 @@ def _backward_alloc(
     check_input(dy, parse(quantizer).format)
     outputs = []
     if weight:
-        shape = (dy.shape[0], weight_shape[1])
-        outputs.append(torch.empty(shape, dtype=dtype, device=dy.device))
+        outputs.append(_matrix(dy.shape[0], weight_shape[1], dtype, dy.device))
     if x:
-        shape = (dy.shape[1], x_shape[1])
-        outputs.append(torch.empty(shape, dtype=weight_dtype, device=dy.device))
+        outputs.append(_matrix(dy.shape[1], x_shape[1], weight_dtype, dy.device))
     if bias:
-        outputs.append(torch.empty(dy.shape[1:], dtype=dy.dtype, device=dy.device))
+        outputs.append(torch.empty_strided(dy.shape[1:], (1,), dtype=dy.dtype, device=dy.device))
     return [*outputs, *_alloc_amax(dy, quantizer)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu.program import Builder, Program, Result, Source, available, serves
@@ -30,7 +29,10 @@ def _seed_at(seed: Tensor | None) -> int:
 
 
 def _on_cpu(*tensors: Tensor | None) -> bool:
-    return all(t is None or (type(t) in PLAIN and t.is_cpu and t.is_contiguous()) for t in tensors)
+    for t in tensors:
+        if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
+            return False
+    return True
 
 
 def forward_(
@@ -88,7 +90,7 @@ def _new_forward(key: tuple[Any, ...]) -> Program | None:
         return None
     if bias is not None and (bias[0] not in DTYPES or bias[1] != (sizes[1],)):
         return None
-    if any(codec.needs_scale and unscaled or not codec.rowwise for codec in codecs):
+    if any((codec.needs_scale and unscaled) or not codec.rowwise for codec in codecs):
         return None
     builder = Builder()
     x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [builder.given() for _ in range(8)]

@@ -293,12 +293,13 @@ class QuantizedModule(nn.Module):
                 inp.device,
                 "Move one of them",
             )
-        check_input(self.label, inp.shape, options.parallel)
+        if options.parallel is not None:
+            check_input(self.label, inp.shape, options.parallel)
         self._check_alignment(weight, plan, options)
 
     def _check_alignment(self, weight: Tensor, plan: LinearPlan, options: LinearOptions) -> None:
         rows, columns = weight.shape
-        if not plan.input:
+        if not (rows % plan.multiple or columns % plan.multiple):
             return
         part = "" if options.parallel is None else ", of each rank's part,"
         for role, text in (("input", plan.input), ("weight", plan.weight)):

@@ -254,7 +254,9 @@ class Linear(QuantizedModule):
             QTensorError: an input or recipe that does not fit.
         """
         inp = self._activation_dtype(inp)
-        text = asked_output(self._recipe_key(), quantized_output, self._options)
+        text = ""
+        if quantized_output is not False:
+            text = asked_output(self._recipe_key(), quantized_output, self._options)
         call = Call(is_first_microbatch, skip_weight_update, text)
         bias = "bias" if self.bias is not None and not self.return_bias else ""
         out = self._linear(inp, "weight", bias, self._options, call)

@@ -15,6 +15,25 @@ NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """What users call a norm -> its kind in ``functional.norm``."""
 
 
+def eps_text(label: str, eps: float) -> str:
+    """An epsilon as text: Dynamo makes a float that a module holds symbolic, and compiles twice.
+
+    Raises:
+        QTensorError: no number >= 0.
+    """
+    if not isinstance(eps, float | int) or not eps >= 0:
+        fail(label, "eps must be a number >= 0", repr(eps), "Pass 1e-5, say")
+    return repr(float(eps))
+
+
+def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -> None:
+    """A norm that changes nothing."""
+    with torch.no_grad():
+        weight.fill_(0.0 if zero_centered_gamma else 1.0)
+        if bias is not None:
+            bias.zero_()
+
+
 class Normed:
     """A part of modules that norm their input first.
 
@@ -40,10 +59,7 @@ class Normed:
         if normalization not in NORMALIZATIONS:
             rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
             fail(label, rule, repr(normalization), "Choose one of them")
-        if not isinstance(eps, float | int) or not eps >= 0:
-            fail(label, "eps must be a number >= 0", repr(eps), "Pass 1e-5, say")
-        # As text: Dynamo makes a float that a module holds symbolic, and compiles twice.
-        self._eps = repr(float(eps))
+        self._eps = eps_text(label, eps)
         self.normalization, self.kind = normalization, NORMALIZATIONS[normalization]
         self.zero_centered_gamma = zero_centered_gamma
 
@@ -60,10 +76,7 @@ class Normed:
 
     def _reset_norm(self) -> None:
         """A norm that changes nothing."""
-        with torch.no_grad():
-            self.layer_norm_weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-            if self.layer_norm_bias is not None:
-                self.layer_norm_bias.zero_()
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 
     def _mark_norm(self, parallel: Parallel | None) -> None:
         """Tell frameworks that its gradients are those of the rank's rows: Megatron sums what is marked over the group."""

@@ -20,11 +20,16 @@ from qtensor.library.delayed import (
     MERGED_HISTORY,
     RECORD_AMAX,
 )
+from qtensor.library.direct import direct
 from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import CALLABLES
 
 _KEYS = itertools.count(1)
+
+advance_step = direct(ADVANCE_STEP, 0)
+delayed_begin = direct(DELAYED_BEGIN, 0)
+record_amax = direct(RECORD_AMAX, 0)
 
 
 class DelayedState:
@@ -73,14 +78,14 @@ class DelayedState:
         length = options.amax_history_len
         step = step_in_force(self.own_step)
         if is_outside():
-            ADVANCE_STEP(step, True)
+            advance_step(step, True)
         largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
         rows = new_scale = None
         group = active_group() if options.reduce_amax else None
         if group is not None or caller_functions(key) != (-1, -1):
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = options.amax_compute_algo if caller_functions(key)[0] < 0 else ""
-        scales, ticket = DELAYED_BEGIN(
+        scales, ticket = delayed_begin(
             self.scale,
             self.history,
             self.steps,
@@ -121,7 +126,7 @@ class DelayedState:
 
     def record(self, amaxes: list[Tensor], first: int) -> None:
         """Maxima of the forward pass into row 0 of the history."""
-        RECORD_AMAX(self.history, amaxes, first)
+        record_amax(self.history, amaxes, first)
 
     def merged(self) -> Tensor:
         """The history with the gradients' maxima, as a checkpoint keeps it."""

@@ -12,7 +12,7 @@ from qtensor.library.direct import direct
 from qtensor.library.fused import NORM_QUANTIZE
 from qtensor.library.norm import NORM, NORM_BACKWARD
 from qtensor.library.pointwise import L2_NORM, L2_NORM_BACKWARD
-from qtensor.modules.layernorm_linear import eps_text, reset_norm
+from qtensor.modules.normed import eps_text, reset_norm
 from qtensor.ops.handover import Request, collected, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 

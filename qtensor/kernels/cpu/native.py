@@ -46,6 +46,9 @@ class Library:
         handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
         handle.qt_linear.argtypes = _LINEAR
         handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
+        handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+        handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
+        handle.qt_record_gradient_amax.argtypes = (*(_POINTER,) * 3, ctypes.c_char_p, _SIZE)
         self.handle = handle
         self.run = handle.qt_run
         self.linear = handle.qt_linear

@@ -86,7 +86,10 @@ def recipe(isa: str) -> Recipe:
         CompilerNotFound: there is no C++ compiler.
     """
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in ("entry", "linear", "program")]
+    units = [
+        Unit(FOLDER / f"{name}.cpp", flags, name)
+        for name in ("entry", "linear", "program", "state")
+    ]
     for source in ("quantize", "dequantize", "norm", "activation"):
         for dtype in ("Float32", "Bfloat16", "Float16"):
             dtype_flags = (*flags, f"-DQT_DTYPE={dtype}")
