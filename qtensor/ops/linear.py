@@ -287,6 +287,10 @@ class Linear(FusedOperation):
         self.register_state_dict_post_hook(_flat_names)
         self.register_load_state_dict_pre_hook(_nested_names)
 
+    def backward_dw(self) -> None:
+        """See ``qtensor.Linear``, under ``delay_wgrad_compute=True``."""
+        self.linear.backward_dw()
+
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Linear`` does."""
         self.linear.reset_parameters()

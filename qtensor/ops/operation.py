@@ -141,6 +141,20 @@ class FusibleOperation(nn.Module):
         """Whether tracing may see the forward."""
         raise NotImplementedError
 
+    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
+        """The operation alone."""
+        # The fuser needs operations to be defined first.
+        from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
+
+        fuser = self.__dict__.get("_own_fuser")
+        if fuser is None:
+            fuser = self.__dict__["_own_fuser"] = OperationFuser([self])
+        return fuser(input_, *extra_inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What runs the operation alone is made anew: plans are known by a number of this process.
+        return {k: v for k, v in self.__dict__.items() if k != "_own_fuser"}
+
 
 class BasicOperation(FusibleOperation, is_base=True):
     """An operation that stands for itself.
@@ -298,16 +312,6 @@ class BasicOperation(FusibleOperation, is_base=True):
     def _missing(self, what: str) -> Any:
         rule = f"a basic operation defines {what}"
         fail(self.label, rule, "none", "Define it in the class", UnsupportedError)
-
-    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
-        """The operation alone."""
-        # The fuser needs operations to be defined first.
-        from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
-
-        fuser = self.__dict__.get("_own_fuser")
-        if fuser is None:
-            fuser = self.__dict__["_own_fuser"] = OperationFuser([self])
-        return fuser(input_, *extra_inputs)
 
 
 class FusedOperation(FusibleOperation, is_base=True):
