@@ -179,3 +179,61 @@ def test_pickles_of_operations_that_ran_alone():
         x = rows()
         assert torch.equal(twin(x), op(x))
         assert torch.equal(copy.deepcopy(op)(x), op(x))
+
+
+class Cast(ops.BasicOperation):
+    def op_forward_compute(self, input_, *, next_op_input_request=None):
+        return ops.produce(input_.bfloat16(), next_op_input_request), None
+
+    def op_forward_save_ctx(self, ctx, input_, returned):
+        ctx.dtype = input_.dtype
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.to(ctx.dtype), []
+
+
+class Embedding(ops.BasicOperation):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 32))
+
+    def op_forward_compute(self, input_, *, next_op_input_request=None):
+        return ops.produce(self.weight[input_], next_op_input_request), None
+
+    def op_forward_save_ctx(self, ctx, input_, returned):
+        ctx.save_for_backward(input_)
+
+    def op_backward(self, ctx, grad_output):
+        (indices,) = ctx.saved_tensors
+        return None, [torch.zeros_like(self.weight).index_add_(0, indices, grad_output)]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()])
+@pytest.mark.parametrize("hand_over_from", [0, 2**16])
+def test_an_operation_that_changes_the_dtype(monkeypatch, fuse, recipe, hand_over_from):
+    monkeypatch.setattr("qtensor.ops.fuser.HAND_OVER_FROM", hand_over_from)
+    layers = ops.Linear(32, 64), ops.SwiGLU(), ops.Linear(32, 32)
+    splits = torch.tensor([3, 1])
+    sequence = ops.Sequential(Cast(), *layers, ops.GroupedLinear(2, 32, 32), fuse=fuse)
+    behind = sequence[1:]
+    x = rows()
+    with qtensor.autocast(enabled=recipe is not None, recipe=recipe):
+        out, expected = sequence(x, splits), behind(x.bfloat16(), splits)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()])
+def test_an_operation_that_takes_indices(recipe):
+    sequence = ops.Sequential(Embedding(), ops.Linear(32, 32), ops.ReLU())
+    indices = torch.tensor([1, 3, 3, 9])
+    with qtensor.autocast(enabled=recipe is not None, recipe=recipe):
+        out, expected = sequence(indices), sequence[1:](sequence[0].weight[indices])
+        grads = [
+            torch.autograd.grad(y.square().sum(), list(sequence.parameters()))
+            for y in (out, expected)
+        ]
+    assert torch.equal(out, expected)
+    for got, wanted in zip(*grads, strict=True):
+        assert torch.equal(got, wanted)

@@ -216,7 +216,7 @@ class BasicOperation(FusibleOperation, is_base=True):
         """Values and tensors of this call, for both phases of the forward; made before it, outside of autograd.
 
         Args:
-            like: the input of the whole sequence: its device and dtype count.
+            like: the input of the whole sequence, for its device; its dtype need not be that of the operation's input.
             input_requires_grad: whether a gradient of this operation's input is asked for.
         """
         return {}
