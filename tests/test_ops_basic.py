@@ -225,6 +225,21 @@ def test_more_dims_than_two(name, recipe):
         (lambda: ops.AllReduce("world"), "AllReduce: it needs a process group"),
         (lambda: ops.BasicLinear(0, 4), "in_features must be a positive integer"),
         (lambda: ops.ClampedSwiGLU(limit=-1.0), "clamped_swiglu"),
+        (lambda: ops.ClampedSwiGLU(alpha="2"), "ClampedSwiGLU: alpha, limit and offset must be"),
+        (
+            lambda: ops.Linear(4, 4, return_bias=True),
+            "BasicLinear: an operation returns one tensor",
+        ),
+        (
+            lambda: ops.GroupedLinear(2, 4, 4, return_bias=True),
+            "GroupedLinear: an operation returns",
+        ),
+        (lambda: ops.Bias(-1), "Bias: size must be a positive integer; got -1"),
+        (lambda: ops.Bias("4"), "Bias: size must be a positive integer; got '4'"),
+        (lambda: ops.RMSNorm("4"), "RMSNorm: it normalizes over the last dim.* got '4'"),
+        (lambda: ops.LayerNorm(None), "LayerNorm: it normalizes over the last dim.* got None"),
+        (lambda: ops.Reshape(None), "Reshape: a shape is made of sizes"),
+        (lambda: ops.register_forward_fusion(ops.Bias, print), "a pattern is a list of classes"),
     ],
 )
 def test_bad_arguments(op, message):

@@ -122,7 +122,7 @@ def _l2_norm_alloc(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _l2_norm_fill(outputs: tuple[Tensor, Tensor], x: Tensor, eps: float) -> None:
     with below_autograd():
         values = x.float()
-        squares = row_sums((values * values).reshape(-1, x.shape[-1])).view(x.shape[:-1])
+        squares = row_sums((values * values).reshape(outputs[1].numel(), x.shape[-1])).view(x.shape[:-1])
         outputs[1].copy_(quotient(1.0, square_root(squares.clamp(min=eps))))
         outputs[0].copy_(values * outputs[1].unsqueeze(-1))
 
@@ -141,7 +141,7 @@ def _l2_norm_backward_alloc(dy: Tensor, x: Tensor, rnorm: Tensor, eps: float) ->
 def _l2_norm_backward_fill(dx: Tensor, dy: Tensor, x: Tensor, rnorm: Tensor, eps: float) -> None:
     with below_autograd():
         values, grads, r = x.float(), dy.float(), rnorm.unsqueeze(-1)
-        dots = row_sums((values * grads).reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+        dots = row_sums((values * grads).reshape(rnorm.numel(), x.shape[-1])).view(*x.shape[:-1], 1)
         # Below eps the norm is a constant, and so is the factor.
         moving = torch.where(r * r * eps < 1.0, r * r * dots, 0.0)
         dx.copy_((grads - values * moving) * r)

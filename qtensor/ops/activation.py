@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.errors import check, fail
 from qtensor.library.activation import (
     ACTIVATION,
     ACTIVATION_BACKWARD,
@@ -38,7 +38,9 @@ class Activation(BasicOperation):
     ) -> tuple[Any, None]:
         """The activation, quantized in the same pass where that was asked for."""
         gated = is_gated(self.kind)
-        if input_.ndim == 0 or (gated and input_.shape[-1] % 2):
+        if input_.ndim == 0:
+            fail(f"{self.label} input", "it must have a last dim", "a 0-d tensor", "Reshape it")
+        if gated and input_.shape[-1] % 2:
             rule = "the last dim must be even: one half is activated, the other multiplied"
             fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
         rows, request = matrix(input_), next_op_input_request
@@ -148,6 +150,9 @@ class ClampedSwiGLU(Activation):
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> None:
         super().__init__()
+        given = (alpha, limit, offset)
+        right = all(isinstance(n, (int, float)) for n in given)
+        check(right, self.label, "alpha, limit and offset must be numbers", given, "Mend them")
         self.kind = clamped_swiglu(alpha, limit, offset)
 
     def extra_repr(self) -> str:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
-from qtensor.library.pointwise import add
+from qtensor.ops.checks import (
+    gradients,
+    listed,
+    named,
+    parts,
+    refuse_result,
+)
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.handover import Request
 from qtensor.ops.operation import (
@@ -20,10 +26,13 @@ from qtensor.ops.operation import (
     OperationContext,
     parameters_of,
 )
+from qtensor.ops.routes import Routes
 from qtensor.recipes import compile_constant
 
 HAND_OVER_FROM = 2**16
 """Elements of the input. On a CPU a smaller product is a single call that quantizes its operands itself."""
+_COMPUTED = ("the output", "extra outputs of each operation", "what save_ctx is to see")
+_GRADIENTS = ("gradient of the input", "gradients of parameters", "gradients of extra inputs")
 _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
 
@@ -275,15 +284,6 @@ def _hands_over(input_: Any) -> bool:
     return bool(input_.numel() >= HAND_OVER_FROM)
 
 
-def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Consecutive parts of the given lengths."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(flat[start : start + count]))
-        start += count
-    return parts
-
-
 def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool) -> Forward:
     """The forward pass; ``saving``: note in contexts what backward needs."""
     fuser, plan, kwargs = call.fuser, call.plan, call.kwargs
@@ -312,12 +312,15 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
                 request = reader.input_request(kwargs[following])
         ctxs = contexts[first:following]
         if op.is_split:
-            y, extras, returned = op.fuser_forward_compute(
+            result = named(
+                op,
+                op.fuser_forward_compute,
                 x,
                 basic_op_extra_inputs=extra,
                 basic_op_kwargs=own,
                 next_op_input_request=request,
             )
+            y, extras, returned = parts(op, "fuser_forward_compute", result, _COMPUTED)
             if saving and last >= call.first:
                 op.fuser_forward_save_ctx(
                     ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
@@ -326,15 +329,20 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
                 if found:
                     published[first + offset] = found
         else:
-            y, extras = op.fuser_forward(
+            result = named(
+                op,
+                op.fuser_forward,
                 ctxs or [OperationContext(False) for _ in own],
                 x,
                 basic_op_extra_inputs=extra,
                 basic_op_kwargs=own,
                 next_op_input_request=request,
             )
+            y, extras = parts(op, "fuser_forward", result, _COMPUTED[:2])
+        if y is None:
+            refuse_result(op, "forward", "return its output", None)
         if fuser.has_extra:
-            _distribute(fuser.output_channels[first:following], extras, extra_outputs, made)
+            _distribute(op, fuser.output_channels[first:following], extras, extra_outputs, made)
         x = y
     return Forward(x, extra_outputs, contexts, published)
 
@@ -350,13 +358,17 @@ def _given(
 
 
 def _distribute(
+    op: Any,
     names: Sequence[tuple[str | None, ...]],
     extras: Sequence[Sequence[Tensor]],
     outside: list[Tensor],
     made: dict[str, Tensor],
 ) -> None:
     """The extra outputs of each operation of a step into their channels, or to the caller."""
+    what = "extra outputs of each operation"
+    listed(op, "forward", what, extras, len(names))
     for channels_, outs in zip(names, extras, strict=True):
+        listed(op, "forward", "extra outputs", outs, len(channels_))
         for channel, t in zip(channels_, outs, strict=True):
             if channel is None:
                 # Autograd gives an input that is returned another identity.
@@ -407,83 +419,28 @@ class FuserFunction(torch.autograd.Function):
         fuser, plan, first = ctx.fuser, ctx.plan, ctx.first
         contexts = _backward_contexts(ctx)
         grad_params: list[Sequence[Any]] = [()] * len(fuser.ops)
-        routes = _Routes(fuser, grads)
+        routes = Routes(fuser, grads)
         dy = grad
         for op, start, last in plan.backward:
             own = contexts[start : last + 1]
             before = start - 1
             if before >= first and plan.grad_reads[before]:
                 own[0].grad_input_request = contexts[before].grad_output_request
-            dy, params, extras = op.fuser_backward(
-                own, dy, basic_op_grad_extra_outputs=routes.incoming(start, last)
-            )
+            incoming = routes.incoming(start, last)
+            result = named(op, op.fuser_backward, own, dy, basic_op_grad_extra_outputs=incoming)
+            dy, params, extras = parts(op, "fuser_backward", result, _GRADIENTS)
+            if dy is None and start > first:
+                refuse_result(op, "backward", "return the gradient of its input", None)
+            listed(op, "fuser_backward", "gradients of each operation", params, len(own))
             for offset, found in enumerate(params):
                 grad_params[start + offset] = found
-            routes.outgoing(start, extras)
+            routes.outgoing(op, start, last, extras)
         flat: list[Any] = []
         for place, op in enumerate(fuser.ops):
-            flat += _checked(op, grad_params[place], place >= first)
+            count = len(parameters_of(op))
+            flat += gradients(op, grad_params[place], count, place >= first)
         needs_input = first == 0 and ctx.needs_input_grad[0]
         return (dy if needs_input else None, None, *flat, *routes.outside())
-
-
-def _checked(op: BasicOperation, found: Sequence[Any], took_part: bool) -> list[Any]:
-    """A gradient or None for each parameter of an operation.
-
-    Raises:
-        QTensorError: its backward returned another number of them.
-    """
-    count = len(parameters_of(op))
-    if not took_part:
-        return [None] * count
-    if len(found) != count:
-        rule = f"its backward must return a gradient or None for each of its {count} parameters"
-        fail(op.label, rule, len(found), "Return them in the order of parameters()")
-    return list(found)
-
-
-class _Routes:
-    """Where the gradients of extra tensors go: along channels, from the caller and to it."""
-
-    def __init__(self, fuser: OperationFuser, grads: Sequence[Any]) -> None:
-        self.fuser = fuser
-        self.grads = split(grads, fuser.n_extra_outputs) if fuser.has_extra else []
-        self.by_channel: dict[str, Any] = {}
-        self.to_caller: dict[int, list[Any]] = {}
-
-    def incoming(self, first: int, last: int) -> list[tuple[Any, ...]]:
-        """Gradients of the extra outputs of the operations of a step."""
-        if not self.fuser.has_extra:
-            return [()] * (last - first + 1)
-        return [
-            tuple([
-                self.grads[place].pop(0) if channel is None else self.by_channel.get(channel)
-                for channel in self.fuser.output_channels[place]
-            ])
-            for place in range(first, last + 1)
-        ]
-
-    def outgoing(self, first: int, extras: Sequence[Sequence[Any]]) -> None:
-        """Take the gradients of the extra inputs of the operations of a step."""
-        if not self.fuser.has_extra:
-            return
-        for offset, extra in enumerate(extras):
-            names = self.fuser.input_channels[first + offset]
-            for channel, grad in zip(names, extra, strict=True):
-                if channel is None:
-                    self.to_caller.setdefault(first + offset, []).append(grad)
-                elif grad is not None:
-                    known = self.by_channel.get(channel)
-                    self.by_channel[channel] = grad if known is None else add(known, grad)
-
-    def outside(self) -> list[Any]:
-        """Gradients of the caller's extra inputs, None for those of operations that took no part."""
-        found: list[Any] = []
-        if self.fuser.n_extra_inputs:
-            for place, names in enumerate(self.fuser.input_channels):
-                count = names.count(None)
-                found += self.to_caller.get(place, [None] * count) if count else []
-        return found
 
 
 def _backward_contexts(ctx: Any) -> list[BackwardContext]:

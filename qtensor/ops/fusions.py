@@ -47,6 +47,9 @@ EPOCH = _Epoch()
 def _register(
     pattern: Sequence[Kinds], builder: Builder, directions: tuple[str, ...], prepend: bool
 ) -> None:
+    if not isinstance(pattern, (list, tuple)):
+        rule = "a pattern is a list of classes"
+        fail("register_fusion", rule, repr(pattern), "Pass [BasicLinear, Bias], say", DtypeError)
     kinds = [k for place in pattern for k in (place if isinstance(place, tuple) else (place,))]
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):

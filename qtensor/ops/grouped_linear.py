@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.errors import check
 from qtensor.functional.grouped_args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.grouped_linear import (
     GroupedForward,
@@ -46,6 +47,9 @@ class GroupedLinear(GroupedModule, BasicOperation):
         channel: str | None = None,
         **options: Any,
     ) -> None:
+        rule = "an operation returns one tensor, with the bias in it"
+        fix = "Leave return_bias out"
+        check(not options.get("return_bias"), "GroupedLinear", rule, "return_bias=True", fix)
         super().__init__(num_gemms, in_features, out_features, bias, **options)
         check_channel(self.label, channel)
         self.input_channels = (channel,)

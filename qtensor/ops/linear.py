@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qtensor.errors import check
 from qtensor.functional.linear import (
     LinearForward,
     _linear_backward,
@@ -73,6 +74,9 @@ class BasicLinear(LinearModule, BasicOperation):
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        rule = "an operation returns one tensor, with the bias in it"
+        fix = "Leave return_bias out"
+        check(not options.get("return_bias"), "BasicLinear", rule, "return_bias=True", fix)
         super().__init__(in_features, out_features, bias=False, **options)
 
     forward = BasicOperation.forward  # type: ignore[assignment]
@@ -214,6 +218,8 @@ class Bias(BasicOperation):
 
     def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        right = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        check(right, self.label, "size must be a positive integer", repr(size), "Mend it")
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if not self.bias.is_meta:
             self.reset_parameters()

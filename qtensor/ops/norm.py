@@ -51,10 +51,11 @@ class _Norm(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        given: Any = normalized_shape
+        shape = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         rule = "it normalizes over the last dim, of a positive size"
-        right = len(tuple(shape)) == 1 and shape[0] > 0
-        check(right, self.label, rule, normalized_shape, "Pass its size")
+        right = len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0
+        check(right, self.label, rule, repr(given), "Pass its size")
         # As text: Dynamo would make a symbol of a float that it finds in an object.
         self._eps = eps_text(self.label, eps)
         self.zero_centered_gamma = zero_centered_gamma

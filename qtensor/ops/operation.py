@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.ops.checks import parts
 from qtensor.ops.handover import Request
 
 
@@ -65,6 +66,8 @@ class BackwardContext:
         return getattr(self._context, name)
 
 
+_COMPUTED = ("the output", "what op_forward_save_ctx is to see")
+_GRADIENTS = ("gradient of the input", "gradients of the parameters")
 Context = OperationContext | BackwardContext
 
 
@@ -259,9 +262,10 @@ class BasicOperation(FusibleOperation, is_base=True):
         next_op_input_request: Request | None = None,
     ) -> Any:
         """(output, extra outputs of each basic operation, what save_ctx is to see)."""
-        out, returned = self.op_forward_compute(
+        result = self.op_forward_compute(
             input_, next_op_input_request=next_op_input_request, **basic_op_kwargs[0]
         )
+        out, returned = parts(self, "op_forward_compute", result, _COMPUTED)
         return out, [()], returned
 
     def fuser_forward_save_ctx(
@@ -302,7 +306,8 @@ class BasicOperation(FusibleOperation, is_base=True):
         basic_op_grad_extra_outputs: Any,
     ) -> Any:
         """(gradient of the input; of each basic operation's parameters; of its extra inputs)."""
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        result = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_input, grad_params = parts(self, "op_backward", result, _GRADIENTS)
         return grad_input, [grad_params], [()]
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.errors import DtypeError, check, fail
+from qtensor.ops.checks import hooks_of, refuse_hooks
 from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
 
+_DERIVED = ("_groups", "_hooks")
+"""Attributes that follow from the modules."""
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -90,6 +93,14 @@ class Sequential(nn.Sequential):
             run.append(module)
         # Beside the submodules, not among them.
         self.__dict__["_groups"] = (*groups, *self._fused(run))
+        self.__dict__["_hooks"] = tuple([
+            hooks for op in self._operations() for hooks in hooks_of(op)
+        ])
+
+    def _operations(self) -> list[FusibleOperation]:
+        """The operations, and those that they are made of."""
+        own = [module for module in self if isinstance(module, FusibleOperation)]
+        return list(dict.fromkeys([op for module in own for op in (module, *module.basic_ops)]))
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -226,13 +237,13 @@ class Sequential(nn.Sequential):
 
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        state = {k: v for k, v in self.__dict__.items() if k != "_groups"}
+        state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED}
         new.__dict__.update(copy.deepcopy(state, memo))
         new._arrange()
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_groups"}
+        return {k: v for k, v in self.__dict__.items() if k not in _DERIVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -255,6 +266,8 @@ class Sequential(nn.Sequential):
         """
         if not isinstance(input, Tensor):
             fail("Sequential", "the input must be a tensor", type(input).__name__, "Pass one")
+        if any(self.__dict__["_hooks"]):
+            refuse_hooks(self._operations())
         cast_to = _autocast_dtype(input)
         x, taken = input, 0
         extra_outputs: list[Tensor] = []

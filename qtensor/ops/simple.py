@@ -52,7 +52,8 @@ class Reshape(BasicOperation):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__()
-        given = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        nested = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+        given = tuple(shape[0]) if nested else shape
         right = all(isinstance(size, int) and size >= -1 for size in given)
         rule = "a shape is made of sizes, one of which may be -1"
         check(right and given.count(-1) <= 1, self.label, rule, given, "Mend the shape")
