@@ -237,3 +237,13 @@ def test_an_operation_that_takes_indices(recipe):
     assert torch.equal(out, expected)
     for got, wanted in zip(*grads, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("build", [lambda: ops.Linear(32, 32), ops.ReLU, lambda: ops.RMSNorm(32)])
+def test_operations_alone_compile(build):
+    op, x = build(), rows()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    with qtensor.autocast(recipe=recipes.MXFP8BlockScaling()):
+        assert torch.equal(compiled(x), op(x))
+        twin = copy.deepcopy(op)
+        assert torch.equal(torch.compile(twin, fullgraph=True, backend="aot_eager")(x), op(x))

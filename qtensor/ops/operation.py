@@ -8,6 +8,8 @@ A forward comes in one of two forms. **Split**: ``op_forward_compute`` computes 
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from qtensor.errors import UnsupportedError, fail
 from qtensor.ops.checks import parts
 from qtensor.ops.handover import Request
+from qtensor.recipes import compile_constant
 
 
 class OperationContext:
@@ -105,6 +108,21 @@ def placed(op: nn.Module) -> str:
     return kind if place is None else f"{kind} (operation {place})"
 
 
+_NUMBERS = itertools.count()
+_OPERATIONS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@compile_constant
+def _own_fuser(number: int) -> str:
+    """The attribute of an operation that runs it alone: a tracer cannot make one, but finds it here."""
+    # The fuser needs operations to be defined first.
+    from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
+
+    op = _OPERATIONS[number]
+    op.__dict__["_own_fuser"] = OperationFuser([op])
+    return "_own_fuser"
+
+
 class FusibleOperation(nn.Module):
     """A step of a ``Sequential`` that can be fused with its neighbours.
 
@@ -119,6 +137,10 @@ class FusibleOperation(nn.Module):
     num_extra_outputs: int = 0
     op_is_split: ClassVar[bool | None] = None
     fuser_is_split: ClassVar[bool | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enlist()
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -146,17 +168,19 @@ class FusibleOperation(nn.Module):
 
     def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
         """The operation alone."""
-        # The fuser needs operations to be defined first.
-        from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
-
-        fuser = self.__dict__.get("_own_fuser")
-        if fuser is None:
-            fuser = self.__dict__["_own_fuser"] = OperationFuser([self])
-        return fuser(input_, *extra_inputs)
+        return getattr(self, _own_fuser(self.__dict__["_number"]))(input_, *extra_inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         # What runs the operation alone is made anew: plans are known by a number of this process.
         return {k: v for k, v in self.__dict__.items() if k != "_own_fuser"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enlist()
+
+    def _enlist(self) -> None:
+        self.__dict__["_number"] = number = next(_NUMBERS)
+        _OPERATIONS[number] = self
 
 
 class BasicOperation(FusibleOperation, is_base=True):
