@@ -247,3 +247,21 @@ def test_operations_alone_compile(build):
         assert torch.equal(compiled(x), op(x))
         twin = copy.deepcopy(op)
         assert torch.equal(torch.compile(twin, fullgraph=True, backend="aot_eager")(x), op(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: ops.Sequential(ops.Linear(32, 32), ops.GELU()), lambda: qtensor.Linear(32, 32)],
+)
+def test_torch_autocast_rounds_the_input_and_not_the_weight(build, compiled):
+    module, x = build(), rows(64, 32).bfloat16()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = run(x)
+            grads = torch.autograd.grad(out.float().square().sum(), list(module.parameters()))
+        results.append((out, *grads))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)

@@ -62,7 +62,7 @@ def _gemm_fill(
         # Only products on other devices need what chooses among their kernels.
         from qtensor.library import backends  # noqa: PLC0415
 
-        with below_autograd():
+        with below_autograd(), torch._C._DisableAutocast():
             if backends.multiply_(
                 out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias
             ):
@@ -85,7 +85,8 @@ def fill_by_decoding(
     bias: Tensor | None = None,
 ) -> None:
     """The backend "reference": decoded operands, multiplied in float32."""
-    with below_autograd():
+    # torch.autocast would round them to its dtype, in eager code alone.
+    with below_autograd(), torch._C._DisableAutocast():
         if _fill_by_tiles(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
             return
         left, right, factor = _decode_operands(
