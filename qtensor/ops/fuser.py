@@ -17,6 +17,7 @@ from qtensor.ops.handover import Request
 from qtensor.ops.operation import (
     BackwardContext,
     BasicOperation,
+    FusedOperation,
     OperationContext,
     parameters_of,
 )
@@ -28,13 +29,26 @@ _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
 
 
+class ForwardStep(NamedTuple):
+    """A step of the forward pass, with what is known of it before any call."""
+
+    op: Any
+    first: int
+    last: int
+    is_split: bool
+    takes_extra: bool
+    makes_extra: bool
+    publishes: bool
+    reader: BasicOperation | None
+    """The operation behind it, where that gets its input as it asks for it."""
+
+
 class Plan:
     """How a sequence runs under one recipe.
 
     Attributes:
         forward: steps in the order of the forward pass.
         backward: steps in the order of the backward pass.
-        reads: for each operation whether it gets its input as it asks for it.
         grad_reads: for each operation whether it gets its gradient as it asks for it.
         run_outside: runs the sequence out of sight of a tracer, where an operation has a single form; else None.
     """
@@ -42,9 +56,9 @@ class Plan:
     def __init__(
         self, ops: Sequence[BasicOperation], forward: Any, backward: Any, fusing: bool
     ) -> None:
-        self.forward: tuple[Step, ...] = forward
+        reads = _reading(forward, len(ops), fusing, first=True)
+        self.forward: tuple[ForwardStep, ...] = tuple([_known(s, ops, reads) for s in forward])
         self.backward: tuple[Step, ...] = backward
-        self.reads = _reading(forward, len(ops), fusing, first=True)
         self.grad_reads = _reading(backward, len(ops), fusing, first=False)
         self.run_outside: Any = None
         single = [step.op.label for step in forward if not step.op.is_split]
@@ -54,6 +68,24 @@ class Plan:
             reason = f"{names}: the single form of a forward (op_forward, fuser_forward) is not traced. Define "
             reason += "op_forward_compute and op_forward_save_ctx instead."
             self.run_outside = torch.compiler.disable(_run, reason=reason)
+
+
+def _overrides(kind: type, base: type, name: str) -> bool:
+    return getattr(kind, name, None) not in (None, getattr(base, name))
+
+
+def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> ForwardStep:
+    own, following = ops[step.first : step.last + 1], step.last + 1
+    kind = type(step.op)
+    base = BasicOperation if isinstance(step.op, BasicOperation) else FusedOperation
+    return ForwardStep(
+        *step,
+        step.op.is_split,
+        any(op.num_extra_inputs for op in own),
+        any(op.num_extra_outputs for op in own),
+        _overrides(kind, base, "published_by_op") or _overrides(kind, BasicOperation, "published"),
+        ops[following] if following < len(ops) and reads[following] else None,
+    )
 
 
 def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tuple[bool, ...]:
@@ -297,21 +329,17 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
     made: dict[str, Tensor] = {}
     extra_outputs: list[Tensor] = []
     x = input_
-    for op, first, last in plan.forward:
+    for op, first, last, is_split, takes_extra, makes_extra, publishes, reader in plan.forward:
         following = last + 1
         own = kwargs[first:following]
-        extra = (
-            _given(fuser.input_channels[first:following], outside, made)
-            if fuser.has_extra
-            else [()] * (following - first)
-        )
+        extra: list[tuple[Tensor, ...]] = [()] * len(own)
+        if takes_extra:
+            extra = _given(fuser.input_channels[first:following], outside, made)
         request = None
-        if following < len(ops) and plan.reads[following]:
-            reader = ops[following]
-            if call.hands_over or reader.reads_unrounded:
-                request = reader.input_request(kwargs[following])
+        if reader is not None and (call.hands_over or reader.reads_unrounded):
+            request = reader.input_request(kwargs[following])
         ctxs = contexts[first:following]
-        if op.is_split:
+        if is_split:
             y, extras, returned = op.fuser_forward_compute(
                 x,
                 basic_op_extra_inputs=extra,
@@ -322,9 +350,10 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
                 op.fuser_forward_save_ctx(
                     ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
                 )
-            for offset, found in enumerate(op.published_by_op(returned)):
-                if found:
-                    published[first + offset] = found
+            if publishes:
+                for offset, found in enumerate(op.published_by_op(returned)):
+                    if found:
+                        published[first + offset] = found
         else:
             y, extras = op.fuser_forward(
                 ctxs or [OperationContext(False) for _ in own],
@@ -333,7 +362,7 @@ def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: boo
                 basic_op_kwargs=own,
                 next_op_input_request=request,
             )
-        if fuser.has_extra:
+        if makes_extra:
             _distribute(fuser.output_channels[first:following], extras, extra_outputs, made)
         x = y
     return Forward(x, extra_outputs, contexts, published)
