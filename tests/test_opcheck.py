@@ -10,6 +10,7 @@ import torch
 from compile_helpers import ordinary, seeded
 from formats import BY_NAME, FORMATS, FormatCase
 from linear_cases import linear_backward, linear_forward
+from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
 
 import qtensor
@@ -324,33 +325,6 @@ def grouped_wgrad_accumulate_(case: FormatCase) -> Iterator[Sample]:
 def postpone_grouped_wgrad_(case: FormatCase) -> Iterator[Sample]:
     for call in groups(case):
         yield (torch.zeros(1, dtype=torch.int64), 0, *wgrad_operands(case, call)), {}
-
-
-def pointwise(name: str) -> Callable[[FormatCase], Iterator[Sample]]:
-    """The small ops of sequences."""
-
-    def samples(case: FormatCase) -> Iterator[Sample]:
-        for x in (torch.randn(6, 40).half(), torch.randn(3, 2, 5), torch.randn(0, 4)):
-            y = torch.randn_like(x)
-            _, rnorm = torch.ops.qtensor.l2_norm(x, 1e-6)
-            seed = torch.tensor([3])
-            yield (
-                {
-                    "add": (x, y),
-                    "scale": (x, 0.3),
-                    "scale_add": (x, 0.3, y),
-                    "bias_add": (x, torch.randn(x.shape[-1]), torch.bfloat16),
-                    "dropout": (x, 0.5, seed),
-                    "l2_norm": (x, 1e-6),
-                    "l2_norm_backward": (y, x, rnorm, 1e-6),
-                }[name],
-                {},
-            )
-
-    return samples
-
-
-POINTWISE = ("add", "scale", "scale_add", "bias_add", "dropout", "l2_norm", "l2_norm_backward")
 
 
 def grouped_bias_grad(case: FormatCase) -> Iterator[Sample]:

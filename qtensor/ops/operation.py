@@ -153,6 +153,8 @@ class BasicOperation(FusibleOperation, is_base=True):
     """For each extra input the channel that brings it from within the sequence; None for one that the caller passes."""
     output_channels: tuple[str | None, ...] = ()
     """For each extra output the channel that it goes into; None for one that the caller gets."""
+    fuser_class: ClassVar[Any] = None
+    """What runs an operation that is called by itself; set where it is defined, which needs operations."""
     reads_unrounded: ClassVar[bool] = False
     """Whether a linear layer before hands over its float32 sums, which are then rounded once, here."""
 
@@ -301,12 +303,9 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
         """The operation alone."""
-        # The fuser needs operations to be defined first.
-        from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
-
         fuser = self.__dict__.get("_own_fuser")
         if fuser is None:
-            fuser = self.__dict__["_own_fuser"] = OperationFuser([self])
+            fuser = self.__dict__["_own_fuser"] = self.fuser_class([self])
         return fuser(input_, *extra_inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from typing import Any, Self
@@ -145,8 +146,6 @@ class Sequential(nn.Sequential):
         return self
 
     def __deepcopy__(self, memo: Any) -> Self:
-        import copy  # noqa: PLC0415
-
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         state = {k: v for k, v in self.__dict__.items() if k != "_groups"}
