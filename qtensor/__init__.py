@@ -13,6 +13,7 @@ from qtensor.library import fused as _fused
 from qtensor.library import gradient as _gradient
 from qtensor.library import grouped as _grouped
 from qtensor.library import norm as _norm
+from qtensor.library import pointwise as _pointwise
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -37,7 +38,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import recipes
+    from qtensor import ops, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -95,6 +96,7 @@ __all__ = [
     "_gradient",
     "_grouped",
     "_norm",
+    "_pointwise",
     "autocast",
     "checkpoint",
     "convert_",
@@ -105,6 +107,7 @@ __all__ = [
     "explain",
     "formats",
     "gemm",
+    "ops",
     "quantize",
     "quantizer",
     "recipes",
@@ -128,6 +131,7 @@ _LAZY = {
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "error_report": "qtensor.report",
+    "ops": "qtensor.ops",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
@@ -139,7 +143,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'qtensor' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
     # Kept, so that it is looked up once.
-    value = globals()[name] = module if name == "recipes" else getattr(module, name)
+    value = globals()[name] = module if name in ("ops", "recipes") else getattr(module, name)
     return value
 
 

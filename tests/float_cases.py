@@ -23,6 +23,12 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removepre
 
 SHAPES = ((1,), (7,), (300,), (3, 128), (5, 130), (67, 40), (130, 257), (2, 3, 64), (2, 1, 3, 258))
 """Odd ones, below and above the lanes (128) and the rows of a block (64), 1-d to 4-d."""
+CLAMPED = {
+    "clamped_swiglu": (1.702, 7.0, 1.0),
+    "clamped_swiglu(limit=0.3,alpha=2.5e-2)": (0.025, 0.3, 1.0),
+    "clamped_swiglu(alpha=1.0,limit=1e+30,offset=-0.5)": (1.0, 1e30, -0.5),
+}
+"""Kinds with numbers, spelled as users may, and the numbers."""
 EMPTY = ((0,), (0, 8), (4, 0), (2, 0, 6))
 
 
@@ -93,6 +99,9 @@ def expect_activation(x, gate, kind, dy, like):
             value, slope = float_ops.activate(values, kind)
             return rounded(value, like[0]), rounded(grad * slope, like[1])
         first, second = np.split(values, 2, -1)
+        if kind in CLAMPED:
+            value, da, db = float_ops.clamped_swiglu(first, second, grad, *CLAMPED[kind])
+            return rounded(value, like[0]), rounded(np.concatenate((da, db), -1), like[1])
         value, slope = float_ops.activate(first, gate)
         dx = np.concatenate(((grad * second) * slope, grad * value), -1)
         return rounded(value * second, like[0]), rounded(dx, like[1])
@@ -101,7 +110,7 @@ def expect_activation(x, gate, kind, dy, like):
 # ---- kernels beside the reference --------------------------------------------------------------
 
 ACTIVATIONS = ("gelu", "qgelu", "relu", "silu", "srelu")
-GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu")
+GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", *CLAMPED)
 
 
 @contextlib.contextmanager

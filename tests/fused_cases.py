@@ -54,7 +54,7 @@ def check(x: Tensor, q: Any, call: Any, keep: bool, seed: int = 0) -> None:
     weight = torch.randn(x.shape[-1])
     kind = ("rmsnorm", "layernorm")[seed % 2]
     settings = (kind, 1e-5, seed % 3 == 0, (x.dtype, torch.bfloat16)[seed % 2])
-    act = ("swiglu", "gelu", "reglu", "silu", "qgeglu")[seed % 5]
+    act = ("swiglu", "gelu", "reglu", "silu", "qgeglu", "clamped_swiglu(limit=0.5)")[seed % 6]
     watched = Watched()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "floats_", watched)

@@ -37,6 +37,15 @@ def _grouped_ops(cell: Cell) -> bool:
     return "grouped" in cell["name"] and cell["case"].name not in ("fp8_delayed", "mxfp8", "nvfp4")
 
 
+def _ops(cell: Cell) -> bool:
+    """Operations meet every recipe in the MLP block, and each operation one recipe of blocks."""
+    return not cell["name"].startswith("mlp_with") and cell["recipe"] != "mxfp8"
+
+
+def _ops_backward(cell: Cell) -> bool:
+    return _ops(cell) or (cell["forward"] == "compiled" and cell["recipe"] not in STATE_AND_RANDOM)
+
+
 RULES: dict[str, Callable[[Cell], bool]] = {
     "test_opcheck.py::test_opcheck": _grouped_ops,
     "test_modules_compile.py::test_training_one_graph_for_all_batch_sizes": _modules,
@@ -57,6 +66,13 @@ RULES: dict[str, Callable[[Cell], bool]] = {
     "test_weight_workspace.py::test_two_graphs_under_compile_and_no_stale_constant": lambda c: (
         c["recipe"] not in STATE_AND_RANDOM
     ),
+    "test_ops_compile.py::test_one_graph_for_all_batch_sizes": _ops,
+    "test_ops_compile.py::test_compiled_autograd": _ops_backward,
+    "test_ops_compile.py::test_inductor_gives_the_bytes_of_eager_code": lambda c: (
+        c["name"] not in ("mlp_with_biases", "Dropout")
+        or c["recipe"] not in (*STATE_AND_RANDOM, "mxfp8")
+    ),
+    "test_ops_compile.py::test_inference": lambda c: c["recipe"] not in STATE_AND_RANDOM,
     "test_grouped_linear_compile.py::test_compiled_autograd": lambda c: (
         c["name"] not in STATE_AND_RANDOM
     ),
@@ -72,6 +88,7 @@ RULES: dict[str, Callable[[Cell], bool]] = {
 
 KEPT: dict[str, int] = {
     "test_tensor_parallel.py": 3,
+    "test_tensor_parallel_blocks.py": 2,
     "test_grouped_linear.py": 2,
     "test_grouped_linear_compile.py": 2,
     "test_grouped_linear_state.py": 2,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from compile_helpers import Compiled, backends
-from float_cases import EMPTY, SHAPES, dtypes, expect_activation, hurting, strided
+from float_cases import CLAMPED, EMPTY, SHAPES, dtypes, expect_activation, hurting, strided
 from formats import assert_same_bytes
 from torch.nn import functional as F
 
 import qtensor
+from qtensor.functional.activation import clamped_swiglu
 
 GATES = {
     "geglu": "gelu",
@@ -18,6 +19,7 @@ GATES = {
     "reglu": "relu",
     "sreglu": "srelu",
     "swiglu": "silu",
+    **dict.fromkeys(CLAMPED, "clamped"),
 }
 KINDS = ("gelu", "qgelu", "relu", "silu", "srelu", *GATES)
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -119,6 +121,94 @@ def test_the_first_half_is_activated():
     assert activation(x, "sreglu").tolist() == [[0.0, 28.0]]
 
 
+def clamped_in_torch(x, alpha, limit, offset):
+    """As GPT-OSS computes it, from halves."""
+    gate, linear = x.chunk(2, -1)
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear + offset)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(1.702, 7.0, 1.0), (0.5, 3.0, 0.0), (1.0, 100.0, 2.0)], ids=str
+)
+def test_clamped_values_against_torch_in_float64(numbers):
+    """Relative to the terms that are summed, as above; on the bounds themselves too, where the gradient passes."""
+    alpha, limit, offset = numbers
+    kind = clamped_swiglu(*numbers)
+    grid = torch.cat((
+        torch.linspace(-1.5 * limit, 1.5 * limit, 301),
+        torch.tensor([limit, -limit]),
+    ))
+    x = torch.cartesian_prod(grid, grid)
+    y = activation(x, kind)
+    dx = activation_backward(torch.ones(len(x), 1), x, kind)
+    xd = x.double().requires_grad_()
+    want = clamped_in_torch(xd, *(float(torch.tensor(n)) for n in numbers))
+    (slope,) = torch.autograd.grad(want.sum(), xd)
+    a, b = x.double().unbind(-1)
+    v = alpha * a.clamp(max=limit)
+    rate = (16 + 8 * v.abs()) * 2.0**-24
+    terms = (b.abs().clamp(max=limit) + abs(offset)) * (torch.sigmoid(v) * (1 + v.abs()))
+    size = a.abs().clamp(max=limit) * torch.sigmoid(v)
+    assert ((y - want.detach())[:, 0].abs() <= rate * size * (limit + abs(offset)) + 1e-30).all()
+    assert ((dx - slope)[:, 0].abs() <= rate * terms + 1e-30).all()
+    assert ((dx - slope)[:, 1].abs() <= rate * size + 1e-30).all()
+    assert bool((slope[a > limit, 0] == 0).all())
+    assert bool((dx[a > limit, 0] == 0).all())
+
+
+def test_clamped_limits():
+    inf, nan = torch.inf, torch.nan
+    x = torch.tensor([
+        [inf, 1.0],
+        [-inf, 1.0],
+        [1.0, inf],
+        [1.0, -inf],
+        [8.0, 8.0],
+        [nan, 1.0],
+        [0.0, nan],
+    ])
+    y = activation(x, "clamped_swiglu(alpha=100)")[:, 0]
+    assert_same_bytes(y, torch.tensor([14.0, -0.0, 8.0, -6.0, 56.0, nan, nan]))
+    dx = activation_backward(torch.ones(7, 1), x, "clamped_swiglu(alpha=100)")
+    assert dx[0].tolist() == [0.0, 7.0]
+    assert dx[1].tolist() == [0.0, 0.0]
+    assert dx[2].tolist() == [8.0, 0.0]
+    assert dx[3].tolist() == [-6.0, 0.0]
+    assert dx[4].tolist() == [0.0, 0.0]
+    assert dx[5].isnan().tolist() == [True, True]
+    assert dx[6].isnan().tolist() == [True, False]
+
+
+def test_the_numbers_of_clamped_swiglu():
+    """Canonical text; every spelling of the same numbers gives the same bytes."""
+    assert clamped_swiglu() == "clamped_swiglu(alpha=1.702,limit=7.0,offset=1.0)"
+    assert clamped_swiglu(1, 7, 0) == "clamped_swiglu(alpha=1.0,limit=7.0,offset=0.0)"
+    x = torch.randn(64, 32) * 8
+    want = activation(x, "clamped_swiglu")
+    for kind in (clamped_swiglu(), "clamped_swiglu()", "clamped_swiglu(offset=1e0,limit=7)"):
+        assert_same_bytes(activation(x, kind), want)
+    assert not torch.equal(activation(x, clamped_swiglu(limit=1.0)), want)
+    assert not torch.equal(activation(x, clamped_swiglu(alpha=1.0)), want)
+    assert not torch.equal(activation(x, clamped_swiglu(offset=0.0)), want)
+    with pytest.raises(qtensor.QTensorError, match="alpha and limit above 0"):
+        clamped_swiglu(alpha=0.0)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        "limit=0", "alpha=-1", "alpha=nan", "limit=inf", "offset=1e39", "beta=1", "limit", "limit=7,limit=7",
+        "alpha=1e-45", "alpha=1e20,limit=1e20", "limit=x", ",", "limit=7,",
+    ],
+)  # fmt: skip
+def test_numbers_that_clamped_swiglu_does_not_take(numbers):
+    with pytest.raises(
+        qtensor.QTensorError, match=r"clamped_swiglu takes alpha=1.702, limit=7.0, offset=1.0"
+    ):
+        activation(torch.zeros(4, 8), f"clamped_swiglu({numbers})")
+
+
 @pytest.mark.parametrize("kind", ["gelu", "qgelu", "silu"])
 def test_limits(kind):
     x = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 3e38, -3e38])
@@ -129,7 +219,7 @@ def test_limits(kind):
 
 
 @backends
-@pytest.mark.parametrize("kind", ["gelu", "swiglu", "sreglu"])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "sreglu", "clamped_swiglu"])
 def test_compiled_bytes(kind, backend, fresh_dynamo):
     def step(x, dy):
         return activation(x * 2, kind) * 3, activation_backward(dy * 3, x * 2, kind) + 1
@@ -146,6 +236,10 @@ def test_refusals():
     x = torch.zeros(4, 9)
     with pytest.raises(qtensor.QTensorError, match="kind must be one of gelu"):
         activation(x, "mish")
+    with pytest.raises(qtensor.QTensorError, match="kind must be one of gelu"):
+        activation(x, "swiglu(limit=7)")
+    with pytest.raises(qtensor.QTensorError, match="last dim of clamped_swiglu must be even"):
+        activation(x, "clamped_swiglu(limit=1)")
     with pytest.raises(qtensor.QTensorError, match="last dim of swiglu must be even"):
         activation(x, "swiglu")
     with pytest.raises(qtensor.DtypeError, match="x must be dense, float32"):

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from formats import BY_NAME, rand
-from standin import Standin, install, pretend
+from standin import Standin, as_on_a_gpu, install, pretend
 from test_gemm import assert_product, values
 
 import qtensor
 from qtensor.cutlass_gemm import tuning
 from qtensor.library import backends
+from qtensor.library.define import BODIES
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -184,3 +185,87 @@ def test_accumulation_adds_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     used = [name for name, path in paths.items() if Standin(path).calls]
     assert len(used) == 1
     assert "_f32_" in used[0]
+
+
+def accumulate(target: torch.Tensor, a: Any, b: Any, overwrite: bool) -> None:
+    """The op, on tensors that count as those of a GPU."""
+    sides = [(t.buffers(), t._quantizer.canonical, list(t.shape)) for t in (a, b)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", property(lambda self: False), raising=False)
+        torch.ops.qtensor.gemm_accumulate_(target, *sides[0], *sides[1], "NT", overwrite)
+
+
+def wanted_gradient(before: torch.Tensor, a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, bound of its error): float32 sums of K products, in any order, and what was there."""
+    left, other = oriented(a, b, "NT")
+    bound = 2 * (K + 8) * 2.0**-24 * (before.abs() + left.abs() @ other.abs())
+    return before + left @ other, bound
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+@pytest.mark.parametrize(
+    ("name", "capability"), [("fp8", HOPPER), ("fp8_blockwise", HOPPER), ("mxfp8", BLACKWELL)]
+)
+def test_weight_gradients_go_straight_into_main_grad(
+    name: str, capability: tuple[int, int], overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one launch with a float32 result: no product is made beside it."""
+    pretend(monkeypatch, capability)
+    specs = tuning.select(f"sm_{capability[0] * 10}a", name)
+    paths = {spec.name: install(spec) for spec in specs}
+    monkeypatch.setitem(BODIES, "gemm", None)
+    a, b = pair(name, "NT", {}, {})
+    main_grad = rand(M, N, seed=5)
+    before = main_grad.double() * (not overwrite)
+    accumulate(main_grad, a, b, overwrite)
+    want, bound = wanted_gradient(before, a, b)
+    assert ((main_grad.double() - want).abs() <= bound).all()
+    used = {
+        name: Standin(path).last().arguments for name, path in paths.items() if Standin(path).calls
+    }
+    assert len(used) == 1
+    ((kernel, arguments),) = used.items()
+    assert "_f32_" in kernel
+    assert arguments.beta == (0.0 if overwrite else 1.0)
+    assert arguments.d == main_grad.data_ptr()
+
+
+REFUSED = {
+    "bfloat16": lambda: rand(M, N, seed=5).bfloat16(),
+    "strided": lambda: rand(M, 2 * N, seed=5)[:, :N],
+    "unaligned": lambda: rand(M * N + 1, seed=5)[1:].view(M, N),
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_main_grad_that_no_kernel_takes(
+    what: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplied, then added: right all the same."""
+    pretend(monkeypatch, HOPPER)
+    install_all("sm_90a", "fp8")
+    as_on_a_gpu(monkeypatch)
+    a, b = pair("fp8", "NT", E5M2, {})
+    main_grad = REFUSED[what]()
+    before = main_grad.double() * (not overwrite)
+    accumulate(main_grad, a, b, overwrite)
+    want, bound = wanted_gradient(before, a, b)
+    if what == "bfloat16":
+        bound = bound + 2.0**-8 * (want.abs() + bound)
+    assert ((main_grad.double() - want).abs() <= bound).all()
+
+
+def test_no_rows_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty group of a grouped linear layer."""
+    pretend(monkeypatch, HOPPER)
+    install_all("sm_90a", "fp8")
+    as_on_a_gpu(monkeypatch)
+    a = quantize("fp8", (0, M), True, 0)
+    b = quantize("fp8", (0, N), True, 1)
+    main_grad = rand(M, N, seed=5)
+    before = main_grad.clone()
+    accumulate(main_grad, a, b, False)
+    assert torch.equal(main_grad, before)
+    accumulate(main_grad, a, b, True)
+    assert not main_grad.any()

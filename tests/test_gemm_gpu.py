@@ -314,6 +314,25 @@ def test_accumulation_into_main_grad() -> None:
     ).all()
 
 
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_gradient_of_a_layer_into_main_grad(dtype: torch.dtype, overwrite: bool) -> None:
+    """By a kernel that adds, or a product and a sum: integers, whose sums are exact either way."""
+    layer = qtensor.Linear(256, 128, bias=False, device="cuda", fuse_wgrad_accumulation=True)
+    start = torch.arange(128 * 256, device="cuda").view(128, 256) % 32
+    layer.weight.main_grad = start.to(dtype)
+    layer.weight.overwrite_main_grad = overwrite
+    x = matrices("integers", 64, 8, 256)[0]
+    dy = matrices("integers", 64, 8, 128)[0]
+    with qtensor.autocast(recipe=qtensor.recipes.Float8CurrentScaling(use_power_2_scales=True)):
+        y = layer(x)
+    y.backward(dy)
+    want = dy.double().t() @ x.double() + start.double() * (not overwrite)
+    assert layer.weight.grad is None
+    assert layer.weight.grad_added_to_main_grad
+    assert torch.equal(layer.weight.main_grad, want.to(dtype))
+
+
 def test_cuda_graphs() -> None:
     """Captured once, replayed on new codes."""
     a, b = quantized("fp8", "TN", ({}, {}), matrices("integers", 256, 512, 1024))

@@ -285,18 +285,71 @@ def test_retained_backward():
         assert_same_bytes(a, b)
 
 
+BAD = {
+    "sum": ([20, 30, 40, 11], r"must sum to the rows of the input, 100; got a sum of 101\."),
+    "negative": ([50, -10, 40, 20], r"must have zero or more rows; got -10 for group 1\."),
+    "count": ([60, 40], r"there must be 4 group sizes, one for each weight; got 2\."),
+}
+
+
+@backends
+@pytest.mark.parametrize("name", ["mxfp8", "delayed"])
+@pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("form", ["list", "tensor"])
-def test_sizes_that_do_not_sum(form: str):
-    """Checked in the graph: at the call where a tensor holds them, at the trace where they are ints."""
-    module = grouped("mxfp8", name="moe")
-    compiled = Compiled(module, dynamic=True)
+def test_bad_sizes(form: str, bad: str, name: str, backend: str):
+    """The error of eager code, raised in the graph; good calls before and after it share theirs."""
+    sizes, message = BAD[bad]
+    if (form, bad) == ("tensor", "count"):
+        # The shape of a tensor is known, and refused, when Dynamo traces; see test_what_is_refused_at_the_trace.
+        message, sizes = BAD["sum"][1], BAD["sum"][0]
+    module = grouped(name, name="moe")
+    eager = copy.deepcopy(module)
+    compiled = Compiled(module, backend, dynamic=True)
+    runs = SPLITS[:2]
+    assert_same_training(compiled, module, eager, runs[:1], form)
     x, _ = inputs(100, 0)
-    compiled(x, as_form(SPLITS[0], form))
-    message = r"GroupedLinear\[moe\] m_splits: .*must sum to the rows"
-    error = qtensor.QTensorError if form == "tensor" else torch._dynamo.exc.Unsupported
-    with pytest.raises(error, match=message if form == "tensor" else "QTensorError"):
-        compiled(x, as_form([20, 30, 40, 11], form))
-    assert compiled(x, as_form(SPLITS[1], form)).shape == (100, N)
+    for call in (compiled, compiled, eager):
+        with pytest.raises(
+            qtensor.QTensorError, match=rf"GroupedLinear\[moe\] m_splits: .*{message}"
+        ):
+            call(x.clone().requires_grad_(), as_form(sizes, form))
+    graphs = compiled.graphs
+    assert_same_training(compiled, module, eager, runs, form)
+    compiled.check_graphs(graphs)
+
+
+@backends
+def test_bad_sizes_in_the_first_call(backend: str):
+    module = grouped("mxfp8", name="moe")
+    compiled = Compiled(module, backend)
+    x, _ = inputs(100, 0)
+    for sizes, message in BAD.values():
+        with pytest.raises(qtensor.QTensorError, match=message):
+            compiled(x, sizes)
+    assert compiled(x, SPLITS[0]).shape == (100, N)
+
+
+REFUSED = {
+    "floats": ([20.0, 30.0, 40.0, 10.0], "group sizes must be ints"),
+    "dtype": (torch.tensor(SPLITS[0], dtype=torch.int32), "a tensor of group sizes must be int64"),
+    "shape": (torch.tensor([60, 40]), r"a tensor of group sizes must have the shape \(4,\)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_at_the_trace(what: str):
+    """What Dynamo knows before there are values, and no op takes: fullgraph raises Dynamo's error, which names ours.
+
+    Without fullgraph Dynamo leaves the frame to eager code, which raises the error itself.
+    """
+    splits, message = REFUSED[what]
+    module = grouped("mxfp8", name="moe")
+    x, _ = inputs(100, 0)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"DtypeError|QTensorError"):
+        Compiled(module)(x, splits)
+    torch._dynamo.reset()
+    with pytest.raises(qtensor.QTensorError, match=rf"GroupedLinear\[moe\] m_splits: {message}"):
+        torch.compile(module, backend="eager")(x, splits)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from training import RECIPES, region
 
 import qtensor
-from qtensor import recipes
+from qtensor import QTensorError, recipes
 from qtensor.modules.layernorm_mlp import ACTIVATIONS
 
 M, K, N = 48, 64, 96
@@ -187,7 +187,11 @@ def reference_mlp(module: qtensor.LayerNormMLP, x: Tensor) -> Tensor:
         "sreglu": "srelu",
     }
     kind = module.activation
-    if kind in gated or kind == "glu":
+    if kind == "clamped_swiglu":
+        a, g = h.chunk(2, dim=-1)
+        a, g = a.clamp(max=0.5), g.clamp(-0.5, 0.5)
+        h = a * torch.sigmoid(1.25 * a) * (g + 1)
+    elif kind in gated or kind == "glu":
         a, g = h.chunk(2, dim=-1)
         h = plain[gated.get(kind, kind)](a) * g
     else:
@@ -198,7 +202,10 @@ def reference_mlp(module: qtensor.LayerNormMLP, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_layernorm_mlp_is_torch(activation, normalization):
-    module = qtensor.LayerNormMLP(32, 48, activation=activation, normalization=normalization)
+    numbers = {"alpha": 1.25, "limit": 0.5} if activation == "clamped_swiglu" else None
+    module = qtensor.LayerNormMLP(
+        32, 48, activation=activation, activation_params=numbers, normalization=normalization
+    )
     results = []
     for call in (module, lambda t: reference_mlp(module, t)):
         x = torch.randn(20, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -208,6 +215,26 @@ def test_layernorm_mlp_is_torch(activation, normalization):
         module.zero_grad()
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, theirs.abs().max().item())
+
+
+def test_activation_params_that_do_not_fit():
+    def build(activation, **numbers):
+        qtensor.LayerNormMLP(32, 48, name="mlp", activation=activation, activation_params=numbers)
+
+    with pytest.raises(
+        QTensorError, match=r"LayerNormMLP\[mlp\]: activation_params are for clamped_swiglu"
+    ):
+        build("swiglu", limit=7.0)
+    with pytest.raises(
+        QTensorError, match=r"LayerNormMLP\[mlp\]: .* are alpha, limit and offset, numbers"
+    ):
+        build("clamped_swiglu", beta=7.0)
+    with pytest.raises(
+        QTensorError, match=r"LayerNormMLP\[mlp\]: .* are alpha, limit and offset, numbers"
+    ):
+        build("clamped_swiglu", limit="7")
+    with pytest.raises(QTensorError, match="alpha and limit above 0"):
+        build("clamped_swiglu", limit=-7.0)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

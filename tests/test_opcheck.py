@@ -178,7 +178,7 @@ def bias_grad(case: FormatCase) -> Iterator[Sample]:
 
 def activation(case: FormatCase) -> Iterator[Sample]:
     for x in (ordinary((33, 40), torch.bfloat16), torch.randn(8), torch.empty(0, 4)):
-        for kind in ("gelu", "relu", "swiglu"):
+        for kind in ("gelu", "relu", "swiglu", "clamped_swiglu(alpha=1.0)"):
             yield (x, kind), {}
     yield (torch.randn(8, 6).t(), "glu"), {}
 
@@ -201,6 +201,10 @@ def postpone_wgrad_(case: FormatCase) -> Iterator[Sample]:
     a, b = (buffers_of(case, q, (32, 48), seed) for seed in (1, 2))
     token = torch.zeros(1, dtype=torch.int64)
     yield (token, 0, a, q.canonical, [32, 48], b, q.canonical, [32, 48]), {}
+
+
+def report_accumulated_(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([0, 2]),), {}
 
 
 def delayed_state() -> tuple[Tensor, ...]:
@@ -257,6 +261,10 @@ def groups(case: FormatCase) -> Iterator[tuple[Any, ...]]:
     for sizes in SIZES:
         yield sizes, None, 3
         yield [], torch.tensor(sizes), 3
+
+
+def listed_sizes(case: FormatCase) -> Iterator[Sample]:
+    yield ([3, 0, 5], 3, 8, "layer"), {}
 
 
 def split_sizes(case: FormatCase) -> Iterator[Sample]:
@@ -318,6 +326,33 @@ def postpone_grouped_wgrad_(case: FormatCase) -> Iterator[Sample]:
         yield (torch.zeros(1, dtype=torch.int64), 0, *wgrad_operands(case, call)), {}
 
 
+def pointwise(name: str) -> Callable[[FormatCase], Iterator[Sample]]:
+    """The small ops of sequences."""
+
+    def samples(case: FormatCase) -> Iterator[Sample]:
+        for x in (torch.randn(6, 40).half(), torch.randn(3, 2, 5), torch.randn(0, 4)):
+            y = torch.randn_like(x)
+            _, rnorm = torch.ops.qtensor.l2_norm(x, 1e-6)
+            seed = torch.tensor([3])
+            yield (
+                {
+                    "add": (x, y),
+                    "scale": (x, 0.3),
+                    "scale_add": (x, 0.3, y),
+                    "bias_add": (x, torch.randn(x.shape[-1]), torch.bfloat16),
+                    "dropout": (x, 0.5, seed),
+                    "l2_norm": (x, 1e-6),
+                    "l2_norm_backward": (y, x, rnorm, 1e-6),
+                }[name],
+                {},
+            )
+
+    return samples
+
+
+POINTWISE = ("add", "scale", "scale_add", "bias_add", "dropout", "l2_norm", "l2_norm_backward")
+
+
 def grouped_bias_grad(case: FormatCase) -> Iterator[Sample]:
     for call in groups(case):
         yield (torch.randn(33, 5).half(), *call), {}
@@ -357,6 +392,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize_tensor": dequantize_tensor,
     "qtensor::gemm_accumulate_": gemm_accumulate_,
     "qtensor::postpone_wgrad_": postpone_wgrad_,
+    "qtensor::report_accumulated_": report_accumulated_,
+    "qtensor::listed_sizes": listed_sizes,
     "qtensor::split_sizes": split_sizes,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
@@ -376,6 +413,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::activation_backward": activation_backward,
     "qtensor::norm_quantize": norm_quantize,
     "qtensor::activation_quantize": activation_quantize,
+    **{f"qtensor::{name}": pointwise(name) for name in POINTWISE},
 }
 """Op -> inputs for a format. An op without a row fails ``test_every_op_has_samples``."""
 
@@ -393,8 +431,11 @@ WITHOUT_FORMAT = {
         "record_gradient_amax_",
         "advance_step_",
         "draw_seeds_",
+        "report_accumulated_",
+        "listed_sizes",
         "split_sizes",
         "grouped_bias_grad",
+        *POINTWISE,
     )
 }
 """Ops over plain tensors alone: one format stands for all."""

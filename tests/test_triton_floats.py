@@ -73,7 +73,7 @@ def compile_run(tmp_path_factory):
     [
         (torch.bfloat16, ("gelu", "qgeglu", "sreglu", "swiglu", "glu"), (256, 512)),
         (torch.float16, ("silu", "relu"), (33, 70)),
-        (torch.float32, ("reglu", "geglu"), (7, 1000)),
+        (torch.float32, ("reglu", "geglu", "clamped_swiglu"), (7, 1000)),
     ],
     ids=["bfloat16", "float16", "float32"],
 )

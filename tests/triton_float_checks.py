@@ -92,7 +92,7 @@ def check_fused(name: str, options: dict[str, Any]) -> None:
         bias = weight if turn else None
         args = (weight, bias, norm, 1e-5, turn == 1, dtype, q.canonical, scale, None, seed)
         compare(ops.norm_quantize, x, *args)
-        act = ("swiglu", "gelu", "sreglu")[turn]
+        act = ("swiglu", "gelu", "clamped_swiglu(limit=0.5)")[turn]
         compare(ops.activation_quantize, x, act, q.canonical, scale, None, seed)
 
 

@@ -25,8 +25,9 @@ def _calls(launch: Any, dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple
     for kind in kinds:
         gated = kind.endswith("glu")
         wide = torch.zeros(rows, 2 * cols if gated else cols, dtype=dtype)
-        backend.activation_(x, wide, kind)
-        backend.activation_(wide, wide, kind, x)
+        clamp = (1.702, 7.0, 1.0, 75.0) if kind == "clamped_swiglu" else None
+        backend.activation_(x, wide, kind, None, clamp)
+        backend.activation_(wide, wide, kind, x, clamp)
     for mean, bias in ((stats[0], weight), (None, None)):
         kind = "rmsnorm" if mean is None else "layernorm"
         backend.norm_((x, *stats), x, weight, bias, (kind, 1e-5, True))

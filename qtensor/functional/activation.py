@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD
+from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD, clamped_swiglu
 from qtensor.library.direct import direct
+
+__all__ = ["ActivationFunction", "activation", "clamped_swiglu"]
 
 _activation = direct(ACTIVATION, 0)
 _activation_backward = direct(ACTIVATION_BACKWARD, 0, 1)
@@ -37,7 +39,8 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
     Args:
         x: (..., H), or (..., 2H) for a gated kind, whose first half is activated and multiplied by the second.
-        kind: gelu (by tanh), qgelu, relu, silu, srelu, geglu, qgeglu, reglu, sreglu, swiglu or glu.
+        kind: gelu (by tanh), qgelu, relu, silu, srelu, geglu, qgeglu, reglu, sreglu, swiglu, glu, or what
+            ``clamped_swiglu`` returns.
 
     Raises:
         QTensorError: no such kind, or an odd last dim for a gated one.

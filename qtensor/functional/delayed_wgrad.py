@@ -21,6 +21,7 @@ def backward_dw(weight: Any, key: int, into_main_grad: bool) -> None:
         if into_main_grad:
             overwrite = bool(getattr(weight, "overwrite_main_grad", False))
             GEMM_ACCUMULATE(weight.main_grad, *left, *right, "NT", overwrite)
+            weight.grad_added_to_main_grad = True
             return
         grad = multiply(Operand(*left), Operand(*right), "NT", weight.dtype)
         if weight.grad is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.operands import (
     Operand,
+    Quantized,
     column_part,
     multiply,
     plain_operand,
@@ -136,12 +137,21 @@ def _in_one_call(args: LinearFwdArgs, x: Tensor) -> _Products:
     return out, inp, weight, kept_w, amaxes
 
 
-def _one_by_one(args: LinearFwdArgs, matrix: Tensor) -> _Products:
-    """Operands that stay in high precision or come from the workspace, or a bias that waits for a reduction."""
+def _input_operand(args: LinearFwdArgs, matrix: Tensor | None) -> tuple[Operand, Tensor | None]:
+    """The input as fprop and wgrad read it, and its amax."""
+    if matrix is None:
+        made: Any = args.made
+        return made.operand, made.amax
+    scale = _scale(args.delayed, 0) if args.plan.delayed[0] else None
+    text = args.plan.input
+    text = parts(text).row_canonical if _reads_input_itself(args) else text
+    return quantize_operand(matrix, text, scale, args.seeds[0])
+
+
+def _one_by_one(args: LinearFwdArgs, matrix: Tensor | None) -> _Products:
+    """Operands that stay in high precision or are quantized already, or a bias that waits for a reduction."""
     plan, parallel = args.plan, args.parallel
-    x_scale = _scale(args.delayed, 0) if plan.delayed[0] else None
-    text = parts(plan.input).row_canonical if _reads_input_itself(args) else plan.input
-    x, x_amax = quantize_operand(matrix, text, x_scale, args.seeds[0])
+    x, x_amax = _input_operand(args, matrix)
     w, w_amax, from_workspace = quantize_weight_buffers(args)
     last = parallel is not None and parallel.mode == "row"
     out = multiply(row_part(x), row_part(w), "TN", args.dtype, None if last else args.bias)
@@ -160,10 +170,16 @@ def _one_by_one(args: LinearFwdArgs, matrix: Tensor) -> _Products:
 def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     """The forward, pure: it writes nothing but a workspace that it is told to update."""
     plan, parallel = args.plan, args.parallel
-    source = args.inp if parallel is None else gather_input(args.inp, parallel)
-    matrix = source if source.ndim == 2 else _matrix(source)
-    at_once = parallel is None and args.weight_workspace is None and plan.input and plan.weight
-    found = (_in_one_call if at_once else _one_by_one)(args, matrix)
+    made = args.made
+    if made is None:
+        source: Any = args.inp if parallel is None else gather_input(args.inp, parallel)
+        matrix = source if source.ndim == 2 else _matrix(source)
+        rows_shape: Any = matrix.shape
+    else:
+        source, matrix, rows_shape = made, None, made.operand.shape
+    quantizes = matrix is not None and plan.input and plan.weight
+    at_once = quantizes and parallel is None and args.weight_workspace is None
+    found = _in_one_call(args, matrix) if at_once else _one_by_one(args, matrix)
     out, kept_inp, kept_weight, workspace, amaxes = found
     if source.ndim != 2:
         out = out.view(*source.shape[:-1], out.shape[-1])
@@ -174,7 +190,7 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
 
     to_save: list[Tensor | None] = []
     aliases: list[str | None] = []
-    attrs: dict[str, Any] = {"rows_shape": matrix.shape, "n_inp": 0, "n_weight": 0}
+    attrs: dict[str, Any] = {"rows_shape": rows_shape, "n_inp": 0, "n_weight": 0}
     if args.weight_requires_grad:
         saved = kept_inp
         attrs["n_inp"] = 1 if saved is None else len(saved.buffers)
@@ -210,9 +226,10 @@ def _linear_setup_ctx(
     bwd.weight_requires_grad = fwd.weight_requires_grad
     bwd.bias_requires_grad = fwd.bias_requires_grad
     bwd.plan = fwd.plan
-    bwd.inp_shape, bwd.rows_shape = fwd.inp.shape, ctx_attrs["rows_shape"]
+    inp = fwd.inp if fwd.made is None else fwd.made
+    bwd.inp_shape, bwd.rows_shape = inp.shape, ctx_attrs["rows_shape"]
     bwd.weight_shape = fwd.weight.shape
-    bwd.dtype, bwd.weight_dtype = fwd.inp.dtype, fwd.weight.dtype
+    bwd.dtype, bwd.weight_dtype = inp.dtype, fwd.weight.dtype
     bwd.bias_dtype = None if fwd.bias is None else fwd.bias.dtype
     bwd.n_inp, bwd.n_weight = ctx_attrs["n_inp"], ctx_attrs["n_weight"]
     bwd.inp_quantizer = ctx_attrs.get("inp_quantizer", "")
@@ -228,7 +245,9 @@ def _linear_setup_ctx(
     return [*tensors, main_grad, token, fwd.seeds[2], *state]
 
 
-def _restored(bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None) -> LinearBwdArgs:
+def _restored(
+    bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None, made: Quantized | None = None
+) -> LinearBwdArgs:
     """A copy of the arguments around the saved tensors."""
     *operands, main_grad, token, seed, scales, ticket, cell, cell_step = saved
     inp, weight = operands[: bwd.n_inp], operands[bwd.n_inp :]
@@ -238,7 +257,7 @@ def _restored(bwd: LinearBwdArgs, saved: Sequence[Any], grad: Tensor | None) -> 
         grad,
         Operand(inp, bwd.inp_quantizer, shape) if inp else None,
         Operand(weight, bwd.weight_quantizer, bwd.weight_shape) if weight else None,
-        (main_grad, token, delayed, seed),
+        (main_grad, token, delayed, seed, made),
     )
 
 
@@ -285,16 +304,21 @@ def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
 
 
 def _gradients(
-    args: LinearBwdArgs, matrix: Tensor
+    args: LinearBwdArgs, matrix: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(wgrad, dgrad of the matrix that was multiplied, bias gradient, amax), by the single ops."""
-    scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
-    dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
+    if matrix is None:
+        made: Any = args.made
+        dy, amax = made.operand, made.amax
+    else:
+        scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
+        dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
     dgrad = None
     if args.inp_requires_grad and args.weight is not None:
         dgrad = multiply(row_part(dy), args.weight, "NN", args.dtype)
     wgrad = _weight_gradient(args, dy) if args.weight_requires_grad else None
-    return wgrad, dgrad, bias_gradient(matrix) if args.bias_requires_grad else None, amax
+    has_bias = args.bias_requires_grad and matrix is not None
+    return wgrad, dgrad, bias_gradient(matrix) if has_bias else None, amax
 
 
 def _gradients_at_once(
@@ -333,21 +357,25 @@ def _linear_backward(
     args: LinearBwdArgs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(wgrad, dgrad, grad_bias), None for what nobody asked for."""
-    grad = args.grad_output
-    if grad is None:
+    grad, made = args.grad_output, args.made
+    if grad is None and made is None:
         return None, None, None
     parallel = args.parallel
-    full = grad if parallel is None else gather_gradient(grad, parallel)
-    matrix = full if full.ndim == 2 else _matrix(full)
+    if made is None:
+        full: Any = grad if parallel is None else gather_gradient(grad, parallel)  # type: ignore[arg-type]
+        matrix = full if full.ndim == 2 else _matrix(full)
+    else:
+        full, matrix = made, None
     at_once = (
-        parallel is None
+        matrix is not None
+        and parallel is None
         and args.plan.grad_output
         and (args.inp is None or args.inp.canonical)
         and (args.weight is None or args.weight.canonical)
         and args.main_grad is None
         and args.token is None
     )
-    found = (_gradients_at_once if at_once else _gradients)(args, matrix)
+    found = _gradients_at_once(args, matrix) if at_once else _gradients(args, matrix)  # type: ignore[arg-type]
     wgrad, dgrad, grad_bias, amax = found
     if amax is not None and args.delayed is not None:
         state = args.delayed
@@ -362,10 +390,10 @@ def _linear_backward(
     return wgrad, dgrad, grad_bias
 
 
-def quantized_output(out: Tensor, canonical: str) -> Any:
+def quantized_output(out: Tensor, canonical: str, seed: Tensor | None = None) -> Any:
     """The output as a tensor subclass."""
     name, keywords = assembly(canonical)
-    buffers = quantize_buffers(out, canonical, None, None, None)
+    buffers = quantize_buffers(out, canonical, None, None, seed)
     named = dict(zip(keywords, buffers, strict=True))
     return lookup(name)(out.shape, out.dtype, canonical, **named)
 

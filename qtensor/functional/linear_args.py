@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.functional.operands import Operand
+from qtensor.functional.operands import Operand, Quantized
 from qtensor.functional.parallel import Parallel
 from qtensor.functional.plan import HIGH_PRECISION, LinearPlan
 from qtensor.layout import Shape
@@ -87,6 +87,9 @@ class LinearFwdArgs:
     parallel: Parallel | None = None
     # weight-gradient scheduling
     wgrad: Wgrad | None = None
+    # hand-over
+    made: Quantized | None = None
+    """The input, quantized by who made it as ``plan.input`` says; ``inp`` is not read then."""
 
     def with_tensors(self, inp: Tensor, weight: Tensor, bias: Tensor | None) -> LinearFwdArgs:
         """A copy around the tensors that autograd hands in."""
@@ -110,6 +113,7 @@ class LinearFwdArgs:
             self.save_original_input,
             self.parallel,
             self.wgrad,
+            self.made,
         )
 
 
@@ -129,6 +133,8 @@ class LinearBwdArgs:
     token: Tensor | None = None
     delayed: DelayedCall | None = None
     seed: Tensor | None = None
+    made: Quantized | None = None
+    """The gradient, quantized by who made it as ``plan.grad_output`` says; ``grad_output`` is not read then."""
     # flags
     inp_requires_grad: bool = False
     weight_requires_grad: bool = False
@@ -161,9 +167,11 @@ class LinearBwdArgs:
         grad_output: Tensor | None,
         inp: Operand | None,
         weight: Operand | None,
-        rest: tuple[Tensor | None, Tensor | None, DelayedCall | None, Tensor | None],
+        rest: tuple[
+            Tensor | None, Tensor | None, DelayedCall | None, Tensor | None, Quantized | None
+        ],
     ) -> LinearBwdArgs:
-        """A copy around the saved tensors; ``rest``: main_grad, token, delayed, seed."""
+        """A copy around the saved tensors; ``rest``: main_grad, token, delayed, seed, made."""
         return LinearBwdArgs(
             grad_output,
             inp,

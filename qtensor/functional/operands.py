@@ -39,6 +39,37 @@ class Operand(NamedTuple):
     shape: Shape
 
 
+class Quantized(NamedTuple):
+    """A value (..., K) that came quantized, in the place of the tensor that it stands for.
+
+    Attributes:
+        buffers: of the matrix (M, K) of its rows, in the slot order of the quantizer.
+        canonical: text of the quantizer.
+        shape: the logical shape, (..., K).
+        dtype: of what it stands for.
+        amax: (1,) float32 under delayed scaling.
+    """
+
+    buffers: list[Tensor]
+    canonical: str
+    shape: Shape
+    dtype: torch.dtype
+    amax: Tensor | None
+
+    @property
+    def ndim(self) -> int:
+        """Of the logical shape."""
+        return len(self.shape)
+
+    @property
+    def operand(self) -> Operand:
+        """The matrix as operand of a GEMM."""
+        rows = 1
+        for size in self.shape[:-1]:
+            rows = rows * size
+        return Operand(self.buffers, self.canonical, (rows, self.shape[-1]))
+
+
 def plain_operand(t: Tensor) -> Operand:
     """A tensor in high precision."""
     return Operand([t], "", t.shape)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtensor.kernels.cpu.floats import Clamp
 from qtensor.kernels.triton_common import (
     as_matrix,
     launch,
@@ -15,9 +16,16 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_float_math import activate, derivative, rounded
+from qtensor.kernels.triton_float_math import (
+    activate,
+    clamped,
+    clamped_silu,
+    derivative,
+    rounded,
+)
 
 GATED = {
+    "clamped_swiglu": "clamped_silu",
     "geglu": "gelu",
     "glu": "sigmoid",
     "qgeglu": "qgelu",
@@ -28,31 +36,49 @@ GATED = {
 """Gated kind -> the activation of the first half."""
 
 
+NO_CLAMP = (0.0, 0.0, 0.0, 0.0)
+
+
 @triton.jit
-def load_activated(x_ptr, m, k, rows, cols, stride_m, stride_k, ACT: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+def load_activated(
+    x_ptr, m, k, rows, cols, stride_m, stride_k, ACT: tl.constexpr, GATE: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
     """Activations (len(m), len(k)), float32 and not yet rounded, 0 outside; ``cols`` are those of the result."""
-    values = activate(load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k), ACT)
-    if GATE:
-        values = values * load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
+    first = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
+    if ACT == "clamped_silu":
+        values, _ = clamped_silu(first, ALPHA, LIMIT, BOUND)
+        second = load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
+        values = values * (clamped(second, -LIMIT, LIMIT) + OFFSET)
+    else:
+        values = activate(first, ACT)
+        if GATE:
+            values = values * load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
     return values
 
 
 @triton.jit
 def activation_kernel(
     x_ptr, y_ptr, rows, cols, stride_m, stride_k,
-    ACT: tl.constexpr, GATE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    ACT: tl.constexpr, GATE: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the result."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
-    y = load_activated(x_ptr, m, k, rows, cols, stride_m, stride_k, ACT, GATE)
+    y = load_activated(
+        x_ptr, m, k, rows, cols, stride_m, stride_k, ACT, GATE, ALPHA, LIMIT, OFFSET, BOUND
+    )
     store_tile(y_ptr, rounded(y, y_ptr.dtype.element_ty), m, k, rows, cols, cols, 1)
 
 
 @triton.jit
 def activation_backward_kernel(
     x_ptr, dy_ptr, dx_ptr, rows, cols, stride_m, stride_k, dy_stride_m, dy_stride_k,
-    ACT: tl.constexpr, GATE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    ACT: tl.constexpr, GATE: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradient, of both halves where there is a gate."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
@@ -62,23 +88,33 @@ def activation_backward_kernel(
     element_type: tl.constexpr = dx_ptr.dtype.element_ty
     if GATE:
         second = load_tile(x_ptr, m, k + cols, rows, 2 * cols, stride_m, stride_k)
-        to_second = rounded(dy * activate(first, ACT), element_type)
+        if ACT == "clamped_silu":
+            value, slope = clamped_silu(first, ALPHA, LIMIT, BOUND)
+            db = tl.where(tl.abs(second) > LIMIT, 0.0, dy * value)
+            second = clamped(second, -LIMIT, LIMIT) + OFFSET
+        else:
+            db, slope = dy * activate(first, ACT), derivative(first, ACT)
+        to_second = rounded(db, element_type)
         inside = tl.where(k < cols, k + cols, 2 * cols)
         store_tile(dx_ptr, to_second, m, inside, rows, 2 * cols, 2 * cols, 1)
-        to_first = rounded((dy * second) * derivative(first, ACT), element_type)
+        to_first = rounded((dy * second) * slope, element_type)
         store_tile(dx_ptr, to_first, m, k, rows, cols, 2 * cols, 1)
     else:
         dx = rounded(dy * derivative(first, ACT), element_type)
         store_tile(dx_ptr, dx, m, k, rows, cols, cols, 1)
 
 
-def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> None:
+def activation_(
+    out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
+) -> None:
     """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
     matrix, target = as_matrix(x), as_matrix(out)
     gate = kind in GATED
     shape = (matrix.shape[0], matrix.shape[1] // 2 if gate else matrix.shape[1])
     tile = tile_for(shape)
     constants = {"ACT": GATED.get(kind, kind), "GATE": gate, "BM": tile[0], "BK": tile[1]}
+    names = ("ALPHA", "LIMIT", "OFFSET", "BOUND")
+    constants |= zip(names, clamp or NO_CLAMP, strict=True)
     programs = tiles(shape, tile)
     if dy is None:
         launch(activation_kernel, programs, matrix, target, *shape, *matrix.stride(), **constants)

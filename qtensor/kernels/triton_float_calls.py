@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu.floats import Target
+from qtensor.kernels.cpu.floats import Clamp, Target
 from qtensor.kernels.triton_calls import backend, supports, whole, write_
 from qtensor.layout import Shape
 
@@ -65,12 +65,14 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
     return True
 
 
-def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> bool:
+def activation_(
+    out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
+) -> bool:
     """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
     kernels = _kernels(x, dy)
     if kernels is None:
         return False
-    kernels.activation_(out, x, kind, dy)
+    kernels.activation_(out, x, kind, dy, clamp)
     return True
 
 
@@ -92,7 +94,12 @@ def norm_quantize_(
 
 
 def activation_quantize_(
-    y: Tensor | None, buffers: Sequence[Tensor], x: Tensor, kind: str, target: Target
+    y: Tensor | None,
+    buffers: Sequence[Tensor],
+    x: Tensor,
+    kind: str,
+    target: Target,
+    clamp: Clamp | None = None,
 ) -> bool:
     """Write the buffers of the activation in slot order (and the amax of delayed scaling)."""
     gated = kind.endswith("glu")
@@ -100,7 +107,8 @@ def activation_quantize_(
     kernels = _fusing(x, (), shape, y, buffers, target)
     if kernels is None:
         return False
-    write_(kernels, target.codec, buffers, kernels.made_activation(x, kind), target.given)
+    made = kernels.made_activation(x, kind, clamp)
+    write_(kernels, target.codec, buffers, made, target.given)
     return True
 
 

@@ -105,6 +105,22 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def clamped(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Values between two bounds; NaN stays NaN."""
+    x = tl.where(x < LOW, LOW, x)
+    return tl.where(x > HIGH, HIGH, x)
+
+
+@triton.jit
+def clamped_silu(x, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BOUND: tl.constexpr):
+    """The first half of ``clamped_swiglu``, activated, and the derivative."""
+    gate = clamped(x, -BOUND, LIMIT)
+    v = gate * ALPHA
+    value, slope = sigmoid(v)
+    return gate * value, tl.where(x > LIMIT, 0.0, value + v * slope)
+
+
+@triton.jit
 def derivative(x, ACT: tl.constexpr):
     """Of ``activate``."""
     if ACT == "relu":

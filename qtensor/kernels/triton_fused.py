@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_activation import GATED, load_activated
+from qtensor.kernels.cpu.floats import Clamp
+from qtensor.kernels.triton_activation import GATED, NO_CLAMP, load_activated
 from qtensor.kernels.triton_common import Made, as_matrix, load_tile, raw
 from qtensor.kernels.triton_float_math import through
 from qtensor.kernels.triton_norm import norm_, normalize
@@ -32,8 +33,11 @@ def serves(codec: Any) -> bool:
 
 @triton.jit
 def _load_activation(made, m, k, rows, cols, stride_m, stride_k):
-    """A tile of an activation: (function, x, kind, whether it has a gate, dtype)."""
-    values = load_activated(made[1], m, k, rows, cols, stride_m, stride_k, made[2], made[3])
+    """A tile of an activation: (function, x, kind, whether it has a gate, dtype, numbers of a clamp)."""
+    values = load_activated(
+        made[1], m, k, rows, cols, stride_m, stride_k, made[2], made[3],
+        made[5], made[6], made[7], made[8],
+    )  # fmt: skip
     return through(values, made[4])
 
 
@@ -53,11 +57,12 @@ def _name(dtype: torch.dtype) -> tl.constexpr:
     return tl.constexpr(str(dtype).removeprefix("torch."))
 
 
-def made_activation(x: Tensor, kind: str) -> Made:
+def made_activation(x: Tensor, kind: str, clamp: Clamp | None = None) -> Made:
     """The activation of ``x``, in its dtype."""
     matrix, gate = as_matrix(x), kind in GATED
     act = tl.constexpr(GATED.get(kind, kind))
-    arguments = (_load_activation, matrix, act, tl.constexpr(gate), _name(x.dtype))
+    numbers = map(tl.constexpr, clamp or NO_CLAMP)
+    arguments = (_load_activation, matrix, act, tl.constexpr(gate), _name(x.dtype), *numbers)
     shape = (matrix.shape[0], matrix.shape[1] // (2 if gate else 1))
     return Made(arguments, shape, matrix.stride(), x.dtype, x.device)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import re
+import struct
+
 import torch
 from torch import Tensor
 
@@ -9,9 +14,91 @@ from qtensor.errors import check
 from qtensor.kernels import table
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.norm import check_tensor
-from qtensor.reference.activation import GATED, KINDS, activation_, activation_backward_
+from qtensor.reference.activation import (
+    BOUND,
+    CLAMPED,
+    GATED,
+    KINDS,
+    Clamp,
+    activation_,
+    activation_backward_,
+)
 
 _KINDS_RULE = f"kind must be one of {', '.join(KINDS)}"
+_DEFAULTS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+"""Of ``clamped_swiglu``, as GPT-OSS has it."""
+_TEXT = re.compile(rf"{CLAMPED}\((?P<numbers>[^()]*)\)")
+_NUMBERS_RULE = (
+    f"{CLAMPED} takes {', '.join(f'{k}={v}' for k, v in _DEFAULTS.items())}, each at most once: numbers, alpha and limit "
+    "above 0, whose product and 128 / alpha are finite in float32"
+)
+
+
+def _float32(value: float) -> float:
+    """The nearest float32 value, inf beyond the largest."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _clamp_of(text: str) -> Clamp | None:
+    """The numbers between the brackets; None if they are not right."""
+    given = [part.partition("=") for part in text.split(",")] if text else []
+    names = [name for name, _, _ in given]
+    if len(set(names)) != len(names) or not set(names) <= set(_DEFAULTS):
+        return None
+    try:
+        numbers = _DEFAULTS | {name: float(number) for name, _, number in given}
+    except ValueError:
+        return None
+    alpha, limit, offset = (_float32(v) for v in numbers.values())
+    if not (alpha > 0 and limit > 0):
+        return None
+    # A quotient of float32 values in float64 rounds to the correctly rounded float32.
+    clamp = Clamp(alpha, limit, offset, _float32(BOUND / alpha))
+    finite = all(map(math.isfinite, (*clamp, _float32(alpha * limit))))
+    return clamp if finite else None
+
+
+@functools.cache
+def parse_kind(kind: str) -> tuple[str, Clamp | None] | None:
+    """(name, numbers) of a kind as the ops take it; None if there is no such kind, or the numbers are not right."""
+    if kind in KINDS:
+        return kind, _clamp_of("") if kind == CLAMPED else None
+    found = _TEXT.fullmatch(kind)
+    clamp = None if found is None else _clamp_of(found["numbers"])
+    return None if clamp is None else (CLAMPED, clamp)
+
+
+def check_kind(op: str, kind: str) -> tuple[str, Clamp | None]:
+    """(name, numbers) of a kind.
+
+    Raises:
+        QTensorError: no such kind, or numbers that it does not take.
+    """
+    parsed = parse_kind(kind)
+    rule = _NUMBERS_RULE if kind.startswith(f"{CLAMPED}(") else _KINDS_RULE
+    check(parsed is not None, op, rule, repr(kind), "Choose one of them")
+    return parsed  # type: ignore[return-value]
+
+
+def is_gated(kind: str) -> bool:
+    """Whether an activation reads two halves."""
+    return kind in GATED or kind.startswith(CLAMPED)
+
+
+def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> str:
+    """The kind ``clamped_swiglu`` with its numbers, as text: ops take plain values alone.
+
+    For the halves a and b: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b within +-limit.
+
+    Raises:
+        QTensorError: numbers that it does not take.
+    """
+    kind = f"{CLAMPED}(alpha={float(alpha)!r},limit={float(limit)!r},offset={float(offset)!r})"
+    check_kind("activation", kind)
+    return kind
 
 
 def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
@@ -21,12 +108,12 @@ def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
         QTensorError: no such kind, 0-d, or a last dim that has no halves.
         DtypeError: dtype other than float32, bfloat16, float16.
     """
-    check(kind in KINDS, op, _KINDS_RULE, repr(kind), "Choose one of them")
+    name, _ = check_kind(op, kind)
     check_tensor(op, "x", x)
-    if kind not in GATED:
+    if not is_gated(name):
         return tuple(x.shape)
     size = x.shape[-1]
-    rule = f"the last dim of {kind} must be even, its halves are activated and gate"
+    rule = f"the last dim of {name} must be even, its halves are activated and gate"
     check(size % 2 == 0, op, rule, size, "Pass both halves side by side")
     return (*x.shape[:-1], size // 2)
 
@@ -37,16 +124,17 @@ def _activation_alloc(x: Tensor, kind: str) -> Tensor:
 
 
 def _activation_fill(y: Tensor, x: Tensor, kind: str) -> None:
-    if table.floats_("activation", x.device.type, y, x, kind):
+    name, clamp = check_kind("activation", kind)
+    if table.floats_("activation", x.device.type, y, x, name, None, clamp):
         return
     with below_autograd():
-        activation_(y, x, kind)
+        activation_(y, x, name, clamp)
 
 
 ACTIVATION = leaf_op(
     "activation(Tensor x, str kind) -> Tensor", _activation_alloc, _activation_fill
 )
-"""gelu (by tanh), qgelu, relu, silu, srelu; gated: act(first half) * second half of the last dim."""
+"""gelu (by tanh), qgelu, relu, silu, srelu; gated: act(first half) * second half of the last dim; ``clamped_swiglu``."""
 
 
 def _activation_backward_alloc(dy: Tensor, x: Tensor, kind: str) -> Tensor:
@@ -59,10 +147,11 @@ def _activation_backward_alloc(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def _activation_backward_fill(dx: Tensor, dy: Tensor, x: Tensor, kind: str) -> None:
-    if table.floats_("activation", x.device.type, dx, x, kind, dy):
+    name, clamp = check_kind("activation_backward", kind)
+    if table.floats_("activation", x.device.type, dx, x, name, dy, clamp):
         return
     with below_autograd():
-        activation_backward_(dx, dy, x, kind)
+        activation_backward_(dx, dy, x, name, clamp)
 
 
 ACTIVATION_BACKWARD = leaf_op(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtensor.kernels import table
 from qtensor.kernels.cpu.floats import Target
-from qtensor.library.activation import activated_shape
+from qtensor.library.activation import activated_shape, check_kind
 from qtensor.library.codec import alloc_slots, parse
 from qtensor.library.define import FILLS, leaf_op
 from qtensor.library.norm import alloc_stats, check_norm
@@ -110,7 +110,8 @@ def _activation_quantize_fill(
 ) -> None:
     buffers, y = (outputs[:-1], outputs[-1]) if keep else (outputs, None)
     target = Target(parse(quantizer), x.dtype, (scale, amax, seed))
-    if table.floats_("activation_quantize", x.device.type, y, buffers, x, kind, target):
+    name, clamp = check_kind("activation_quantize", kind)
+    if table.floats_("activation_quantize", x.device.type, y, buffers, x, name, target, clamp):
         return
     if y is None:
         y = x.new_empty(activated_shape("activation_quantize", x, kind))

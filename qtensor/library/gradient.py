@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.layout import Shape
-from qtensor.library.define import BODIES, leaf_op
+from qtensor.library.define import BODIES, below_autograd, leaf_op
 
 Operand = tuple[list[Tensor], str, tuple[int, ...]]
 """(buffers, canonical text of the quantizer or "", logical shape)."""
@@ -17,6 +19,19 @@ Operand = tuple[list[Tensor], str, tuple[int, ...]]
 OPERANDS = (
     "Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape"
 )
+
+
+def _accumulated_in_place(target: Tensor, operands: tuple[Any, ...], overwrite: bool) -> bool:
+    """Whether kernels of a GPU did it, without a product in between; if not, nothing is written."""
+    # Only products on other devices need what chooses among their kernels.
+    from qtensor.library import backends  # noqa: PLC0415
+
+    with below_autograd():
+        if not overwrite:
+            return backends.accumulate_(target, *operands)
+        ready = target.dtype == torch.float32 and target.is_contiguous()
+        arguments = (target, *operands, None)
+        return ready and backends.multiply_(*arguments)
 
 
 def _accumulate_fill(
@@ -33,6 +48,10 @@ def _accumulate_fill(
 ) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
     target = out.data
+    if not target.is_cpu:
+        operands = (a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout)
+        if _accumulated_in_place(target, operands, overwrite):
+            return
     # The product in float32, where it is accumulated; the sum is rounded once.
     product = BODIES["gemm"](
         a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, torch.float32, None
@@ -102,3 +121,36 @@ def drop_postponed(key: int) -> None:
 def postponed(key: int) -> int:
     """Number of weight gradients that wait."""
     return len(_PENDING.get(key, ()))
+
+
+_LISTENERS: dict[int, Callable[[], None]] = {}
+"""Key of a module -> what tells its weights that their gradients are in ``main_grad``."""
+
+
+def _report_accumulated_fill(_: None, report: Tensor) -> None:
+    state = report.data
+    listener = _LISTENERS.get(int(state[0]))
+    if listener is not None:
+        listener()
+    state[1] += 1
+
+
+REPORT_ACCUMULATED = leaf_op(
+    "report_accumulated_(Tensor(a!) report) -> ()",
+    lambda report: None,
+    _report_accumulated_fill,
+)
+"""Call the listener of the key ``report[0]`` and count that in ``report[1]``: int64 (2,) on the CPU.
+
+A tensor brings the key, so that one graph serves all layers, and is written, so that no compiler drops the op.
+"""
+
+
+def listen(key: int, listener: Callable[[], None]) -> None:
+    """What ``report_accumulated_`` calls for a key, in place of what it called before."""
+    _LISTENERS[key] = listener
+
+
+def drop_listener(key: int) -> None:
+    """Forget the listener of a module that is gone."""
+    _LISTENERS.pop(key, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qtensor.errors import check
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
 from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op
@@ -41,6 +42,29 @@ SPLIT_SIZES = leaf_op(
     _split_sizes_fill,
 )
 """Group sizes, int64 (groups,) on any device -> a checked copy on the CPU, read once a call of a layer."""
+
+
+def _listed_sizes_alloc(sizes: Shape, groups: int, rows: int, label: str) -> Tensor:
+    return torch.empty(groups, dtype=torch.int64, device="cpu")
+
+
+def _listed_sizes_fill(out: Tensor, sizes: Shape, groups: int, rows: int, label: str) -> None:
+    rule = f"there must be {groups} group sizes, one for each weight"
+    check(len(sizes) == groups, f"{label} m_splits", rule, len(sizes), "Pass 0 for empty groups")
+    check_sizes(label, sizes, rows)
+    for i, size in enumerate(sizes):
+        out[i] = size
+
+
+LISTED_SIZES = leaf_op(
+    "listed_sizes(SymInt[] sizes, int groups, SymInt rows, str label) -> Tensor",
+    _listed_sizes_alloc,
+    _listed_sizes_fill,
+)
+"""The same for sizes that are numbers.
+
+An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op is raised as it is, when the graph runs.
+"""
 
 
 # ---- quantize ---------------------------------------------------------------------------------------------

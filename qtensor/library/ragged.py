@@ -102,6 +102,11 @@ def read_sizes(sizes: Sequence[int], splits: Tensor | None) -> list[int]:
     return list(sizes) if splits is None else splits.tolist()
 
 
+def is_partition(sizes: Sequence[int], rows: int) -> bool:
+    """Whether no size is negative and they sum to the rows."""
+    return not any([size < 0 for size in sizes]) and sum(sizes) == rows
+
+
 def check_sizes(label: str, sizes: Sequence[int], rows: int) -> None:
     """Refuse sizes that are no partition of the rows.
 

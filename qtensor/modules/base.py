@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
+from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
@@ -24,6 +26,7 @@ from qtensor.functional.plan import (
     weight_label,
 )
 from qtensor.functional.weight import is_valid_workspace
+from qtensor.library.gradient import listen
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -101,6 +104,28 @@ class QuantizedModule(nn.Module):
         for state in self._states.values():
             state.drop_workspace()
 
+    def _own_state(self, weight: str, state: LinearState) -> None:
+        """Take up the state of a layer, by the name of its weight."""
+        self._states[weight] = state
+        module = weakref.ref(self)
+
+        def accumulated() -> None:
+            alive = module()
+            for parameter in () if alive is None else alive._weights(weight):
+                if parameter.requires_grad:
+                    parameter.grad_added_to_main_grad = True
+
+        listen(state.key, accumulated)
+
+    def _weights(self, weight: str) -> Sequence[Any]:
+        """The parameters that a state belongs to."""
+        return (getattr(self, weight),)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for weight, own in self._states.items():
+            self._own_state(weight, own)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters.items():
@@ -153,7 +178,6 @@ class QuantizedModule(nn.Module):
         w = getattr(self, weight)
         b = getattr(self, bias) if bias else None
         state = self._states[weight]
-        key = self._recipe_key()
         training = torch.is_grad_enabled()
         args = LinearFwdArgs(
             inp,
@@ -163,12 +187,43 @@ class QuantizedModule(nn.Module):
             training and w.requires_grad,
             training and b is not None and b.requires_grad,
         )
-        plan = self._plan(args, key, weight, options)
-        self._check_input(inp, w, plan, options)
-        args.plan = plan
+        args.output_quantizer = call.output_quantizer
+        args.plan = self._plan(args, self._recipe_key(), weight, options)
+        self._check_input(inp, w, args.plan, options)
+        self._complete(args, inp, weight, options, call)
+        if call.is_first_microbatch is not None:
+            self._use_workspace(args, state, call)
+        out, workspace, amaxes = run_linear(args)
+        if workspace:
+            state.workspace = [buffer.detach() for buffer in workspace]
+            state.workspace_quantizer = args.plan.weight
+            state.workspace_shape = tuple(w.shape)
+        self._record(amaxes, weight, args.plan)
+        wgrad = args.wgrad
+        if wgrad is not None and wgrad.main_grad is not None:
+            out = reporting(out, state.report)
+        return out
+
+    def _complete(
+        self,
+        args: LinearFwdArgs,
+        inp: Tensor,
+        weight: str,
+        options: LinearOptions,
+        call: Call,
+    ) -> None:
+        """Fill in what state and options say about a call whose plan is known.
+
+        Args:
+            args: with the weight, the flags of gradients and the plan.
+            inp: the input, or a tensor of its dtype and device.
+            weight: name of the weight.
+            options: of the layer.
+            call: how it was called.
+        """
+        plan, state = args.plan, self._states[weight]
         args.dtype = inp.dtype
         args.parallel = options.parallel
-        args.output_quantizer = call.output_quantizer
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
             self._check_original_input(plan)
@@ -177,21 +232,18 @@ class QuantizedModule(nn.Module):
         elif any(plan.stochastic):
             args.seeds = draw_seeds(inp, state.draws, plan.stochastic)
         if any(plan.delayed):
-            args.delayed = state.delayed.begin(key, options.module, options.name, self.training)
+            args.delayed = state.delayed.begin(
+                self._recipe_key(), options.module, options.name, self.training
+            )
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         if scheduled and args.weight_requires_grad:
-            args.wgrad = self._wgrad(w, state, options)
-        if call.is_first_microbatch is not None:
-            self._use_workspace(args, state, call)
-        out, workspace, amaxes = run_linear(args)
-        if workspace:
-            state.workspace = [buffer.detach() for buffer in workspace]
-            state.workspace_quantizer = plan.weight
-            state.workspace_shape = tuple(w.shape)
+            args.wgrad = self._wgrad(args.weight, state, options)
+
+    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
+        """The maxima of input and weight into the state of delayed scaling."""
         if amaxes and self.training:
             first = 0 if plan.delayed[0] else 1
-            state.delayed.record([amax.detach() for amax in amaxes], first)
-        return out
+            self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _plan(
         self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
@@ -226,8 +278,7 @@ class QuantizedModule(nn.Module):
     def _check_input(
         self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
     ) -> None:
-        rows, columns = weight.shape
-        self._check_features(inp, columns)
+        self._check_features(inp, weight.shape[1])
         if inp.dtype not in FLOATING:
             fail(
                 f"{self.label} input",
@@ -245,12 +296,12 @@ class QuantizedModule(nn.Module):
             )
         if options.parallel is not None:
             check_input(self.label, inp.shape, options.parallel)
-        if rows % plan.multiple or columns % plan.multiple:
-            self._refuse_features(rows, columns, plan, options)
+        self._check_alignment(weight, plan, options)
 
-    def _refuse_features(
-        self, rows: int, columns: int, plan: LinearPlan, options: LinearOptions
-    ) -> None:
+    def _check_alignment(self, weight: Tensor, plan: LinearPlan, options: LinearOptions) -> None:
+        rows, columns = weight.shape
+        if not (rows % plan.multiple or columns % plan.multiple):
+            return
         part = "" if options.parallel is None else ", of each rank's part,"
         for role, text in (("input", plan.input), ("weight", plan.weight)):
             multiple = alignment(text)

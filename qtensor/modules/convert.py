@@ -349,7 +349,7 @@ def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
     _carry_over(old, new)
     new.weight, new.bias = old.weight, old.bias
     new.quantized_params = isinstance(old.weight, QuantizedTensorStorage)
-    new._states["weight"] = LinearState("cpu" if old.weight.is_meta else old.weight.device)
+    new._own_state("weight", LinearState("cpu" if old.weight.is_meta else old.weight.device))
     return new
 
 

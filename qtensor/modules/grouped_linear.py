@@ -13,13 +13,15 @@ from qtensor.errors import DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
+from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
-from qtensor.library.grouped import SPLIT_SIZES
-from qtensor.library.ragged import check_sizes
+from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
+from qtensor.library.ragged import is_partition
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
+from qtensor.modules.linear import make_parallel
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -48,12 +50,17 @@ class GroupedLinear(QuantizedModule):
         quantized_params: store the weights quantized, as the recipe in force at construction (or ``recipe``) reads them.
         return_bias: do not add the biases; return ``(y, [bias0, ...])``.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight (or write them into it, where
-            its ``overwrite_main_grad`` is true) and leave ``grad`` alone.
+            its ``overwrite_main_grad`` is true), leave ``grad`` alone and set ``grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
+        parallel_mode: None; others are refused: see Raises.
+        tp_group: not used.
+        sequence_parallel: False.
 
     Raises:
         QTensorError: arguments that do not fit.
+        UnsupportedError: ``parallel_mode`` or ``sequence_parallel``: which rows a rank has, and so what goes over the group,
+            is decided where tokens are sent to experts.
     """
 
     weight0: nn.Parameter
@@ -76,8 +83,12 @@ class GroupedLinear(QuantizedModule):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(recipe, name)
+        self._check_parallel(parallel_mode, tp_group, sequence_parallel)
         sizes = {"in_features": in_features, "out_features": out_features}
         check_features(self.label, num_gemms=num_gemms, **sizes)
         self.num_gemms = num_gemms
@@ -93,7 +104,8 @@ class GroupedLinear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device, num_gemms)
+        place = "cpu" if str(device) == "meta" else device
+        self._own_state("weight", LinearState(place, num_gemms))
         factory = {"device": device, "dtype": params_dtype or dtype}
         for i in range(num_gemms):
             weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
@@ -102,6 +114,23 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter(f"bias{i}", kept)
         if not self.weight0.is_meta:
             self.reset_parameters()
+
+    def _check_parallel(self, mode: str | None, group: Any, sequence: bool) -> None:
+        if mode is None and not sequence:
+            return
+        if hasattr(group, "size") and group.size() == 1:
+            make_parallel(self.label, group, mode, sequence)
+            return
+        rule = (
+            "a grouped layer does not communicate: the rows of its groups come from sending tokens to experts, and"
+            " the code that sends and collects them has to gather inputs and sum outputs over the group"
+        )
+        got = f"parallel_mode={mode!r}, sequence_parallel={sequence}"
+        fix = "Build it with the rank's own part of out_features (column) or in_features (row), and no parallel_mode"
+        fail(self.label, rule, got, fix, UnsupportedError)
+
+    def _weights(self, weight: str) -> tuple[Any, ...]:
+        return self._named(weight)
 
     def _named(self, kind: str) -> tuple[Any, ...]:
         return tuple([getattr(self, f"{kind}{i}") for i in range(self.num_gemms)])
@@ -168,9 +197,9 @@ class GroupedLinear(QuantizedModule):
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(self.weight0.shape)
-        if amaxes and self.training:
-            first = 0 if args.plan.delayed[0] else self.num_gemms
-            state.delayed.record([amax.detach() for amax in amaxes], first)
+        self._record_groups(amaxes, args.plan)
+        if args.wgrad is not None and args.wgrad.main_grads:
+            out = reporting(out, state.report)
         return (out, list(biases)) if self.return_bias else out
 
     def _args(
@@ -188,6 +217,12 @@ class GroupedLinear(QuantizedModule):
         args.wanted = tuple(wanted)
         args.bias_requires_grad = training and any([b.requires_grad for b in biases])
         args.plan = plan
+        self._complete_groups(args, inp)
+        return args
+
+    def _complete_groups(self, args: GroupedFwdArgs, inp: Tensor) -> None:
+        """Fill in what state and options say about a call whose plan is known; of ``inp`` dtype and device count."""
+        plan, wanted = args.plan, args.wanted
         args.dtype = inp.dtype
         args.save_original_input = self._options.save_original_input
         if args.save_original_input and wanted:
@@ -196,12 +231,17 @@ class GroupedLinear(QuantizedModule):
             args.seeds = self._seeds(inp, self._states["weight"].draws, plan)
         if any(plan.delayed):
             args.delayed = self._states["weight"].delayed.begin(
-                key, MODULE, self.name, self.training, self.num_gemms
+                self._recipe_key(), MODULE, self.name, self.training, self.num_gemms
             )
         scheduled = self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute
         if scheduled and wanted:
             args.wgrad = self._grouped_wgrad(wanted)
-        return args
+
+    def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
+        """The maxima of inputs and weights into the state of delayed scaling."""
+        if amaxes and self.training:
+            first = 0 if plan.delayed[0] else self.num_gemms
+            self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _grouped_plan(self, key: str, dgrad: bool, wgrad: bool) -> LinearPlan:
         stored = self._stored["weight0"]
@@ -237,10 +277,10 @@ class GroupedLinear(QuantizedModule):
             if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
                 rule = "group sizes must be ints"
                 fail(label, rule, repr(size), "Convert them with int(...)", DtypeError)
-        rule = f"there must be {groups} group sizes, one for each weight"
-        check(len(sizes) == groups, label, rule, len(sizes), "Pass 0 for empty groups")
-        check_sizes(self.label, sizes, rows)
-        return Splits(sizes, None, groups)
+        if len(sizes) == groups and is_partition(sizes, rows):
+            return Splits(sizes, None, groups)
+        # Raises: in eager code here, in compiled code when the graph of such calls runs.
+        return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
     def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.functional.norm import norm
 from qtensor.modules.linear import Linear, Output
-
-NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""What users call a norm -> its kind in ``functional.norm``."""
+from qtensor.modules.normed import Normed
 
 
-def norm_kind(label: str, normalization: str) -> str:
-    """The kind of a norm.
-
-    Raises:
-        QTensorError: no such norm.
-    """
-    if normalization not in NORMALIZATIONS:
-        rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
-        fail(label, rule, repr(normalization), "Choose one of them")
-    return NORMALIZATIONS[normalization]
-
-
-def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -> None:
-    """A norm that changes nothing."""
-    with torch.no_grad():
-        weight.fill_(0.0 if zero_centered_gamma else 1.0)
-        if bias is not None:
-            bias.zero_()
-
-
-def eps_text(label: str, eps: float) -> str:
-    """An epsilon as text: Dynamo makes a float that a module holds symbolic, and compiles twice.
-
-    Raises:
-        QTensorError: no positive number.
-    """
-    if not isinstance(eps, float | int) or not eps >= 0:
-        fail(label, "eps must be a number >= 0", repr(eps), "Pass 1e-5, say")
-    return repr(float(eps))
-
-
-class LayerNormLinear(Linear):
+class LayerNormLinear(Normed, Linear):
     """``Linear(norm(x))``.
 
     Args:
@@ -75,33 +40,28 @@ class LayerNormLinear(Linear):
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
-        self._eps, self.normalization = eps_text(type(self).__name__, eps), normalization
-        self.kind = norm_kind(type(self).__name__, normalization)
+        # The name, which messages show, is not set before the parameters are made.
+        name = options.get("name", "")
+        label = f"{type(self).__name__}[{name}]" if name else type(self).__name__
+        self._set_norm(label, normalization, eps, zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
-        self.zero_centered_gamma = zero_centered_gamma
         if options.get("parallel_mode") == "row":
             rule = "the norm needs whole rows, so that only out_features can be split"
-            fail(type(self).__name__, rule, "parallel_mode='row'", "Pass 'column'")
+            fail(label, rule, "parallel_mode='row'", "Pass 'column'")
         super().__init__(in_features, out_features, bias, **options)
-
-    @property
-    def eps(self) -> float:
-        """What is added to the norm's variance."""
-        return float(self._eps)
+        self._mark_norm(self._options.parallel)
 
     def _make_parameters(
         self, rows: int, columns: int, bias: bool, factory: dict[str, Any]
     ) -> None:
-        self.layer_norm_weight = nn.Parameter(torch.empty(self.in_features, **factory))
-        if self.kind == "layernorm":
-            self.layer_norm_bias = nn.Parameter(torch.empty(self.in_features, **factory))
-        else:
-            self.register_parameter("layer_norm_bias", None)
+        self._make_norm(self.in_features, factory)
         super()._make_parameters(rows, columns, bias, factory)
 
     def reset_parameters(self) -> None:
         """As ``Linear``; the norm changes nothing."""
-        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        self._reset_norm()
+        # Those that to_empty made have no marks.
+        self._mark_norm(self._options.parallel)
         super().reset_parameters()
 
     def forward(
@@ -115,14 +75,7 @@ class LayerNormLinear(Linear):
         """As ``Linear.forward``; with ``return_layernorm_output`` the normed input comes last."""
         inp = self._activation_dtype(inp)
         self._check_features(inp, self.in_features)
-        normed = norm(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            kind=self.kind,
-            eps=float(self._eps),
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
+        normed = self._norm(inp)
         out = super().forward(
             normed,
             is_first_microbatch,

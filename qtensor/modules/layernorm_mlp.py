@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import fail
-from qtensor.functional.activation import activation
+from qtensor.errors import check, fail
+from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.functional.norm import norm
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
-from qtensor.modules.layernorm_linear import eps_text, norm_kind, reset_norm
-from qtensor.modules.linear import Output, asked_output, make_parallel, shard
+from qtensor.modules.linear import Output, asked_output, make_parallel, own_part, shard
+from qtensor.modules.normed import Normed
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
-GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu")
+GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu", "clamped_swiglu")
 ACTIVATIONS = ("gelu", "relu", "silu", "srelu", "qgelu", *GATED)
 
 
-class LayerNormMLP(QuantizedModule):
+def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
+    """An activation as ``functional.activation`` takes it.
+
+    Raises:
+        QTensorError: no such activation, or numbers that it does not take.
+    """
+    if activation not in ACTIVATIONS:
+        rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
+        fail(label, rule, repr(activation), "Choose one of them")
+    if activation != "clamped_swiglu":
+        rule = "activation_params are for clamped_swiglu"
+        check(not numbers, label, rule, f"{numbers} for {activation}", "Leave them out")
+        return activation
+    numbers = numbers or {}
+    rule = "activation_params of clamped_swiglu are alpha, limit and offset, numbers"
+    known = set(numbers) <= {"alpha", "limit", "offset"}
+    right = known and all(isinstance(v, int | float) for v in numbers.values())
+    check(right, label, rule, dict(numbers), "Mend them")
+    return clamped_swiglu(**numbers)
+
+
+class LayerNormMLP(Normed, QuantizedModule):
     """``fc2(activation(fc1(norm(x))))``.
 
     Args:
@@ -33,7 +53,8 @@ class LayerNormMLP(QuantizedModule):
         eps: added to the norm's variance.
         bias: of both linear layers.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu or glu.
+        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu, glu or clamped_swiglu.
+        activation_params: of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
         recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that again in backward.
         return_layernorm_output: also return the normed input.
         return_bias: do not add fc2's bias; return it.
@@ -42,9 +63,9 @@ class LayerNormMLP(QuantizedModule):
         params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
         recipe: used outside of every ``autocast``.
         name: for messages and the roles of recipes (``name.fc1``, ``name.fc2``).
-        init_method: fills the weights in place.
+        init_method: fills the weights in place, the whole of split ones.
         quantized_params: store both weights quantized.
-        set_parallel_mode: split fc1's out_features and fc2's in_features over ``tp_group``.
+        set_parallel_mode: split fc1's out_features (of a gated activation each half) and fc2's in_features over ``tp_group``.
         tp_group: process group of tensor parallelism.
         sequence_parallel: the activations outside are split over the group along dim 0.
         fuse_wgrad_accumulation: see ``Linear``.
@@ -63,6 +84,7 @@ class LayerNormMLP(QuantizedModule):
         *,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         recompute_activation: bool = False,
         return_layernorm_output: bool = False,
         return_bias: bool = False,
@@ -82,27 +104,27 @@ class LayerNormMLP(QuantizedModule):
     ) -> None:
         super().__init__(recipe, name)
         check_features(self.label, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        if activation not in ACTIVATIONS:
-            rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
-            fail(self.label, rule, repr(activation), "Choose one of them")
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self._eps, self.kind = eps_text(self.label, eps), norm_kind(self.label, normalization)
-        self.normalization, self.activation = normalization, activation
+        self._set_norm(self.label, normalization, eps, zero_centered_gamma)
+        self.activation, self.init_method = activation, init_method
+        self._activation_kind = activation_kind(self.label, activation, activation_params)
         self.recompute_activation, self.return_bias = recompute_activation, return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.zero_centered_gamma, self.init_method = zero_centered_gamma, init_method
         self.quantized_params = quantized_params
 
-        group = tp_group if set_parallel_mode else None
-        first = make_parallel(self.label, group, "column" if group else None, sequence_parallel)
-        second = make_parallel(self.label, group, "row" if group else None, sequence_parallel)
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        first, second = (
+            make_parallel(self.label, tp_group, mode, sequence_parallel, "set_parallel_mode")
+            for mode in modes
+        )
+        self._rank = 0 if first is None else tp_group.rank()
         later = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
         prefix = f"{name}." if name else ""
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
         place = "cpu" if str(device) == "meta" else device
-        self._states["fc1_weight"] = LinearState(place)
-        self._states["fc2_weight"] = LinearState(place)
+        self._own_state("fc1_weight", LinearState(place))
+        self._own_state("fc2_weight", LinearState(place))
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         made = 2 * ffn if activation in GATED else ffn
@@ -111,36 +133,48 @@ class LayerNormMLP(QuantizedModule):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, **factory))
 
-        self.layer_norm_weight = parameter(hidden_size)
-        has_norm_bias = self.kind == "layernorm"
-        self.layer_norm_bias = parameter(hidden_size) if has_norm_bias else None
+        self._make_norm(hidden_size, factory)
         self.fc1_weight = parameter(made, hidden_size)
         self.fc1_bias = parameter(made) if bias else None
         self.fc2_weight = parameter(hidden_size, ffn)
         self.fc2_bias = parameter(hidden_size) if bias else None
+        self._mark_norm(first)
         if not self.fc1_weight.is_meta:
             self.reset_parameters()
 
-    @property
-    def eps(self) -> float:
-        """What is added to the norm's variance."""
-        return float(self._eps)
-
     def reset_parameters(self) -> None:
-        """Initialise both layers as ``torch.nn.Linear`` does, or by ``init_method``; the norm changes nothing."""
-        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        """Initialise both layers as ``torch.nn.Linear`` does, or by ``init_method``; the norm changes nothing.
+
+        A split layer draws the whole and takes its part, of a gated fc1 that of each half.
+        """
+        self._reset_norm()
+        # Those that to_empty made have no marks.
+        self._mark_norm(self._fc1_options.parallel)
+        halves = 2 if self.activation in GATED else 1
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        wholes = {"fc1": (halves * ffn, hidden), "fc2": (hidden, ffn)}
         for layer, options in (("fc1", self._fc1_options), ("fc2", self._fc2_options)):
             weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
-            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            shape, count = wholes[layer], halves if layer == "fc1" else 1
+            values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
                 if self.init_method is None:
                     nn.init.kaiming_uniform_(values, a=math.sqrt(5))
                 else:
                     self.init_method(values)
                 if bias is not None:
-                    bound = 1 / math.sqrt(values.shape[1])
-                    nn.init.uniform_(bias, -bound, bound)
-            self._set_weight(f"{layer}_weight", values, options)
+                    bound = 1 / math.sqrt(shape[1])
+                    drawn = nn.init.uniform_(bias.new_empty(shape[0]), -bound, bound)
+                    bias.copy_(self._own_part(drawn, bias.shape, count))
+            self._set_weight(
+                f"{layer}_weight", self._own_part(values, weight.shape, count), options
+            )
+
+    def _own_part(self, whole: Tensor, shape: torch.Size, halves: int) -> Tensor:
+        """This rank's part of a parameter: that of each half behind the other."""
+        one = torch.Size((shape[0] // halves, *shape[1:]))
+        parts = [own_part(half, one, self._rank) for half in whole.chunk(halves)]
+        return parts[0] if halves == 1 else torch.cat(parts)
 
     def forward(
         self,
@@ -162,14 +196,7 @@ class LayerNormMLP(QuantizedModule):
         """
         inp = self._activation_dtype(inp)
         self._check_features(inp, self.hidden_size)
-        normed = norm(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            kind=self.kind,
-            eps=float(self._eps),
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
+        normed = self._norm(inp)
         first = Call(is_first_microbatch)
         text = asked_output(self._recipe_key(), quantized_output, self._fc2_options)
         second = Call(is_first_microbatch, None, text)
@@ -178,7 +205,7 @@ class LayerNormMLP(QuantizedModule):
         hidden = self._linear(normed, "fc1_weight", bias1, self._fc1_options, first)
 
         def rest(h: Tensor) -> Tensor:
-            activated = activation(h, self.activation)
+            activated = activation(h, self._activation_kind)
             return self._linear(activated, "fc2_weight", bias2, self._fc2_options, second)
 
         if self.recompute_activation and torch.is_grad_enabled():

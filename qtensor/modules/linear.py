@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qtensor.errors import DtypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
+from qtensor.layout import Shape
 from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
@@ -21,13 +22,20 @@ Output = bool | str | Quantizer
 
 
 def make_parallel(
-    label: str, tp_group: Any, parallel_mode: str | None, sequence_parallel: bool
+    label: str,
+    tp_group: Any,
+    parallel_mode: str | None,
+    sequence_parallel: bool,
+    option: str = "parallel_mode",
 ) -> Parallel | None:
     """The plain values of a split over a process group, or None; a group of one rank splits nothing.
+
+    ``option`` is what the module calls the argument that turns it on.
 
     Raises:
         QTensorError: a mode that does not exist, or one without a group that this rank belongs to.
     """
+    off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:
         fail(
             label,
@@ -39,15 +47,15 @@ def make_parallel(
         check(
             not sequence_parallel,
             label,
-            "sequence_parallel needs parallel_mode",
-            "parallel_mode=None",
-            "Pass 'column' or 'row'",
+            f"sequence_parallel needs {option}",
+            f"{option}={off}",
+            f"Pass {choice}",
         )
         return None
     check(
         tp_group is not None,
         label,
-        "parallel_mode needs the process group that the weight is split over",
+        f"{option} needs the process group that the weight is split over",
         "tp_group=None",
         "Pass tp_group=torch.distributed.group.WORLD, say",
     )
@@ -75,6 +83,14 @@ def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
     rule = f"{what} must be a multiple of the {parallel.size} ranks of tp_group"
     check(size % parallel.size == 0, label, rule, size, "Choose another size or group")
     return size // parallel.size
+
+
+def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
+    """A rank's part of a parameter; dims that differ are split evenly."""
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] != size:
+            whole = whole.narrow(dim, rank * size, size).clone()
+    return whole
 
 
 def asked_output(key: str, asked: Output, options: LinearOptions) -> str:
@@ -113,7 +129,8 @@ class Linear(QuantizedModule):
         tp_group: process group of tensor parallelism; not used without ``parallel_mode``.
         sequence_parallel: the activations between sharded layers are split over the group along dim 0.
         fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` (or write them into it, where
-            ``weight.overwrite_main_grad`` is true) and leave ``weight.grad`` alone.
+            ``weight.overwrite_main_grad`` is true), leave ``weight.grad`` alone and set
+            ``weight.grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
 
@@ -164,7 +181,7 @@ class Linear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        self._states["weight"] = LinearState("cpu" if str(device) == "meta" else device)
+        self._own_state("weight", LinearState("cpu" if str(device) == "meta" else device))
         factory = {"device": device, "dtype": params_dtype or dtype}
         self._make_parameters(rows, columns, bias, factory)
         if not self.weight.is_meta:
@@ -200,10 +217,7 @@ class Linear(QuantizedModule):
 
     def _own_part(self, whole: Tensor) -> Tensor:
         """This rank's part of a parameter of the whole layer: (out_features, in_features) or (out_features,)."""
-        for dim, size in enumerate(self.weight.shape[: whole.ndim]):
-            if whole.shape[dim] != size:
-                whole = whole.narrow(dim, self._rank * size, size).clone()
-        return whole
+        return own_part(whole, self.weight.shape[: whole.ndim], self._rank)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""

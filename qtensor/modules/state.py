@@ -21,7 +21,7 @@ from qtensor.library.delayed import (
     RECORD_AMAX,
 )
 from qtensor.library.direct import direct
-from qtensor.library.gradient import drop_postponed
+from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import CALLABLES
 
@@ -158,7 +158,8 @@ class LinearState:
         workspace: buffers of the quantized weight, kept from the first microbatch of a step on; None where there is none.
         workspace_quantizer: their canonical text.
         delayed: see ``DelayedState``.
-        key: names the layer's postponed weight gradients.
+        key: names the layer's postponed weight gradients, and what hears of those in ``main_grad``.
+        report: int64 (2,): the key, and how often backward has added to ``main_grad``.
         token: int64 (1,): written when one is put off.
         draws: int64 (1,): counts the seeds drawn for stochastic rounding.
     """
@@ -174,8 +175,10 @@ class LinearState:
         """A key and token of its own, for a new layer or a copy of one."""
         self.key = next(_KEYS)
         self.token = torch.zeros(1, dtype=torch.int64)
+        self.report = torch.tensor([self.key, 0])
         self.draws = torch.zeros(1, dtype=torch.int64)
         weakref.finalize(self, drop_postponed, self.key)
+        weakref.finalize(self, drop_listener, self.key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
         copy = LinearState.__new__(LinearState)

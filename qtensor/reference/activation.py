@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,9 @@ GATED = {
     "swiglu": "silu",
 }
 """Gated kind -> the activation of the first half, which multiplies the second."""
-KINDS = (*PLAIN, *GATED)
+CLAMPED = "clamped_swiglu"
+"""A gated kind of its own, with numbers."""
+KINDS = (*PLAIN, *GATED, CLAMPED)
 
 GELU_LINEAR = 1.595769166946411
 """2 sqrt(2 / pi): 0.5 (1 + tanh(u)) = sigmoid(2 u), which does not cancel."""
@@ -28,6 +32,22 @@ GELU_SLOPE = 0.21406444907188416
 QGELU_SLOPE = 1.7020000219345093
 BOUND = 128.0
 """Beyond it every sigmoid here is exactly 0 or 1; it stands for what is larger, so that infinity meets no 0."""
+
+
+class Clamp(NamedTuple):
+    """The numbers of ``clamped_swiglu``, each a float32 value.
+
+    Attributes:
+        alpha: factor of the sigmoid's argument.
+        limit: largest value of the first half, and magnitude of the second.
+        offset: added to the second half.
+        bound: ``BOUND / alpha``.
+    """
+
+    alpha: float
+    limit: float
+    offset: float
+    bound: float
 
 
 def _argument(x: Tensor, kind: str) -> Tensor:
@@ -73,19 +93,49 @@ def derivative(x: Tensor, kind: str) -> Tensor:
     return value + v * slope
 
 
-def activation_(y: Tensor, x: Tensor, kind: str) -> None:
+def _clamped(first: Tensor, second: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is activated, its sigmoid and that one's derivative, and the gate; NaN stays NaN."""
+    gate = torch.where(first < -clamp.bound, -clamp.bound, first)
+    gate = torch.where(gate > clamp.limit, clamp.limit, gate)
+    linear = torch.where(second < -clamp.limit, -clamp.limit, second)
+    linear = torch.where(linear > clamp.limit, clamp.limit, linear) + clamp.offset
+    return gate, *sigmoid(gate * clamp.alpha), linear
+
+
+def _clamped_backward_(
+    dx: Tensor, grad: Tensor, halves: tuple[Tensor, Tensor], clamp: Clamp
+) -> None:
+    first, second = halves
+    gate, value, slope, linear = _clamped(first, second, clamp)
+    to_first, to_second = dx.chunk(2, dim=-1)
+    derivative_ = torch.where(first > clamp.limit, 0.0, value + (gate * clamp.alpha) * slope)
+    write_(to_first, (grad * linear) * derivative_)
+    write_(to_second, torch.where(second.abs() > clamp.limit, 0.0, grad * (gate * value)))
+
+
+def activation_(y: Tensor, x: Tensor, kind: str, clamp: Clamp | None = None) -> None:
     """Write the activation of ``x`` (..., K), or (..., 2 K) for a gated kind, into ``y`` (..., K)."""
     values = x.to(torch.float32)
-    if kind not in GATED:
+    if clamp is None and kind not in GATED:
         write_(y, activate(values, kind))
         return
     first, second = values.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, value, _, linear = _clamped(first, second, clamp)
+        write_(y, (gate * value) * linear)
+        return
     write_(y, activate(first, GATED[kind]) * second)
 
 
-def activation_backward_(dx: Tensor, dy: Tensor, x: Tensor, kind: str) -> None:
+def activation_backward_(
+    dx: Tensor, dy: Tensor, x: Tensor, kind: str, clamp: Clamp | None = None
+) -> None:
     """Write the gradient of ``x``: dy * act'(x); gated (dy * b) * act'(a) and dy * act(a) for the halves a and b."""
     grad, values = dy.to(torch.float32), x.to(torch.float32)
+    if clamp is not None:
+        first, second = values.chunk(2, dim=-1)
+        _clamped_backward_(dx, grad, (first, second), clamp)
+        return
     if kind not in GATED:
         write_(dx, grad * derivative(values, kind))
         return

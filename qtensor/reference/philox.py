@@ -31,21 +31,30 @@ def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return counter
 
 
-def random_bytes(seed: Tensor, count: int, stream: int) -> Tensor:
-    """``count`` bytes as uint8.
+def random_words(seed: Tensor, count: int, stream: int) -> Tensor:
+    """``count`` words of 32 bits, as int64: four a counter (g, g >> 32, 0, stream), g = 0, 1, ...
 
-    Byte j of group g is byte j of the little-endian output words for counter (g, g >> 32, 0, stream).
+    Args:
+        seed: int64 of shape (1,).
+        count: number of words.
+        stream: which use of the seed this is.
+    """
+    groups = torch.arange((count + 3) // 4, device=seed.device)
+    zero = torch.zeros_like(groups)
+    words = philox4x32(
+        [groups & _MASK, groups >> 32, zero, zero + stream], [seed & _MASK, (seed >> 32) & _MASK]
+    )
+    return torch.stack(words, dim=-1).flatten()[:count]
+
+
+def random_bytes(seed: Tensor, count: int, stream: int) -> Tensor:
+    """``count`` bytes as uint8: those of the words, the lowest first.
 
     Args:
         seed: int64 of shape (1,).
         count: number of bytes.
         stream: which use of the seed this is (0 rowwise, 1 columnwise).
     """
-    groups = torch.arange((count + 15) // 16, device=seed.device)
-    zero = torch.zeros_like(groups)
-    words = philox4x32(
-        [groups & _MASK, groups >> 32, zero, zero + stream], [seed & _MASK, (seed >> 32) & _MASK]
-    )
+    words = random_words(seed, 4 * ((count + 15) // 16), stream)
     shifts = torch.arange(0, 32, 8, device=seed.device)
-    split = torch.stack(words, dim=-1)[..., None] >> shifts & 0xFF
-    return split.flatten()[:count].to(torch.uint8)
+    return (words[:, None] >> shifts & 0xFF).flatten()[:count].to(torch.uint8)

@@ -71,6 +71,21 @@ def sigmoid(v):
     return np.where(v < 0, below, above), below * above
 
 
+def clamped_swiglu(a, b, dy, alpha, limit, offset):
+    """The activation, and the gradients of both halves."""
+    alpha, limit, offset = F(alpha), F(limit), F(offset)
+    bound = F(128) / alpha
+    g = np.where(a < -bound, -bound, a)
+    g = np.where(g > limit, limit, g)
+    clipped = np.where(b < -limit, -limit, b)
+    clipped = np.where(clipped > limit, limit, clipped) + offset
+    v = g * alpha
+    s, slope = sigmoid(v)
+    da = (dy * clipped) * np.where(a > limit, F(0), s + v * slope)
+    db = np.where(np.abs(b) > limit, F(0), dy * (g * s))
+    return (g * s) * clipped, da, db
+
+
 C1, C2, C3 = F(1.5957691216), F(0.0713548162), F(0.2140644488)
 
 

@@ -16,9 +16,9 @@ static void run(const ActivationCall& c) {
     if (!Gated && c.stride == h && (!dy || c.dy_stride == h)) {
         parallel(c.rows * h, SLICE, c.threads, [&](i64 a, i64 b) {
             if (dy)
-                Rows<D, A>::template backward<false>(dy + a, x + a, nullptr, out + a, nullptr, b - a, stream);
+                Rows<D, A>::template backward<false>(c, dy + a, x + a, nullptr, out + a, nullptr, b - a, stream);
             else
-                Rows<D, A>::template forward<false>(x + a, nullptr, out + a, b - a, stream);
+                Rows<D, A>::template forward<false>(c, x + a, nullptr, out + a, b - a, stream);
         });
     } else {
         parallel(c.rows, 1, c.threads, [&](i64 first, i64 end) {
@@ -26,9 +26,9 @@ static void run(const ActivationCall& c) {
                 const T *a = x + r * c.stride, *b = Gated ? a + h : a;
                 T *da = out + r * (dy ? wide : h), *db = Gated ? da + h : da;
                 if (dy)
-                    Rows<D, A>::template backward<Gated>(dy + r * c.dy_stride, a, b, da, db, h, stream);
+                    Rows<D, A>::template backward<Gated>(c, dy + r * c.dy_stride, a, b, da, db, h, stream);
                 else
-                    Rows<D, A>::template forward<Gated>(a, b, da, h, stream);
+                    Rows<D, A>::template forward<Gated>(c, a, b, da, h, stream);
             }
         });
     }
@@ -43,7 +43,7 @@ struct ActivatedRows : Producer {
         using T = typename D::T;
         for (i64 r = begin; r < end; r++) {
             const T* a = (const T*)c.x + r * c.stride;
-            Rows<D, A>::template forward<Gated>(a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols, c.cols, false);
+            Rows<D, A>::template forward<Gated>(c, a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols, c.cols, false);
         }
     }
 };
@@ -55,7 +55,7 @@ static void either(const ActivationCall& c, Producer** made) {
         *made = new ActivatedRows<D, A, true>(c);
     else if (c.gated)
         run<D, A, true>(c);
-    else if constexpr (A != SIGMOID) {
+    else if constexpr (A != SIGMOID && A != CLAMPED) {
         if (made)
             *made = new ActivatedRows<D, A, false>(c);
         else
@@ -71,7 +71,8 @@ void activation_as(const ActivationCall& c, Producer** made) {
         case RELU: return either<D, RELU>(c, made);
         case SILU: return either<D, SILU>(c, made);
         case SRELU: return either<D, SRELU>(c, made);
-        default: return either<D, SIGMOID>(c, made);
+        case SIGMOID: return either<D, SIGMOID>(c, made);
+        default: return either<D, CLAMPED>(c, made);
     }
 }
 

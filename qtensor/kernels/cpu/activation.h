@@ -4,7 +4,7 @@
 
 namespace QT_NAMESPACE {
 
-enum Activation { GELU = 0, QGELU = 1, RELU = 2, SILU = 3, SRELU = 4, SIGMOID = 5 };
+enum Activation { GELU = 0, QGELU = 1, RELU = 2, SILU = 3, SRELU = 4, SIGMOID = 5, CLAMPED = 6 };
 
 template <int A>
 INLINE VF argument(VF x) {
@@ -42,6 +42,37 @@ INLINE Slope derivative(VF x) {
     return {s.value + (x * s.slope) * (all(1.595769166946411f) + all(0.21406444907188416f) * (x * x)), low * s.value};
 }
 
+// x, or the bound where x is above it; NaN stays.
+INLINE VF at_most(VF x, float bound) { return x > all(bound) ? all(bound) : x; }
+
+// One vector of a result from those of a and, where there is a gate, b.
+template <int A, bool Gated>
+INLINE VF value_of(VF a, VF b, const ActivationCall& c) {
+    if (A == CLAMPED) {
+        const VF gate = at_most(at_least(a, -c.bound), c.limit);
+        const VF linear = at_most(at_least(b, -c.limit), c.limit) + all(c.offset);
+        return (gate * sigmoid(gate * all(c.alpha)).value) * linear;
+    }
+    return Gated ? activate<A>(a) * b : activate<A>(a);
+}
+// The gradients of both, in their place.
+template <int A, bool Gated>
+INLINE void gradients_of(VF dy, VF& a, VF& b, const ActivationCall& c) {
+    if (A == CLAMPED) {
+        const VF gate = at_most(at_least(a, -c.bound), c.limit), v = gate * all(c.alpha);
+        const VF linear = at_most(at_least(b, -c.limit), c.limit) + all(c.offset);
+        const Sigmoid s = sigmoid(v);
+        const VF slope = a > all(c.limit) ? VF{} : s.value + v * s.slope;
+        a = (dy * linear) * slope;
+        const VF magnitude = (VF)((VI)b & all(i32(0x7fffffff)));
+        b = magnitude > all(c.limit) ? VF{} : dy * (gate * s.value);
+        return;
+    }
+    const Slope s = derivative<A>(a);
+    a = (Gated ? dy * b : dy) * s.slope;
+    if (Gated) b = dy * s.value;
+}
+
 // f(elements i .. i + GROUP) for a row of n; the last ones through copies padded with zeros.
 template <class D, int A>
 struct Rows {
@@ -53,56 +84,49 @@ struct Rows {
         for (int j = 0; j < 4; j++) v[j] = (VF)r[j];
     }
     template <bool Gated>
-    INLINE void forward_group(const T* a, const T* b, T* y, bool stream) {
-        VF u[4], v[4];
+    INLINE void forward_group(const ActivationCall& c, const T* a, const T* b, T* y, bool stream) {
+        VF u[4], v[4] = {};
         load4(a, u);
-        for (int j = 0; j < 4; j++) u[j] = activate<A>(u[j]);
-        if (Gated) {
-            load4(b, v);
-            for (int j = 0; j < 4; j++) u[j] = u[j] * v[j];
-        }
+        if (Gated) load4(b, v);
+        for (int j = 0; j < 4; j++) u[j] = value_of<A, Gated>(u[j], v[j], c);
         store_vectors<D, pairs>(y, u, 4, stream);
     }
     template <bool Gated>
-    INLINE void backward_group(const T* dy, const T* a, const T* b, T* da, T* db, bool stream) {
-        VF u[4], v[4], g[4];
+    INLINE void backward_group(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db, bool stream) {
+        VF u[4], v[4] = {}, g[4];
         load4(a, u);
         load4(dy, g);
         if (Gated) load4(b, v);
-        for (int j = 0; j < 4; j++) {
-            const Slope s = derivative<A>(u[j]);
-            u[j] = (Gated ? g[j] * v[j] : g[j]) * s.slope;
-            if (Gated) v[j] = g[j] * s.value;
-        }
+        for (int j = 0; j < 4; j++) gradients_of<A, Gated>(g[j], u[j], v[j], c);
         store_vectors<D, pairs>(da, u, 4, stream);
         if (Gated) store_vectors<D, pairs>(db, v, 4, stream);
     }
     template <bool Gated>
-    static void forward(const T* a, const T* b, T* y, i64 n, bool stream) {
+    static void forward(const ActivationCall& c, const T* a, const T* b, T* y, i64 n, bool stream) {
         stream = stream && aligned(y);
         i64 i = 0;
         for (; i + GROUP <= n; i += GROUP) {
             look_ahead<GROUP * sizeof(T)>(a + i);
             if (Gated) look_ahead<GROUP * sizeof(T)>(b + i);
-            forward_group<Gated>(a + i, b + i, y + i, stream);
+            forward_group<Gated>(c, a + i, b + i, y + i, stream);
         }
         if (i == n) return;
         const size_t rest = sizeof(T) * size_t(n - i);
         T t[3][GROUP] = {};
         memcpy(t[0], a + i, rest);
         if (Gated) memcpy(t[1], b + i, rest);
-        forward_group<Gated>(t[0], t[1], t[2], false);
+        forward_group<Gated>(c, t[0], t[1], t[2], false);
         memcpy(y + i, t[2], rest);
     }
     template <bool Gated>
-    static void backward(const T* dy, const T* a, const T* b, T* da, T* db, i64 n, bool stream) {
+    static void backward(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db, i64 n, bool stream) {
         stream = stream && aligned(da) && aligned(db);
         i64 i = 0;
         for (; i + GROUP <= n; i += GROUP) {
             look_ahead<GROUP * sizeof(T)>(dy + i);
             look_ahead<GROUP * sizeof(T)>(a + i);
             if (Gated) look_ahead<GROUP * sizeof(T)>(b + i);
-            backward_group<Gated>(dy + i, a + i, b + i, da + i, db + i, stream);
+            backward_group<Gated>(c, dy + i, a + i, b + i, da + i, db + i, stream);
         }
         if (i == n) return;
         const size_t rest = sizeof(T) * size_t(n - i);
@@ -110,7 +134,7 @@ struct Rows {
         memcpy(t[0], dy + i, rest);
         memcpy(t[1], a + i, rest);
         if (Gated) memcpy(t[2], b + i, rest);
-        backward_group<Gated>(t[0], t[1], t[2], t[3], t[4], false);
+        backward_group<Gated>(c, t[0], t[1], t[2], t[3], t[4], false);
         memcpy(da + i, t[3], rest);
         if (Gated) memcpy(db + i, t[4], rest);
     }

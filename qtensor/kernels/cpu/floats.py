@@ -16,7 +16,19 @@ from qtensor.kernels.cpu import native
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"gelu": 0, "qgelu": 1, "relu": 2, "silu": 3, "srelu": 4}
-_GATED = {"geglu": 0, "qgeglu": 1, "reglu": 2, "swiglu": 3, "sreglu": 4, "glu": 5}
+_GATED = {
+    "geglu": 0,
+    "qgeglu": 1,
+    "reglu": 2,
+    "swiglu": 3,
+    "sreglu": 4,
+    "glu": 5,
+    "clamped_swiglu": 6,
+}
+
+
+Clamp = tuple[float, float, float, float]
+"""The numbers of ``clamped_swiglu``: alpha, limit, offset, and 128 / alpha."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,10 @@ class _ActivationCall(ctypes.Structure):
         ("kind", _INT),
         ("gated", _INT),
         ("threads", _INT),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("bound", ctypes.c_float),
     )
 
 
@@ -228,9 +244,10 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
 
 
 def activation_call(
-    out: Tensor | None, x: Tensor, kind: str, dy: Tensor | None = None
+    out: Tensor | None, x: Tensor, kind: str, dy: Tensor | None, clamp: Clamp | None
 ) -> tuple[_ActivationCall, list[Tensor | None]]:
     """An activation, or a gradient where there is ``dy``, as the kernels take it, and the tensors that it points into."""
+    alpha, limit, offset, bound = clamp or (0.0,) * 4
     matrix, rows, cols, stride = _rows(x)
     gated = kind in _GATED
     cols = cols // 2 if gated else cols
@@ -249,16 +266,22 @@ def activation_call(
         kind=(_GATED if gated else _ACTIVATIONS)[kind],
         gated=gated,
         threads=_threads(rows * cols),
+        alpha=alpha,
+        limit=limit,
+        offset=offset,
+        bound=bound,
     )
     return call, [matrix, grad]
 
 
-def activation_(out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None) -> bool:
+def activation_(
+    out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
+) -> bool:
     """Write the activation, or the gradient of ``x`` where there is a ``dy``, which must have its dtype."""
     handle = readable(x, dy)
     if handle is None or not x.numel() or (dy is not None and dy.dtype is not x.dtype):
         return False
-    call, _alive = activation_call(out, x, kind, dy)
+    call, _alive = activation_call(out, x, kind, dy, clamp)
     handle.qt_activation(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
     return True
 
@@ -279,12 +302,17 @@ def norm_quantize_(
 
 
 def activation_quantize_(
-    y: Tensor | None, buffers: Sequence[Tensor], x: Tensor, kind: str, target: Target
+    y: Tensor | None,
+    buffers: Sequence[Tensor],
+    x: Tensor,
+    kind: str,
+    target: Target,
+    clamp: Clamp | None = None,
 ) -> bool:
     """Write the buffers of the activation in slot order (and the amax of delayed scaling), and ``y`` where it is kept."""
     if readable(x) is None or not x.numel():
         return False
-    call, _alive = activation_call(y, x, kind)
+    call, _alive = activation_call(y, x, kind, None, clamp)
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if kind in _GATED else 1)))
     return _fused(None, call, x.dtype, shape, y, buffers, target)
 

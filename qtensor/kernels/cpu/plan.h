@@ -100,6 +100,7 @@ struct ActivationCall {
     void* out;
     i64 rows, cols, stride, dy_stride;
     i32 kind, gated, threads;
+    float alpha, limit, offset, bound;  // of CLAMPED
 };
 
 // What a fused kernel quantizes, made a few rows at a time.

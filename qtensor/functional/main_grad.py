@@ -1,0 +1,41 @@
+"""Telling a weight that a backward pass has added its gradient to ``main_grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.library.gradient import REPORT_ACCUMULATED
+
+
+class ReportAccumulated(torch.autograd.Function):
+    """The output itself; its backward, which runs right before that of the layer, reports."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, report: Tensor) -> Tensor:
+        """``out``."""
+        ctx.save_for_backward(report)
+        ctx.set_materialize_grads(False)
+        return out.view_as(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """The gradient itself."""
+        if grad is not None:
+            REPORT_ACCUMULATED(*ctx.saved_tensors)
+        return grad, None
+
+
+def reporting(out: Any, report: Tensor) -> Any:
+    """``out``, whose gradient on its way to the layer calls what listens to the key ``report[0]``.
+
+    An op of its own and not a hook: hooks of what a compiled graph makes need compiled autograd.
+
+    Args:
+        out: (..., N), of a layer that adds its weight gradients to ``main_grad``; plain or quantized.
+        report: (2,) int64 on the CPU: see ``report_accumulated_``.
+    """
+    return ReportAccumulated.apply(out, report)

@@ -1,0 +1,97 @@
+"""The norm in front of a linear layer: its parameters, options and call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.errors import fail
+from qtensor.functional.norm import norm
+from qtensor.functional.parallel import Parallel
+
+NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+"""What users call a norm -> its kind in ``functional.norm``."""
+
+
+def eps_text(label: str, eps: float) -> str:
+    """An epsilon as text: Dynamo makes a float that a module holds symbolic, and compiles twice.
+
+    Raises:
+        QTensorError: no number >= 0.
+    """
+    if not isinstance(eps, float | int) or not eps >= 0:
+        fail(label, "eps must be a number >= 0", repr(eps), "Pass 1e-5, say")
+    return repr(float(eps))
+
+
+def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -> None:
+    """A norm that changes nothing."""
+    with torch.no_grad():
+        weight.fill_(0.0 if zero_centered_gamma else 1.0)
+        if bias is not None:
+            bias.zero_()
+
+
+class Normed:
+    """A part of modules that norm their input first.
+
+    Attributes:
+        normalization: "LayerNorm" or "RMSNorm".
+        kind: the same as ``functional.norm`` calls it.
+        zero_centered_gamma: the weight is stored less 1.
+        layer_norm_weight: (features,).
+        layer_norm_bias: (features,); None for RMSNorm.
+    """
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
+    def _set_norm(
+        self, label: str, normalization: str, eps: float, zero_centered_gamma: bool
+    ) -> None:
+        """Take up the options.
+
+        Raises:
+            QTensorError: no such norm, or an epsilon that is no number >= 0.
+        """
+        if normalization not in NORMALIZATIONS:
+            rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
+            fail(label, rule, repr(normalization), "Choose one of them")
+        self._eps = eps_text(label, eps)
+        self.normalization, self.kind = normalization, NORMALIZATIONS[normalization]
+        self.zero_centered_gamma = zero_centered_gamma
+
+    @property
+    def eps(self) -> float:
+        """What is added to the norm's variance."""
+        return float(self._eps)
+
+    def _make_norm(self, features: int, factory: dict[str, Any]) -> None:
+        self.layer_norm_weight = nn.Parameter(torch.empty(features, **factory))
+        has_bias = self.kind == "layernorm"
+        bias = nn.Parameter(torch.empty(features, **factory)) if has_bias else None
+        self.register_parameter("layer_norm_bias", bias)  # type: ignore[attr-defined]
+
+    def _reset_norm(self) -> None:
+        """A norm that changes nothing."""
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+
+    def _mark_norm(self, parallel: Parallel | None) -> None:
+        """Tell frameworks that its gradients are those of the rank's rows: Megatron sums what is marked over the group."""
+        if parallel is None or not parallel.sequence:
+            return
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def _norm(self, inp: Tensor) -> Tensor:
+        return norm(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            kind=self.kind,
+            eps=float(self._eps),
+            zero_centered_gamma=self.zero_centered_gamma,
+        )

@@ -1,0 +1,275 @@
+"""The library's own fused operations, and their entries in the table.
+
+On a CPU they save passes over memory and calls, not roundings: each gives the bytes of the operations that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from qtensor.library.direct import direct
+from qtensor.library.pointwise import SCALE, SCALE_ADD, add
+from qtensor.ops.activation import ACTIVATIONS
+from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, check_extra
+from qtensor.ops.fusions import FUSIONS, Fusion
+from qtensor.ops.grouped_linear import GroupedLinear
+from qtensor.ops.handover import Request, produce
+from qtensor.ops.linear import BasicLinear, Bias, bias_gradient
+from qtensor.ops.norm import LayerNorm, RMSNorm
+from qtensor.ops.operation import (
+    BackwardContext,
+    BasicOperation,
+    FusedOperation,
+    OperationContext,
+)
+from qtensor.ops.simple import ConstantScale
+from qtensor.recipes import Recipe
+
+_scale = direct(SCALE, 0)
+_scale_add = direct(SCALE_ADD, 0, 2)
+
+Extra = list[tuple[Tensor, ...]]
+GradExtra = list[tuple[Tensor | None, ...]]
+
+
+class _Fused(FusedOperation):
+    """A builder of its own: called with (operations, recipe)."""
+
+    reads_requests = True
+
+    def __init__(self, basic_ops: Sequence[BasicOperation], recipe: Recipe | None = None) -> None:
+        super().__init__(basic_ops)
+
+
+# ------------------------------------------------------------------------------------------------- forward
+
+
+class _ForwardLinear(_Fused):
+    """A product, its bias in the one rounding, and what a subclass does with the result."""
+
+    def finish(
+        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
+    ) -> Any:
+        """What comes behind product and bias."""
+        raise NotImplementedError
+
+    def finish_ctx(self, ctx: OperationContext, y: Tensor, kwargs: dict[str, Any]) -> None:
+        """What the backward of the last operation needs."""
+
+    def fuser_forward_compute(
+        self,
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+        next_op_input_request: Request | None = None,
+    ) -> tuple[Any, Extra, Any]:
+        """The result, and the product's."""
+        linear, *rest = self.basic_ops
+        bias = rest[0].bias if isinstance(rest[0], Bias) else None
+        call = basic_op_kwargs[0]["call"]
+        product = linear.multiply(input_, call, bias, call.dtype)
+        y = self.finish(
+            product.forward.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request
+        )
+        return y, [()] * len(self.basic_ops), product
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        returned: Any,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> None:
+        """As each operation by itself."""
+        linear, *rest = self.basic_ops
+        linear.keep(basic_op_ctxs[0], returned)
+        if isinstance(rest[0], Bias):
+            rest[0].op_forward_save_ctx(basic_op_ctxs[1], None, None)
+        self.finish_ctx(basic_op_ctxs[-1], returned.forward.out, basic_op_kwargs[-1])
+
+    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+        """The product's maxima."""
+        return [returned.forward.amaxes]
+
+
+class ForwardLinearBiasActivation(_ForwardLinear):
+    """[BasicLinear, Bias], and an activation behind them where there is one."""
+
+    def finish(
+        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
+    ) -> Any:
+        """The activation."""
+        last = self.basic_ops[-1]
+        if isinstance(last, Bias):
+            return produce(y, request)
+        return last.op_forward_compute(y, next_op_input_request=request, **kwargs[-1])[0]
+
+    def finish_ctx(self, ctx: OperationContext, y: Tensor, kwargs: dict[str, Any]) -> None:
+        """The activation's input."""
+        last = self.basic_ops[-1]
+        if not isinstance(last, Bias):
+            last.op_forward_save_ctx(ctx, y, None, **kwargs)
+
+
+class ForwardLinearBiasAdd(_ForwardLinear):
+    """[BasicLinear, AddExtraInput], with a Bias between or not."""
+
+    def finish(
+        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
+    ) -> Any:
+        """The sum."""
+        (other,) = extra[-1]
+        check_extra(self.basic_ops[-1], y, other)
+        return produce(add(y, other), request)
+
+
+class ForwardLinearScaleAdd(_ForwardLinear):
+    """[BasicLinear, ConstantScale, AddExtraInput], with a Bias behind the first or not."""
+
+    def finish(
+        self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
+    ) -> Any:
+        """The scaled sum, in one pass."""
+        (other,) = extra[-1]
+        check_extra(self.basic_ops[-1], y, other)
+        factor = self.basic_ops[-2].scale
+        return produce(_scale_add(y, factor, other), request)
+
+
+class ForwardGroupedMLP(_Fused):
+    """[GroupedLinear, activation, GroupedLinear]: where both read the same group sizes, the host reads them once."""
+
+    def fuser_forward_compute(
+        self,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+        next_op_input_request: Request | None = None,
+    ) -> tuple[Any, Extra, Any]:
+        """The result, and what each operation returned."""
+        first, activation, second = self.basic_ops
+        sizes, again = basic_op_extra_inputs[0][0], basic_op_extra_inputs[2][0]
+        hidden = first.multiply(input_, sizes, basic_op_kwargs[0]["call"])
+        a, _ = activation.op_forward_compute(hidden[0].out)
+        known = hidden[1].splits if again is sizes else None
+        out = second.multiply(a, again, basic_op_kwargs[2]["call"], known)
+        return produce(out[0].out, next_op_input_request), [()] * 3, (hidden, out)
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        returned: Any,
+        *,
+        basic_op_extra_inputs: Extra,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> None:
+        """As each operation by itself."""
+        first, activation, second = self.basic_ops
+        hidden, out = returned
+        first.keep(basic_op_ctxs[0], hidden)
+        activation.op_forward_save_ctx(basic_op_ctxs[1], hidden[0].out, None)
+        second.keep(basic_op_ctxs[2], out)
+
+    def published_by_op(self, returned: Any) -> list[list[Tensor]]:
+        """Maxima of both."""
+        hidden, out = returned
+        return [hidden[0].amaxes, [], out[0].amaxes]
+
+
+# ------------------------------------------------------------------------------------------------- backward
+
+
+class BackwardActivationBias(_Fused):
+    """[Bias, activation]: one gradient serves the bias and, quantized, the product before it."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[Any], GradExtra]:
+        """Gradients of input and bias."""
+        ctx = basic_op_ctxs[0]
+        dx = self.basic_ops[1].gradient(basic_op_ctxs[1], grad_output)
+        return produce(dx, ctx.grad_input_request), [[bias_gradient(dx, ctx)], ()], [(), ()]
+
+
+class BackwardAddNorm(_Fused):
+    """[MakeExtraOutput, RMSNorm or LayerNorm]: the norm's gradient and that of the residual branch."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[Any], GradExtra]:
+        """Gradients of input and parameters."""
+        (extra,) = basic_op_grad_extra_outputs[0]
+        dx, grads = self.basic_ops[1].gradients(basic_op_ctxs[1], grad_output)
+        dx = dx if extra is None else add(dx, extra)
+        return produce(dx, basic_op_ctxs[0].grad_input_request), [(), grads], [(), ()]
+
+
+class BackwardLinearAdd(_Fused):
+    """[MakeExtraOutput, BasicLinear]: dgrad and the gradient of the other branch."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[Any], GradExtra]:
+        """Gradients of input and weight."""
+        (extra,) = basic_op_grad_extra_outputs[0]
+        dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
+        dx = dx if extra is None or dx is None else add(dx, extra)
+        dx = dx if dx is None else produce(dx, basic_op_ctxs[0].grad_input_request)
+        return dx, [(), grads], [(), ()]
+
+
+class BackwardLinearScale(_Fused):
+    """[ConstantScale, BasicLinear]: dgrad times the factor."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[BackwardContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[Any], GradExtra]:
+        """Gradients of input and weight."""
+        dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
+        if dx is not None:
+            factor = self.basic_ops[0].scale
+            dx = produce(_scale(dx, factor), basic_op_ctxs[0].grad_input_request)
+        return dx, [(), grads], [(), ()]
+
+
+_FORWARD: list[tuple[tuple[Any, ...], Any]] = [
+    ((BasicLinear, Bias, ConstantScale, AddExtraInput), ForwardLinearScaleAdd),
+    ((BasicLinear, ConstantScale, AddExtraInput), ForwardLinearScaleAdd),
+    ((BasicLinear, Bias, AddExtraInput), ForwardLinearBiasAdd),
+    ((BasicLinear, AddExtraInput), ForwardLinearBiasAdd),
+    ((BasicLinear, Bias, ACTIVATIONS), ForwardLinearBiasActivation),
+    ((BasicLinear, Bias), ForwardLinearBiasActivation),
+    ((GroupedLinear, ACTIVATIONS, GroupedLinear), ForwardGroupedMLP),
+]
+_BACKWARD: list[tuple[tuple[Any, ...], Any]] = [
+    ((Bias, ACTIVATIONS), BackwardActivationBias),
+    ((MakeExtraOutput, (RMSNorm, LayerNorm)), BackwardAddNorm),
+    ((MakeExtraOutput, BasicLinear), BackwardLinearAdd),
+    ((ConstantScale, BasicLinear), BackwardLinearScale),
+]
+FUSIONS += [Fusion(pattern, builder, ("forward",)) for pattern, builder in _FORWARD]
+FUSIONS += [Fusion(pattern, builder, ("backward",)) for pattern, builder in _BACKWARD]

@@ -1,0 +1,173 @@
+"""LayerNorm, RMSNorm and L2Normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.errors import check, fail
+from qtensor.library.direct import direct
+from qtensor.library.fused import NORM_QUANTIZE
+from qtensor.library.norm import NORM, NORM_BACKWARD
+from qtensor.library.pointwise import L2_NORM, L2_NORM_BACKWARD
+from qtensor.modules.normed import eps_text, reset_norm
+from qtensor.ops.handover import Request, collected, produce
+from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
+
+_norm = direct(NORM, 0)
+_norm_quantize = direct(NORM_QUANTIZE, 0)
+_norm_backward = direct(NORM_BACKWARD, 0, 1)
+_l2_norm = direct(L2_NORM, 0)
+_l2_norm_backward = direct(L2_NORM_BACKWARD, 0, 1)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """(..., K) as (M, K)."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+class _Norm(BasicOperation):
+    """What the two norms with parameters share.
+
+    Args:
+        normalized_shape: K, or (K,).
+        eps: added to the variance.
+        zero_centered_gamma: the weight is stored less 1.
+        device: of the parameters; "meta" leaves them without data until ``reset_parameters``.
+        dtype: of the parameters; torch's default dtype if None.
+    """
+
+    kind = ""
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        *,
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        rule = "it normalizes over the last dim, of a positive size"
+        right = len(tuple(shape)) == 1 and shape[0] > 0
+        check(right, self.label, rule, normalized_shape, "Pass its size")
+        # As text: Dynamo would make a symbol of a float that it finds in an object.
+        self._eps = eps_text(self.label, eps)
+        self.zero_centered_gamma = zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
+        if self.kind == "layernorm":
+            self.bias = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    @property
+    def eps(self) -> float:
+        """What is added to the variance."""
+        return float(self._eps)
+
+    def reset_parameters(self) -> None:
+        """The norm alone."""
+        reset_norm(self.weight, self.bias, self.zero_centered_gamma)
+
+    def op_forward_compute(
+        self, input_: Tensor, *, next_op_input_request: Request | None = None
+    ) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """The normed input, quantized in the same pass where that was asked for."""
+        weight = self.weight
+        if input_.ndim == 0 or input_.shape[-1] != weight.shape[0]:
+            rule = f"the last dim must be {weight.shape[0]}"
+            fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+        rows = matrix(input_)
+        settings = (weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
+        request = next_op_input_request
+        if request is None or not request.canonical:
+            y, mean, rstd = _norm(rows, *settings, input_.dtype)
+            return y if rows is input_ else y.view(input_.shape), (mean, rstd)
+        *buffers, mean, rstd = _norm_quantize(
+            rows, *settings, input_.dtype, request.canonical, request.scale, None, request.seed
+        )
+        return collected(buffers, request, input_.shape, input_.dtype), (mean, rstd)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Tensor, returned: tuple[Tensor, Tensor]
+    ) -> None:
+        """The input and the statistics of its rows."""
+        ctx.save_for_backward(matrix(input_), self.weight, *returned)
+        ctx.shape = input_.shape
+
+    def gradients(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:
+        """Those of the input and the parameters."""
+        x, weight, mean, rstd = ctx.saved_tensors
+        has_bias = self.kind == "layernorm"
+        dx, dweight, dbias = _norm_backward(
+            matrix(grad_output),
+            x,
+            weight,
+            mean,
+            rstd,
+            self.kind,
+            self.zero_centered_gamma,
+            has_bias,
+        )
+        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        return dx, [dweight, dbias] if has_bias else [dweight]
+
+    def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
+        """As ``gradients``, quantized where that was asked for."""
+        dx, grads = self.gradients(ctx, grad_output)
+        return produce(dx, ctx.grad_input_request), grads
+
+    def extra_repr(self) -> str:
+        """Size and eps."""
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.weight.shape[0]}, eps={self._eps}{centered}"
+
+
+class LayerNorm(_Norm):
+    """LayerNorm over the last dim, in the bytes of docs/numerics.md."""
+
+    __doc__ += (_Norm.__doc__ or "")[len("What the two norms with parameters share.") :]
+    kind = "layernorm"
+
+
+class RMSNorm(_Norm):
+    """RMSNorm over the last dim, in the bytes of docs/numerics.md."""
+
+    __doc__ += (_Norm.__doc__ or "")[len("What the two norms with parameters share.") :]
+    kind = "rmsnorm"
+
+
+class L2Normalization(BasicOperation):
+    """``x / sqrt(max(sum(x^2), eps))`` over the last dim.
+
+    Args:
+        eps: the least sum of squares.
+    """
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self._eps = eps_text(self.label, eps)
+
+    def op_forward_compute(
+        self, input_: Tensor, *, next_op_input_request: Request | None = None
+    ) -> tuple[Any, Tensor]:
+        """The normed input."""
+        y, rnorm = _l2_norm(input_, float(self._eps))
+        return produce(y, next_op_input_request), rnorm
+
+    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: Tensor) -> None:
+        """The input, and the reciprocals of its norms."""
+        ctx.save_for_backward(input_, returned)
+
+    def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
+        """The gradient."""
+        x, rnorm = ctx.saved_tensors
+        dx = _l2_norm_backward(grad_output, x, rnorm, float(self._eps))
+        return produce(dx, ctx.grad_input_request), ()

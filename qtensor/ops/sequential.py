@@ -1,0 +1,201 @@
+"""A sequence of operations and modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.errors import DtypeError, check, fail
+from qtensor.ops.fuser import OperationFuser
+from qtensor.ops.operation import FusibleOperation
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+class Sequential(nn.Sequential):
+    """``torch.nn.Sequential`` whose neighbouring operations are fused, forward and backward.
+
+    Runs of ``qtensor.ops`` operations are one autograd function each; other modules run by themselves. Extra inputs are passed
+    behind the input, extra outputs come back behind the output.
+
+    Args:
+        *modules: operations and modules, or an ``OrderedDict`` of them.
+        fuse: False: run each operation by itself, in the same arithmetic.
+
+    Raises:
+        QTensorError: an operation that belongs to another sequence, or is there twice.
+    """
+
+    def __init__(self, *modules: Any, fuse: bool = True) -> None:
+        self.__dict__["_ready"] = False
+        super().__init__()
+        self.fuse = fuse
+        given = modules
+        if len(modules) == 1 and isinstance(modules[0], OrderedDict):
+            given = tuple(modules[0].items())
+        else:
+            given = tuple((str(i), module) for i, module in enumerate(modules))
+        for name, module in given:
+            if not isinstance(module, nn.Module):
+                rule = "a sequence is made of operations and modules"
+                label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
+                fail(label, rule, type(module).__name__, fix, DtypeError)
+            nn.Sequential.add_module(self, name, module)
+        self._ready = True
+        self._arrange()
+
+    # ---- structure ------------------------------------------------------------------------------------------
+
+    def _arrange(self) -> None:
+        """Group neighbouring operations, and take note that they are this sequence's."""
+        if not self.__dict__.get("_ready", False):
+            return
+        groups: list[Any] = []
+        run: list[Any] = []
+        for place, module in enumerate(self):
+            if not isinstance(module, FusibleOperation):
+                groups += [*self._fused(run), module]
+                run = []
+                continue
+            self._own(module, place)
+            run.append(module)
+        # Beside the submodules, not among them.
+        self.__dict__["_groups"] = (*groups, *self._fused(run))
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Fusers of neighbouring operations, and the modules between them."""
+        return self.__dict__["_groups"]
+
+    def explain(self, *inputs: Tensor) -> Any:
+        """Print how the sequence would run now: fused operations, quantization, bytes saved for backward.
+
+        Args:
+            *inputs: as for a call; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 1024 rows.
+
+        Returns:
+            What was printed, as a value: ``SequenceExplanation``.
+
+        Raises:
+            QTensorError: as the call itself.
+        """
+        # Fake tensors take a while to import, and nothing else needs them.
+        from qtensor.ops.explain import explain  # noqa: PLC0415
+
+        found = explain(self, *inputs)
+        print(found)
+        return found
+
+    def _fused(self, run: list[Any]) -> list[OperationFuser]:
+        return [OperationFuser(run, self.fuse)] if run else []
+
+    def _own(self, module: FusibleOperation, place: int) -> None:
+        owner = _OWNERS.get(module)
+        other = None if owner is None else owner()
+        if self.__dict__.get("_is_slice", False):
+            return
+        label = f"{type(module).__name__} (operation {place})"
+        if other is not None and other is not self and any(m is module for m in other):
+            rule = "an operation belongs to one sequence"
+            fail(label, rule, "one that is in another", "Make another operation")
+        twice = any(m is module for m in list(self)[:place])
+        rule = "an operation stands in a sequence once"
+        check(not twice, label, rule, "it again", "Make another one")
+        for op in (module, *module.basic_ops):
+            op.__dict__["_place"] = place
+        _OWNERS[module] = weakref.ref(self)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """A module, or for a slice a sequence of the same operations."""
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        part = Sequential(fuse=self.fuse)
+        part.__dict__["_is_slice"] = True
+        for name, module in list(self._modules.items())[idx]:
+            nn.Sequential.add_module(part, name, module)
+        part._arrange()
+        return part
+
+    def __setitem__(self, idx: int, module: nn.Module) -> None:
+        super().__setitem__(idx, module)
+        self._arrange()
+
+    def __delitem__(self, idx: slice | int) -> None:
+        super().__delitem__(idx)
+        self._arrange()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """See ``torch.nn.Module.add_module``."""
+        super().add_module(name, module)
+        self._arrange()
+
+    def append(self, module: nn.Module) -> Self:
+        """Add a module at the end."""
+        self.add_module(str(len(self)), module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Self:
+        """Add a module before another."""
+        super().insert(index, module)
+        self._arrange()
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        import copy  # noqa: PLC0415
+
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        state = {k: v for k, v in self.__dict__.items() if k != "_groups"}
+        new.__dict__.update(copy.deepcopy(state, memo))
+        new._arrange()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_groups"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._arrange()
+
+    # ---- the call -------------------------------------------------------------------------------------------
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor) -> Any:
+        """Run the sequence.
+
+        Args:
+            input: of the first module.
+            *extra_inputs: of the operations that take them, in their order.
+
+        Returns:
+            The output; behind it the extra outputs, where there are any.
+
+        Raises:
+            QTensorError: shapes, dtypes or extra inputs that do not fit, with the operation and its place.
+        """
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        x, taken = input, 0
+        extra_outputs: list[Tensor] = []
+        for group in self.__dict__["_groups"]:
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            stop = taken + group.n_extra_inputs
+            given = extra_inputs[taken:stop]
+            if len(given) != group.n_extra_inputs:
+                group.refuse(len(extra_inputs) - taken)
+            out = group(x, *given)
+            taken = stop
+            if isinstance(out, tuple):
+                x, *more = out
+                extra_outputs += more
+            else:
+                x = out
+        if taken != len(extra_inputs):
+            rule = f"it takes {taken} extra inputs"
+            fail("Sequential", rule, len(extra_inputs), "Pass as many")
+        return (x, *extra_outputs) if extra_outputs else x
