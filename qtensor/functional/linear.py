@@ -179,7 +179,7 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
         source, matrix, rows_shape = made, None, made.operand.shape
     quantizes = matrix is not None and plan.input and plan.weight
     at_once = quantizes and parallel is None and args.weight_workspace is None
-    found = _in_one_call(args, matrix) if at_once else _one_by_one(args, matrix)
+    found = _in_one_call(args, matrix) if at_once else _one_by_one(args, matrix)  # type: ignore[arg-type]
     out, kept_inp, kept_weight, workspace, amaxes = found
     if source.ndim != 2:
         out = out.view(*source.shape[:-1], out.shape[-1])
