@@ -249,7 +249,14 @@ def _run_observed(twin: Any, inputs: list[Tensor], log: _Log, parameters: set[in
         offset = len(log.rows)
         if not isinstance(group, OperationFuser):
             log.rows.append(Row(type(group).__name__, "itself", "itself"))
-            x = group(x)
+            count = getattr(group, "n_extra_inputs", None)
+            if count is None:
+                x = group(x)
+                continue
+            taken, extra = extra[:count], extra[count:]
+            out = group(x, *taken)
+            x, *more = out if isinstance(out, tuple) else (out,)
+            extra_outputs += more
             continue
         log.rows += [Row(_name(op)) for op in group.ops]
         count = group.n_extra_inputs

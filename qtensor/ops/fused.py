@@ -71,7 +71,7 @@ class _ForwardLinear(_Fused):
         linear, *rest = self.basic_ops
         bias = rest[0].bias if isinstance(rest[0], Bias) else None
         call = basic_op_kwargs[0]["call"]
-        product = linear.multiply(input_, call, bias, call.dtype)
+        product = linear.multiply(input_, call, bias, input_.dtype)
         y = self.finish(
             product.forward.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request
         )

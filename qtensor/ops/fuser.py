@@ -14,7 +14,7 @@ from torch import Tensor
 from qtensor.errors import DtypeError, check, fail
 from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
-from qtensor.ops.operation import BasicOperation, parameters_of
+from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
 from qtensor.ops.plan import Plan
 from qtensor.recipes import compile_constant
 
@@ -206,4 +206,4 @@ def _hands_over(input_: Any) -> bool:
     return bool(input_.numel() >= HAND_OVER_FROM)
 
 
-BasicOperation.fuser_class = OperationFuser
+FusibleOperation.fuser_class = OperationFuser

@@ -78,6 +78,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         """The forward, pure; ``known``: checked splits, for which ``m_splits`` is not read again."""
         self._check_input(input_, self.weight0, call.plan, self._options)
         args = call.with_tensors(input_, call.weights, call.biases)
+        args.dtype = input_.dtype
         args.splits = self._splits(input_, m_splits) if known is None else known
         return _grouped_forward_impl(args), args
 

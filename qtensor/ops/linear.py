@@ -40,7 +40,6 @@ class LinearCall(NamedTuple):
     """What one call of a linear layer is made with: plain values, and tensors of state."""
 
     plan: LinearPlan
-    dtype: torch.dtype
     inp_requires_grad: bool
     weight_requires_grad: bool
     delayed: DelayedCall | None
@@ -94,7 +93,7 @@ class BasicLinear(LinearModule, BasicOperation):
         args.plan = self._plan(args, self._recipe_key(), "weight", self._options)
         self._complete(args, like, "weight", self._options, Call())
         call = LinearCall(
-            args.plan, like.dtype, input_requires_grad, wgrad, args.delayed, args.seeds, args.wgrad
+            args.plan, input_requires_grad, wgrad, args.delayed, args.seeds, args.wgrad
         )
         return {"call": call}
 
@@ -165,8 +164,8 @@ class BasicLinear(LinearModule, BasicOperation):
         unrounded = next_op_input_request is not None and not next_op_input_request.canonical
         if unrounded and self._options.parallel is None:
             result = self.multiply(input_, call, None, torch.float32)
-            return Unrounded(result.forward.out, call.dtype), result
-        result = self.multiply(input_, call, None, call.dtype)
+            return Unrounded(result.forward.out, input_.dtype), result
+        result = self.multiply(input_, call, None, input_.dtype)
         return result.forward.out, result
 
     def op_forward_save_ctx(
@@ -286,6 +285,10 @@ class Linear(FusedOperation):
                 self._reset_bias()
         self.register_state_dict_post_hook(_flat_names)
         self.register_load_state_dict_pre_hook(_nested_names)
+
+    def backward_dw(self) -> None:
+        """See ``qtensor.Linear``, under ``delay_wgrad_compute=True``."""
+        self.linear.backward_dw()
 
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Linear`` does."""

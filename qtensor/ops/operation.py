@@ -116,6 +116,8 @@ class FusibleOperation(nn.Module):
     num_extra_outputs: int = 0
     op_is_split: ClassVar[bool | None] = None
     fuser_is_split: ClassVar[bool | None] = None
+    fuser_class: ClassVar[Any] = None
+    """What runs an operation that is called by itself; set where it is defined, which needs operations."""
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -141,6 +143,17 @@ class FusibleOperation(nn.Module):
         """Whether tracing may see the forward."""
         raise NotImplementedError
 
+    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
+        """The operation alone."""
+        fuser = self.__dict__.get("_own_fuser")
+        if fuser is None:
+            fuser = self.__dict__["_own_fuser"] = self.fuser_class([self])
+        return fuser(input_, *extra_inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What runs the operation alone is made anew: plans are known by a number of this process.
+        return {k: v for k, v in self.__dict__.items() if k != "_own_fuser"}
+
 
 class BasicOperation(FusibleOperation, is_base=True):
     """An operation that stands for itself.
@@ -153,8 +166,6 @@ class BasicOperation(FusibleOperation, is_base=True):
     """For each extra input the channel that brings it from within the sequence; None for one that the caller passes."""
     output_channels: tuple[str | None, ...] = ()
     """For each extra output the channel that it goes into; None for one that the caller gets."""
-    fuser_class: ClassVar[Any] = None
-    """What runs an operation that is called by itself; set where it is defined, which needs operations."""
     reads_unrounded: ClassVar[bool] = False
     """Whether a linear layer before hands over its float32 sums, which are then rounded once, here."""
 
@@ -204,7 +215,7 @@ class BasicOperation(FusibleOperation, is_base=True):
         """Values and tensors of this call, for both phases of the forward; made before it, outside of autograd.
 
         Args:
-            like: the input of the whole sequence: its device and dtype count.
+            like: the input of the whole sequence, for its device; its dtype need not be that of the operation's input.
             input_requires_grad: whether a gradient of this operation's input is asked for.
         """
         return {}
@@ -300,13 +311,6 @@ class BasicOperation(FusibleOperation, is_base=True):
     def _missing(self, what: str) -> Any:
         rule = f"a basic operation defines {what}"
         fail(self.label, rule, "none", "Define it in the class", UnsupportedError)
-
-    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
-        """The operation alone."""
-        fuser = self.__dict__.get("_own_fuser")
-        if fuser is None:
-            fuser = self.__dict__["_own_fuser"] = self.fuser_class([self])
-        return fuser(input_, *extra_inputs)
 
 
 class FusedOperation(FusibleOperation, is_base=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import OrderedDict
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,32 @@ from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def _check_module(name: Any, module: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        QTensorError: with its type.
+    """
+    if not isinstance(module, nn.Module):
+        rule = "a sequence is made of operations and modules"
+        label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
+        fail(label, rule, type(module).__name__, fix, DtypeError)
+
+
+def _autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """The dtype that ``torch.autocast`` asks for, None without it."""
+    kind = like.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """As torch.autocast casts: float64 and what is no floating point number stays as it is."""
+    moves = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+    return t.to(dtype) if moves else t
 
 
 class Sequential(nn.Sequential):
@@ -41,10 +69,7 @@ class Sequential(nn.Sequential):
         else:
             given = tuple((str(i), module) for i, module in enumerate(modules))
         for name, module in given:
-            if not isinstance(module, nn.Module):
-                rule = "a sequence is made of operations and modules"
-                label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
-                fail(label, rule, type(module).__name__, fix, DtypeError)
+            _check_module(name, module)
             nn.Sequential.add_module(self, name, module)
         self._ready = True
         self._arrange()
@@ -71,6 +96,21 @@ class Sequential(nn.Sequential):
     def groups(self) -> tuple[Any, ...]:
         """Fusers of neighbouring operations, and the modules between them."""
         return self.__dict__["_groups"]
+
+    @property
+    def n_extra_inputs(self) -> int:
+        """How many tensors a call takes behind the input; those of sequences inside of it count."""
+        counting = (OperationFuser, Sequential)
+        return sum([g.n_extra_inputs for g in self.groups if isinstance(g, counting)])
+
+    def refuse(self, given: int) -> NoReturn:
+        """Refuse another number of extra inputs than ``n_extra_inputs``.
+
+        Raises:
+            QTensorError: with both numbers.
+        """
+        rule = f"it takes {self.n_extra_inputs} extra inputs"
+        fail("Sequential", rule, given, "Pass as many")
 
     def explain(self, *inputs: Tensor) -> Any:
         """Print how the sequence would run now: fused operations, quantization, bytes saved for backward.
@@ -121,18 +161,47 @@ class Sequential(nn.Sequential):
         part._arrange()
         return part
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Group anew after a change, however many steps it has; one that is refused leaves the sequence as it was."""
+        if not self.__dict__.get("_ready", False):
+            yield
+            return
+        before = self._modules.copy()
+        self.__dict__["_ready"] = False
+        try:
+            yield
+            self.__dict__["_ready"] = True
+            self._arrange()
+        except Exception:
+            self.__dict__.update(_ready=True, _modules=before)
+            self._arrange()
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Tools that replace modules set them as attributes: ``sequence.set_submodule("0", other)``.
+        replaces = name in self.__dict__.get("_modules", ())
+        with self._changing() if replaces or name == "fuse" else contextlib.nullcontext():
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        with self._changing():
+            super().__delattr__(name)
+
     def __setitem__(self, idx: int, module: nn.Module) -> None:
-        super().__setitem__(idx, module)
-        self._arrange()
+        _check_module(idx, module)
+        with self._changing():
+            super().__setitem__(idx, module)
 
     def __delitem__(self, idx: slice | int) -> None:
-        super().__delitem__(idx)
-        self._arrange()
+        with self._changing():
+            super().__delitem__(idx)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """See ``torch.nn.Module.add_module``."""
-        super().add_module(name, module)
-        self._arrange()
+        _check_module(name, module)
+        with self._changing():
+            super().add_module(name, module)
 
     def append(self, module: nn.Module) -> Self:
         """Add a module at the end."""
@@ -141,9 +210,17 @@ class Sequential(nn.Sequential):
 
     def insert(self, index: int, module: nn.Module) -> Self:
         """Add a module before another."""
-        super().insert(index, module)
-        self._arrange()
+        _check_module(index, module)
+        with self._changing():
+            super().insert(index, module)
         return self
+
+    def __copy__(self) -> Self:
+        """Another sequence of the same operations, as a slice is."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__getstate__(), _modules=self._modules.copy(), _is_slice=True)
+        new._arrange()
+        return new
 
     def __deepcopy__(self, memo: Any) -> Self:
         new = type(self).__new__(type(self))
@@ -175,26 +252,28 @@ class Sequential(nn.Sequential):
         Raises:
             QTensorError: shapes, dtypes or extra inputs that do not fit, with the operation and its place.
         """
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        if not isinstance(input, Tensor):
+            fail("Sequential", "the input must be a tensor", type(input).__name__, "Pass one")
+        cast_to = _autocast_dtype(input)
         x, taken = input, 0
         extra_outputs: list[Tensor] = []
         for group in self.__dict__["_groups"]:
-            if not isinstance(group, OperationFuser):
+            if not isinstance(group, (OperationFuser, Sequential)):
                 x = group(x)
                 continue
-            stop = taken + group.n_extra_inputs
-            given = extra_inputs[taken:stop]
-            if len(given) != group.n_extra_inputs:
-                group.refuse(len(extra_inputs) - taken)
+            count = group.n_extra_inputs
+            given = extra_inputs[taken : taken + count]
+            if len(given) != count:
+                group.refuse(len(given))
+            taken += count
+            if cast_to is not None and isinstance(group, OperationFuser):
+                x, given = _cast(x, cast_to), tuple([_cast(t, cast_to) for t in given])
             out = group(x, *given)
-            taken = stop
             if isinstance(out, tuple):
                 x, *more = out
                 extra_outputs += more
             else:
                 x = out
         if taken != len(extra_inputs):
-            rule = f"it takes {taken} extra inputs"
-            fail("Sequential", rule, len(extra_inputs), "Pass as many")
+            self.refuse(len(extra_inputs))
         return (x, *extra_outputs) if extra_outputs else x
