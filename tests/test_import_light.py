@@ -100,8 +100,8 @@ def test_every_name_loads():
 
 
 def test_an_unknown_name():
-    done = run("import qtensor; qtensor.Linaer", "")
-    assert "module 'qtensor' has no attribute 'Linaer'" in done.stderr
+    done = run("import qtensor; qtensor.Lineer", "")
+    assert "module 'qtensor' has no attribute 'Lineer'" in done.stderr
 
 
 def test_a_first_use_in_compiled_code(tmp_path):
