@@ -143,6 +143,13 @@ def training_cases() -> Iterator[Case]:
         yield Case(group, f"{recipe}, {name}", ours, theirs, limit, has_target=limit is not None)
 
 
+def block_cases() -> Iterator[Case]:
+    """An MLP block as a module and as a sequence of operations."""
+    group = f"training, MLP block of {training.SIZE}, {training.SIZE} tokens"
+    for label, name, ours, _, _ in training.block_jobs():
+        yield Case(group, f"{label}, {name}", ours, None, None, has_target=False)
+
+
 def compile_rows(repeats: int) -> list[Row]:
     """Cold seconds until a small MLP has run once, forward and backward."""
     medians: dict[str, tuple[Timing, Timing]] = {}
@@ -250,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPE, generator=seed).bfloat16()
     measured = [*wrapper_cases(x, torchao), *format_cases(seed, torchao), *training_cases()]
+    measured += block_cases()
     rows = [measure_case(case, bursts, chosen.threads) for case in measured]
     rows += compile_rows(1 if chosen.quick else 3)
     rows.append(import_row(IMPORT_RUNS[chosen.quick], torchao is not None))

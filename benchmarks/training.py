@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 import qtensor
 from benchmarks import suite
-from qtensor import recipes
+from qtensor import ops, recipes
 
 SIZE = 32
 LIMITS_US = {
@@ -71,6 +71,48 @@ def jobs() -> Iterator[Job]:
             for i, name in enumerate(names):
                 limit = LIMITS_US[name] if current else None
                 yield label, name, own[i], theirs[i] if current else None, limit
+
+
+class _Residual(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(x)
+
+
+def blocks() -> dict[str, nn.Module]:
+    """RMSNorm, fc1, SwiGLU, fc2 and the residual: the module, the sequence, and the sequence without fusions."""
+    options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+
+    def sequence(fuse: bool) -> nn.Module:
+        return ops.Sequential(
+            ops.MakeExtraOutput(channel="residual"),
+            ops.RMSNorm(SIZE),
+            ops.Linear(SIZE, 4 * SIZE, bias=False),
+            ops.SwiGLU(),
+            ops.Linear(2 * SIZE, SIZE, bias=False),
+            ops.AddExtraInput(channel="residual"),
+            fuse=fuse,
+        )
+
+    return {
+        "LayerNormMLP": _Residual(qtensor.LayerNormMLP(SIZE, 2 * SIZE, **options)),
+        "ops.Sequential": sequence(True),
+        "ops.Sequential, fuse=False": sequence(False),
+    }
+
+
+def block_jobs() -> Iterator[Job]:
+    """Every timed call of the blocks."""
+    for recipe in RECIPES[:3]:
+        region = qtensor.autocast(recipe=recipe)
+        for name, block in blocks().items():
+            forward, both = _calls(region(block))
+            label = f"{type(recipe).__name__}, {name}"
+            yield label, "forward", forward, None, None
+            yield label, "forward + backward", both, None, None
 
 
 def compile_seconds(make: Callable[[], nn.Module | None]) -> tuple[float, float] | None:

@@ -37,13 +37,23 @@ def _grouped_ops(cell: Cell) -> bool:
     return "grouped" in cell["name"] and cell["case"].name not in ("fp8_delayed", "mxfp8", "nvfp4")
 
 
+_ONE_CODE = ("GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")
+"""Activations that differ from SwiGLU by a name."""
+_BACKWARD = ("Dropout", "ExtraInput", "GroupedLinear", "L2Normalization", "Quantize", "add_rmsnorm")
+"""Operations whose backward has something of its own: random numbers, channels, splits, norms, subclasses."""
+
+
 def _ops(cell: Cell) -> bool:
     """Operations meet every recipe in the MLP block, and each operation one recipe of blocks."""
-    return not cell["name"].startswith("mlp_with") and cell["recipe"] != "mxfp8"
+    block = cell["name"] == "mlp_with_biases"
+    return not block and (cell["recipe"] != "mxfp8" or cell["name"] in _ONE_CODE)
 
 
 def _ops_backward(cell: Cell) -> bool:
-    return _ops(cell) or (cell["forward"] == "compiled" and cell["recipe"] not in STATE_AND_RANDOM)
+    compiled = cell["forward"] == "compiled"
+    if cell["name"] == "mlp_with_biases":
+        return compiled and cell["recipe"] not in STATE_AND_RANDOM
+    return compiled or cell["recipe"] != "mxfp8" or cell["name"] not in _BACKWARD
 
 
 RULES: dict[str, Callable[[Cell], bool]] = {

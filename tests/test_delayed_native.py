@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -55,23 +57,21 @@ def test_begin(monkeypatch, algorithm, length, gradients):
     generator = torch.Generator().manual_seed(length)
     largest = [value for value in LARGEST for _ in range(gradients)]
     for i in range(60):
-        step = torch.tensor([i % 4])
-        tensors = given(8, gradients, generator)
-        margin, advance = (0, 3, 140)[i % 3], i % 7 != 0
-        both(
-            monkeypatch,
-            "begin_",
-            lambda *t: ops.delayed_begin_(
-                *t,
-                step,
-                advance,
-                length,
-                algorithm,
-                margin,
-                largest,
-            ),
-            tensors,
-        )
+        rest = (i % 7 != 0, length, algorithm, (0, 3, 140)[i % 3], largest)
+        call = functools.partial(begin, torch.tensor([i % 4]), rest)
+        both(monkeypatch, "begin_", call, given(8, gradients, generator))
+
+
+def begin(step, rest, *tensors):
+    return ops.delayed_begin_(*tensors, step, *rest)
+
+
+def record(found, first, history):
+    ops.record_amax_(history, found, first)
+
+
+def record_gradient(found, ticket, cell, cell_step):
+    ops.record_gradient_amax_(cell, cell_step, found, ticket)
 
 
 def test_record(monkeypatch):
@@ -80,18 +80,9 @@ def test_record(monkeypatch):
         _, history, steps, cell, cell_step = given(4, 2, generator)
         found = [history[1, :1].clone(), history[2, 1:3].clone()]
         for first in (0, 1, 3):
-            both(
-                monkeypatch,
-                "record_",
-                lambda t: ops.record_amax_(t, found, first),  # noqa: B023 - called at once
-                [history],
-            )
-        both(
-            monkeypatch,
-            "record_gradient_",
-            lambda *t: ops.record_gradient_amax_(*t, [history[3, :2].clone()], steps),  # noqa: B023
-            [cell, cell_step],
-        )
+            both(monkeypatch, "record_", functools.partial(record, found, first), [history])
+        call = functools.partial(record_gradient, [history[3, :2].clone()], steps)
+        both(monkeypatch, "record_gradient_", call, [cell, cell_step])
 
 
 def test_what_native_code_leaves_to_torch():

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = 5
 MAX_SHARE = 0.15
 """Of the time that ``import torch`` takes beside it, about a second: seconds alone would measure the machine."""
-MAX_MODULES = 85
+MAX_MODULES = 90
 HEAVY = (
     "triton",
     "torch._inductor",
@@ -100,8 +100,8 @@ def test_every_name_loads():
 
 
 def test_an_unknown_name():
-    done = run("import qtensor; qtensor.Linaer", "")
-    assert "module 'qtensor' has no attribute 'Linaer'" in done.stderr
+    done = run("import qtensor; qtensor.Lineer", "")
+    assert "module 'qtensor' has no attribute 'Lineer'" in done.stderr
 
 
 def test_a_first_use_in_compiled_code(tmp_path):

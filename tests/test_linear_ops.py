@@ -12,7 +12,7 @@ from linear_cases import backward_arguments, forward_arguments, kept_text
 
 import qtensor
 from qtensor.kernels.cpu import program
-from qtensor.library import gemm, linear, small_linear
+from qtensor.library import gemm, linear, small
 from qtensor.library.codec import by_name, parse
 from qtensor.library.define import FILLS
 from qtensor.library.linear import forward_by_ops, places
@@ -49,8 +49,8 @@ class Refused:
 
     def __enter__(self) -> None:
         for module, name in (
-            (linear.small_linear, "forward_"),
-            (linear.small_linear, "backward_"),
+            (linear.small, "forward_"),
+            (linear.small, "backward_"),
             (gemm.small, "multiply_"),
         ):
             self.monkeypatch.setattr(module, name, lambda *args: False)
@@ -152,11 +152,33 @@ def test_what_programs_leave_to_the_ops():
     for sizes in ((1, 32, 32), (32, 512, 160), (32, 32, 1)):
         args = forward_arguments(q, sizes)
         outputs = torch.ops.qtensor.linear_forward(*args)
-        assert not small_linear.forward_(outputs, args[:6], None, None, (None, None))
+        assert not small.forward_(outputs, args[:6], None, None, (None, None))
         same(outputs, forward_by_ops(*args))
     args = list(forward_arguments(q))
     args[0] = args[0].t().contiguous().t()
     same(torch.ops.qtensor.linear_forward(*args), forward_by_ops(*args))
+
+
+def test_sizes_that_do_not_meet_reach_no_kernel():
+    """The ops trust their callers; what does not fit is refused by torch, not read past its end."""
+    q = qtensor.quantizer("fp8", columnwise=True)
+    args = list(forward_arguments(q))
+    args[3] = torch.randn(64, 32)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch.ops.qtensor.linear_forward(*args)
+    args = list(backward_arguments(q))
+    args[0] = torch.randn(48, 64)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch.ops.qtensor.linear_backward(*args)
+    delayed = qtensor.quantizer("fp8_delayed", columnwise=True)
+    args = list(backward_arguments(delayed))
+    args[-2] = torch.ones(2)
+    with pytest.raises(qtensor.QTensorError):
+        torch.ops.qtensor.linear_backward(*args)
+    x, w = (q.quantize(torch.randn(32, k)) for k in (64, 32))
+    sides = (x.buffers(), q.canonical, [32, 64], w.buffers(), q.canonical, [32, 32])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch.ops.qtensor.gemm(*sides, "TN", torch.float32)
 
 
 def test_the_product_of_programs_is_that_of_torch():

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from compile_helpers import ordinary, seeded
+from delayed_cases import (
+    advance_step_,
+    delayed_begin_,
+    merged_history,
+    record_amax_,
+    record_gradient_amax_,
+)
 from formats import BY_NAME, FORMATS, FormatCase
 from linear_cases import linear_backward, linear_forward
+from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
 
 import qtensor
@@ -207,40 +215,6 @@ def report_accumulated_(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([0, 2]),), {}
 
 
-def delayed_state() -> tuple[Tensor, ...]:
-    """scale, history, steps, cell, cell_step of three tensors, with maxima in it."""
-    steps, cell_step = torch.tensor([3, 2]), torch.tensor([3])
-    return torch.rand(3) + 1, torch.rand(8, 3), steps, torch.rand(1), cell_step
-
-
-def merged_history(case: FormatCase) -> Iterator[Sample]:
-    _, history, *rest = delayed_state()
-    yield (history, *rest, 4), {}
-
-
-def delayed_begin_(case: FormatCase) -> Iterator[Sample]:
-    largest = [448.0, 448.0, 57344.0]
-    for step, advance in ((4, True), (3, True), (4, False)):
-        call = (torch.tensor([step]), advance, 4, "max", 0, largest)
-        yield (*delayed_state(), *call), {}
-    yield (*delayed_state(), *call), {"rows": torch.rand(4, 3), "new_scale": torch.rand(3)}
-
-
-def record_amax_(case: FormatCase) -> Iterator[Sample]:
-    yield (torch.rand(8, 3), [torch.rand(1), torch.rand(1)], 0), {}
-    yield (torch.rand(8, 3), [torch.rand(1)], 1), {}
-
-
-def record_gradient_amax_(case: FormatCase) -> Iterator[Sample]:
-    for step, consumed in ((3, 2), (4, 3)):
-        ticket = torch.tensor([step, consumed])
-        yield (torch.rand(1), torch.tensor([3]), [torch.rand(1)], ticket), {}
-
-
-def advance_step_(case: FormatCase) -> Iterator[Sample]:
-    yield (torch.zeros(1, dtype=torch.int64),), {}
-
-
 SIZES = ([20, 0, 13], [33, 0, 0])
 
 
@@ -324,33 +298,6 @@ def grouped_wgrad_accumulate_(case: FormatCase) -> Iterator[Sample]:
 def postpone_grouped_wgrad_(case: FormatCase) -> Iterator[Sample]:
     for call in groups(case):
         yield (torch.zeros(1, dtype=torch.int64), 0, *wgrad_operands(case, call)), {}
-
-
-def pointwise(name: str) -> Callable[[FormatCase], Iterator[Sample]]:
-    """The small ops of sequences."""
-
-    def samples(case: FormatCase) -> Iterator[Sample]:
-        for x in (torch.randn(6, 40).half(), torch.randn(3, 2, 5), torch.randn(0, 4)):
-            y = torch.randn_like(x)
-            _, rnorm = torch.ops.qtensor.l2_norm(x, 1e-6)
-            seed = torch.tensor([3])
-            yield (
-                {
-                    "add": (x, y),
-                    "scale": (x, 0.3),
-                    "scale_add": (x, 0.3, y),
-                    "bias_add": (x, torch.randn(x.shape[-1]), torch.bfloat16),
-                    "dropout": (x, 0.5, seed),
-                    "l2_norm": (x, 1e-6),
-                    "l2_norm_backward": (y, x, rnorm, 1e-6),
-                }[name],
-                {},
-            )
-
-    return samples
-
-
-POINTWISE = ("add", "scale", "scale_add", "bias_add", "dropout", "l2_norm", "l2_norm_backward")
 
 
 def grouped_bias_grad(case: FormatCase) -> Iterator[Sample]:

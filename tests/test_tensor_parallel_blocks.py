@@ -110,10 +110,11 @@ def test_every_block(ranks: Ranks, name: str, backend: str) -> None:
 MLPS = [b for b in BLOCKS if b.activation]
 
 
-def test_recomputed_activations(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", ["", "aot_eager"], ids=["eager", "aot_eager"])
+def test_recomputed_activations(ranks: Ranks, backend: str) -> None:
     """The sum over ranks is taken again in the second run of fc2."""
     recipe = RECIPES["current"]
-    results = ranks.run(run_zoo, recipe, "", MLPS, {"recompute_activation": True})
+    results = ranks.run(run_zoo, recipe, backend, MLPS, {"recompute_activation": True})
     for i, block in enumerate(MLPS):
         want = block_oracle(block, recipe, tensors(block), [ones(), ones()])
         for rank in range(SIZE):
@@ -221,6 +222,26 @@ def test_delayed_scaling(ranks: Ranks, block: Block, reduce: bool, backend: str)
                     states[layer][rank][role] = new
     equal = all(torch.equal(results[0][-1][1][i], results[1][-1][1][i]) for i in layers)
     assert equal == reduce
+
+
+def run_apart(block: Block) -> list[Tensor]:
+    """Factors of each layer after two steps of a recipe that does not reduce, in a region with a group."""
+    rank = dist.get_rank()
+    module = build(block, tensors(block), rank, dist.group.WORLD)
+    recipe = qtensor.recipes.DelayedScaling(amax_history_len=4, reduce_amax=False)
+    for s in range(2):
+        t = tensors(block, s)
+        with within(recipe, amax_reduction_group=dist.group.WORLD):
+            step(module, module, block.local(t.x, rank), outer_gradient(block, t.dy, rank))
+    return [v for k, v in module.state_dict().items() if k.endswith(".scale")]
+
+
+def test_a_recipe_that_does_not_reduce(ranks: Ranks) -> None:
+    block = BLOCKS[5]
+    alone = [found[1][1] for found in ranks.run(run_delayed, block, False, "")]
+    for got, want in zip(ranks.run(run_apart, block), alone, strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert_same_bytes(a, b)
 
 
 # ---- initial values -----------------------------------------------------------------------------------

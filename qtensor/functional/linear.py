@@ -95,16 +95,9 @@ def quantize_weight_buffers(args: LinearFwdArgs) -> tuple[Operand, Tensor | None
     return operand, amax, True
 
 
-class _Products(NamedTuple):
-    """What forward computes before anything is reduced over ranks."""
-
-    out: Tensor
-    inp: Operand | None
-    """What wgrad will read, None for the input itself."""
-    weight: Operand | None
-    """What dgrad will read, None for the weight itself."""
-    new_weight_workspace: list[Tensor]
-    amaxes: list[Tensor]
+_Products = tuple[Tensor, Operand | None, Operand | None, list[Tensor], list[Tensor]]
+"""What forward computes before anything is reduced over ranks: the product; what wgrad will read, None for the input itself;
+what dgrad will read, None for the weight itself; the new workspace of the weight; amaxes."""
 
 
 def _reads_input_itself(args: LinearFwdArgs) -> bool:
@@ -138,10 +131,10 @@ def _in_one_call(args: LinearFwdArgs, x: Tensor) -> _Products:
     inp = Operand(kept_x, x_kept, x.shape) if x_kept else None
     weight = Operand(kept_w, w_kept, args.weight.shape) if plan.saved_weight else None
     if not args.cache_weight:
-        return _Products(out, inp, weight, [], amaxes)
+        return out, inp, weight, [], amaxes
     if weight is not None:
         weight = column_part(weight) if plan.backward_override is None else row_part(weight)
-    return _Products(out, inp, weight, kept_w, amaxes)
+    return out, inp, weight, kept_w, amaxes
 
 
 def _input_operand(args: LinearFwdArgs, matrix: Tensor | None) -> tuple[Operand, Tensor | None]:
@@ -165,7 +158,7 @@ def _one_by_one(args: LinearFwdArgs, matrix: Tensor | None) -> _Products:
     saved = row_part if plan.backward_override == "dequantized" else column_part
     plain = plan.backward_override == "high_precision"
     keep = args.cache_weight and not from_workspace and bool(w.canonical)
-    return _Products(
+    return (
         out,
         None if plain or _reads_input_itself(args) or not plan.input else saved(x),
         None if plain or not w.canonical else saved(w),
@@ -179,15 +172,15 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     plan, parallel = args.plan, args.parallel
     made = args.made
     if made is None:
-        source: Tensor | Quantized = gather_input(args.inp, parallel)
-        matrix = _matrix(source)  # type: ignore[arg-type]
+        source: Any = args.inp if parallel is None else gather_input(args.inp, parallel)
+        matrix = source if source.ndim == 2 else _matrix(source)
         rows_shape: Any = matrix.shape
     else:
         source, matrix, rows_shape = made, None, made.operand.shape
     quantizes = matrix is not None and plan.input and plan.weight
     at_once = quantizes and parallel is None and args.weight_workspace is None
     found = _in_one_call(args, matrix) if at_once else _one_by_one(args, matrix)  # type: ignore[arg-type]
-    out = found.out
+    out, kept_inp, kept_weight, workspace, amaxes = found
     if source.ndim != 2:
         out = out.view(*source.shape[:-1], out.shape[-1])
     if parallel is not None:
@@ -199,20 +192,20 @@ def _linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     aliases: list[str | None] = []
     attrs: dict[str, Any] = {"rows_shape": rows_shape, "n_inp": 0, "n_weight": 0}
     if args.weight_requires_grad:
-        saved = found.inp
+        saved = kept_inp
         attrs["n_inp"] = 1 if saved is None else len(saved.buffers)
         attrs["inp_quantizer"] = "" if saved is None else saved.canonical
         attrs["requantize_input"] = _reads_input_itself(args) and bool(plan.input)
         to_save += [None] if saved is None else saved.buffers
         aliases += ["inp"] if saved is None else [None] * len(saved.buffers)
     if args.inp_requires_grad:
-        saved = found.weight
+        saved = kept_weight
         attrs["n_weight"] = 1 if saved is None else len(saved.buffers)
         attrs["weight_quantizer"] = "" if saved is None else saved.canonical
         to_save += [None] if saved is None else saved.buffers
         aliases += ["weight"] if saved is None else [None] * len(saved.buffers)
     attrs["saved_tensor_aliases"] = tuple(aliases)
-    return LinearForward(out, found.new_weight_workspace, to_save, attrs, found.amaxes)
+    return LinearForward(out, workspace, to_save, attrs, amaxes)
 
 
 def _linear_setup_ctx(
@@ -367,14 +360,15 @@ def _linear_backward(
     grad, made = args.grad_output, args.made
     if grad is None and made is None:
         return None, None, None
+    parallel = args.parallel
     if made is None:
-        full: Any = gather_gradient(grad, args.parallel)  # type: ignore[arg-type]
-        matrix = _matrix(full)
+        full: Any = grad if parallel is None else gather_gradient(grad, parallel)  # type: ignore[arg-type]
+        matrix = full if full.ndim == 2 else _matrix(full)
     else:
         full, matrix = made, None
     at_once = (
         matrix is not None
-        and args.parallel is None
+        and parallel is None
         and args.plan.grad_output
         and (args.inp is None or args.inp.canonical)
         and (args.weight is None or args.weight.canonical)
@@ -389,7 +383,8 @@ def _linear_backward(
     if dgrad is not None:
         if full.ndim != 2:
             dgrad = dgrad.view(*full.shape[:-1], dgrad.shape[-1])
-        dgrad = reduce_gradient(dgrad, args.parallel)
+        if parallel is not None:
+            dgrad = reduce_gradient(dgrad, parallel)
     if grad_bias is not None and args.bias_dtype is not None and grad_bias.dtype != args.bias_dtype:
         grad_bias = grad_bias.to(args.bias_dtype)
     return wgrad, dgrad, grad_bias

@@ -7,6 +7,8 @@ the bodies of the ops over one matrix, group by group, and has their bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from qtensor.library.gradient import OPERANDS
 from qtensor.library.norm import check_tensor
 from qtensor.library.quantize import check_input
 from qtensor.library.ragged import alloc_flat, check_sizes, group_buffers, read_sizes
+
+Ragged = tuple[list[Tensor], str, Shape]
+"""(flat buffers, canonical text or "", (M, .))."""
 
 GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
 
@@ -183,6 +188,16 @@ GROUPED_GEMM = leaf_op(
 ``b`` holds the buffers of one group after the other, all of ``b_shape``; ``bias`` one (N,) for each group."""
 
 
+def _pairs(a: Ragged, b: Ragged, sizes: Shape, splits: Tensor | None) -> list[Any]:
+    """Of each group, the operands of a product over its rows as the ops over one matrix take them: two ragged ones."""
+    known = read_sizes(sizes, splits)
+    left, right = (group_buffers(o[0], o[1], known, o[2][1]) for o in (a, b))
+    return [
+        (left[i], a[1], (rows, a[2][1]), right[i], b[1], (rows, b[2][1]))
+        for i, rows in enumerate(known)
+    ]
+
+
 def _wgrad_alloc(
     a: list[Tensor],
     a_quantizer: str,
@@ -214,13 +229,10 @@ def _wgrad_fill(
     wanted: list[int],
     dtype: torch.dtype,
 ) -> None:
-    known = read_sizes(sizes, splits)
     with below_autograd():
-        left = group_buffers(a, a_quantizer, known, a_shape[1])
-        right = group_buffers(b, b_quantizer, known, b_shape[1])
+        pairs = _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits)
         for out, i in zip(outputs, wanted, strict=True):
-            x, y = (known[i], a_shape[1]), (known[i], b_shape[1])
-            FILLS["gemm"](out, left[i], a_quantizer, x, right[i], b_quantizer, y, "NT", dtype, None)
+            FILLS["gemm"](out, *pairs[i], "NT", dtype, None)
 
 
 GROUPED_WGRAD = leaf_op(
@@ -246,15 +258,10 @@ def _accumulate_fill(
     wanted: list[int],
     overwrite: list[bool],
 ) -> None:
-    known = read_sizes(sizes, splits)
     with below_autograd():
-        left = group_buffers(a, a_quantizer, known, a_shape[1])
-        right = group_buffers(b, b_quantizer, known, b_shape[1])
+        pairs = _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits)
         for target, i, over in zip(out, wanted, overwrite, strict=True):
-            x, y = (known[i], a_shape[1]), (known[i], b_shape[1])
-            FILLS["gemm_accumulate_"](
-                None, target, left[i], a_quantizer, x, right[i], b_quantizer, y, "NT", over
-            )
+            FILLS["gemm_accumulate_"](None, target, *pairs[i], "NT", over)
 
 
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
@@ -279,14 +286,8 @@ def _postpone_fill(
     splits: Tensor | None,
     groups: int,
 ) -> None:
-    known = read_sizes(sizes, splits)
-    left = group_buffers(a, a_quantizer, known, a_shape[1])
-    right = group_buffers(b, b_quantizer, known, b_shape[1])
-    for i, rows in enumerate(known):
-        x, y = (rows, a_shape[1]), (rows, b_shape[1])
-        FILLS["postpone_wgrad_"](
-            None, token, key, left[i], a_quantizer, x, right[i], b_quantizer, y
-        )
+    for pair in _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits):
+        FILLS["postpone_wgrad_"](None, token, key, *pair)
 
 
 GROUPED_POSTPONE = leaf_op(

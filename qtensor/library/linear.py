@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtensor.layout import Shape
-from qtensor.library import small_linear
+from qtensor.library import small
 from qtensor.library.codec import alloc_outputs, alloc_slots, parse
 from qtensor.library.define import FILLS, below_autograd, leaf_op
 from qtensor.library.gemm import GEMM
@@ -128,7 +128,7 @@ def _forward_fill(
     weight_seed: Tensor | None = None,
 ) -> None:
     operands = (x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept)
-    if small_linear.forward_(outputs, operands, bias, scales, (x_seed, weight_seed)):
+    if small.forward_(outputs, operands, bias, scales, (x_seed, weight_seed)):
         return
     with below_autograd():
         rest, buffers = outputs[1:], []
@@ -240,7 +240,7 @@ def _backward_fill(
     seed: Tensor | None = None,
 ) -> None:
     saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
-    if small_linear.backward_(outputs, dy, quantizer, saved, bias, (scales, seed)):
+    if small.backward_(outputs, dy, quantizer, saved, bias, (scales, seed)):
         return
     with below_autograd():
         rest = list(outputs)

@@ -1,4 +1,4 @@
-"""Small products on a CPU by programs: all that an op does in one call, in the bytes of the ops one after the other."""
+"""Small products and linear layers on a CPU by programs: all that an op does in one call, in the bytes of the single ops."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.kernels.cpu.native import Site
 from qtensor.kernels.cpu.program import (
     SMALL,
     Builder,
@@ -47,7 +48,9 @@ def expected_buffers(operand: Operand | None) -> Expected:
 
 def addresses(buffers: Sequence[Tensor], expected: Expected) -> list[int] | None:
     """Where buffers are; None where one is not that of a whole tensor."""
-    found = []
+    found: list[int] = []
+    if len(buffers) < len(expected):
+        return None
     for buffer, (size, dtype) in zip(buffers, expected, strict=False):
         if (
             buffer.shape != size
@@ -99,6 +102,7 @@ def multiply_(
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Keep a value for a key; one too many begins anew."""
     if len(known) >= _MOST:
         known.clear()
     known[key] = value
@@ -115,12 +119,15 @@ def _new_product(
     if len(left[1]) != 2 or len(right[1]) != 2 or not (left[0] or right[0]):
         return None
     sizes = product_sizes(left[1], right[1], layout)
+    if right[1] != ((sizes[1], sizes[2]) if layout == "TN" else (sizes[2], sizes[1])):
+        return None
     if not fits(*sizes) or dtype not in DTYPES or not available():
         return None
     if bias is not None and (bias[0] not in DTYPES or bias[1] != sizes[1]):
         return None
     builder = Builder()
-    operands, expected = [], []
+    operands: list[Operand | Source] = []
+    expected: list[Expected] = []
     for quantizer, shape, kind in (left, right):
         if not quantizer:
             if kind not in DTYPES:
@@ -132,14 +139,220 @@ def _new_product(
         site = serves(codec, shape)
         if site is None:
             return None
-        operands.append(builder.operand(codec, site))
-        expected.append(expected_buffers(operands[-1]))
+        operand = builder.operand(codec, site)
+        operands.append(operand)
+        expected.append(expected_buffers(operand))
     out = Source(builder.given(), dtype)
     added = None if bias is None else Source(builder.given(), bias[0])
-    builder.multiply(*operands, Result(layout, sizes, out, added))
+    builder.multiply(operands[0], operands[1], Result(layout, sizes, out, added))
     return _Product(builder.build(), *expected)
 
 
 def fits(m: int, n: int, k: int) -> bool:
     """Whether a product is small, and none whose sizes of 1 make ``torch.mm`` choose another routine."""
     return min(m, n, k) > 1 and max(m * n, n * k, m * k) <= SMALL
+
+
+# ---- linear layers -----------------------------------------------------------------------------
+
+Saved = tuple[list[Tensor], str, Shape]
+"""(buffers, canonical text, logical shape) of an operand that the forward kept."""
+_PROGRAMS: dict[tuple[Any, ...], Any] = {}
+
+
+def _seed_at(seed: Tensor | None) -> int:
+    return 0 if seed is None else seed.data_ptr()
+
+
+def _is_seed(seed: Tensor | None) -> bool:
+    return seed is None or (seed.is_cpu and seed.dtype is torch.int64 and seed.numel() == 1)
+
+
+def _scales(scales: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if scales is None else (scales.dtype, scales.numel())
+
+
+def _has_scales(given: tuple[torch.dtype, int] | None, count: int) -> bool:
+    return given is not None and given[0] is torch.float32 and given[1] >= count
+
+
+def _on_cpu(*tensors: Tensor | None) -> bool:
+    for t in tensors:
+        if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
+            return False
+    return True
+
+
+def forward_(
+    outputs: list[Tensor],
+    operands: tuple[Tensor, str, str, Tensor, str, str],
+    bias: Tensor | None,
+    scales: Tensor | None,
+    seeds: tuple[Tensor | None, Tensor | None],
+) -> bool:
+    """The fill of ``linear_forward``; False, with nothing written, where it does not serve."""
+    x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept = operands
+    if not (_on_cpu(x, weight, bias, scales) and _is_seed(seeds[0]) and _is_seed(seeds[1])):
+        return False
+    key = (
+        x_quantizer,
+        x_kept,
+        x.shape,
+        x.dtype,
+        weight_quantizer,
+        weight_kept,
+        weight.shape,
+        weight.dtype,
+        None if bias is None else (bias.dtype, bias.shape),
+        outputs[0].dtype,
+        _scales(scales),
+    )
+    try:
+        program = _PROGRAMS[key]
+    except KeyError:
+        program = remember(_PROGRAMS, key, _new_forward(key))
+    if program is None:
+        return False
+    at = 0 if scales is None else scales.data_ptr()
+    return program.run(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        at,
+        at + 4,
+        _seed_at(seeds[0]),
+        _seed_at(seeds[1]),
+        *[t.data_ptr() for t in outputs],
+    )
+
+
+def _new_forward(key: tuple[Any, ...]) -> Program | None:
+    x_text, x_kept, x_shape, x_dtype, w_text, w_kept, w_shape, w_dtype, bias, dtype, scales = key
+    sides = ((x_text, x_kept, x_shape, x_dtype), (w_text, w_kept, w_shape, w_dtype))
+    codecs = [parse(text) for text in (x_text, w_text)]
+    x_site, w_site = serves(codecs[0], x_shape), serves(codecs[1], w_shape)
+    if not available() or x_site is None or w_site is None or x_shape[1] != w_shape[1]:
+        return None
+    sites = (x_site, w_site)
+    sizes = (x_shape[0], w_shape[0], x_shape[1])
+    if not fits(*sizes) or any(d not in DTYPES for d in (x_dtype, w_dtype, dtype)):
+        return None
+    if bias is not None and (bias[0] not in DTYPES or bias[1] != (sizes[1],)):
+        return None
+    if not all(codec.rowwise for codec in codecs):
+        return None
+    if any(codec.needs_scale for codec in codecs) and not _has_scales(scales, 2):
+        return None
+    builder = Builder()
+    x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [builder.given() for _ in range(8)]
+    seed_at = (x_seed, w_seed)
+    kept = [
+        {slot.name: builder.given() for slot in parse(k).slots} if k else {}
+        for k in (x_kept, w_kept)
+    ]
+    amax_at = [builder.given() if codec.returns_amax else 0 for codec in codecs]
+    both = []
+    for i, at in enumerate((x_at, w_at)):
+        call = {"seed": seed_at[i], "amax": amax_at[i]}
+        if codecs[i].needs_scale:
+            call["scale"] = scale_at[i]
+        source = Source(at, sides[i][3])
+        both.append(builder.quantize(codecs[i], sites[i], source, kept[i], call))
+    added = None if bias is None else Source(bias_at, bias[0])
+    builder.multiply(both[0], both[1], Result("TN", sizes, Source(out_at, dtype), added))
+    return builder.build()
+
+
+class _Backward(NamedTuple):
+    program: Program
+    x: Expected
+    weight: Expected
+
+
+def backward_(
+    outputs: list[Tensor],
+    dy: Tensor,
+    quantizer: str,
+    saved: tuple[Saved, Saved],
+    bias: bool,
+    given: tuple[Tensor | None, Tensor | None],
+) -> bool:
+    """The fill of ``linear_backward``; False, with nothing written, where it does not serve.
+
+    Args:
+        outputs: of the op.
+        dy: the gradient.
+        quantizer: of the gradient.
+        saved: the operands that the forward kept, of input and weight, without buffers where a product is not wanted.
+        bias: the bias has a gradient.
+        given: scales and seed.
+    """
+    (x, x_text, x_shape), (weight, w_text, w_shape) = saved
+    scales, seed = given
+    if not dy.is_contiguous():
+        dy = dy.contiguous()
+    if not (_on_cpu(dy, scales) and _is_seed(seed)):
+        return False
+    key = (
+        quantizer,
+        dy.shape,
+        dy.dtype,
+        x_text,
+        tuple(x_shape) if x else (),
+        w_text,
+        tuple(w_shape) if weight else (),
+        bias,
+        tuple([t.dtype for t in outputs[:2]]),
+        _scales(scales),
+    )
+    try:
+        found = _PROGRAMS[key]
+    except KeyError:
+        found = remember(_PROGRAMS, key, _new_backward(key))
+    if found is None:
+        return False
+    x_at, w_at = addresses(x, found.x), addresses(weight, found.weight)
+    if x_at is None or w_at is None:
+        return False
+    return found.program.run(
+        dy.data_ptr(),
+        0 if scales is None else scales.data_ptr() + 8,
+        _seed_at(seed),
+        *w_at,
+        *x_at,
+        *[t.data_ptr() for t in outputs],
+    )
+
+
+def _new_backward(key: tuple[Any, ...]) -> _Backward | None:
+    text, shape, dtype, x_text, x_shape, w_text, w_shape, bias, dtypes, scales = key
+    codec, site = parse(text), serves(parse(text), shape)
+    if not available() or site is None or any(d not in DTYPES for d in (dtype, *dtypes)):
+        return None
+    if codec.needs_scale and not _has_scales(scales, 3):
+        return None
+    saved: list[tuple[Any, Site] | None] = []
+    for q, of, size in ((w_text, w_shape, shape[1]), (x_text, x_shape, shape[0])):
+        found = serves(parse(q), of) if q and of else None
+        if of and (found is None or of[0] != size or not fits(shape[0], shape[1], of[1])):
+            return None
+        saved.append(None if found is None else (parse(q), found))
+    builder = Builder()
+    dy = Source(builder.given(), dtype)
+    call = {"scale": builder.given(), "seed": builder.given()}
+    weight, x = (None if known is None else builder.operand(*known) for known in saved)
+    kinds = iter(dtypes)
+    outs = [Source(builder.given(), next(kinds)) for wanted in (weight, x) if wanted is not None]
+    bias_at = builder.given() if bias else 0
+    if codec.returns_amax:
+        call["amax"] = builder.given()
+    if not codec.needs_scale:
+        del call["scale"]
+    gradient = builder.quantize(codec, site, dy, {}, call)
+    if weight is not None:
+        builder.multiply(gradient, weight, Result("NN", (shape[0], w_shape[1], shape[1]), outs[0]))
+    if x is not None:
+        builder.multiply(gradient, x, Result("NT", (shape[1], x_shape[1], shape[0]), outs[-1]))
+    if bias:
+        builder.sum_rows(dy, shape[0], shape[1], bias_at)
+    return _Backward(builder.build(), expected_buffers(x), expected_buffers(weight))

@@ -168,7 +168,8 @@ class QuantizedModule(nn.Module):
 
     def _recipe_key(self) -> str:
         recipe = self.recipe
-        return active_recipe(None if recipe is None else recipe.key)
+        # Not by the property, which a compiled graph would guard step by step.
+        return active_recipe(None if recipe is None else recipe._key)
 
     def _linear(
         self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call

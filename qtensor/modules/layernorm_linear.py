@@ -20,7 +20,7 @@ class LayerNormLinear(Normed, Linear):
         eps: added to the norm's variance.
         bias: of the linear layer.
         normalization: "LayerNorm" or "RMSNorm".
-        return_layernorm_output: also return the normed input, as the last result.
+        return_layernorm_output: also return the normed input, as the last result; with ``sequence_parallel`` that of the rank's rows.
         zero_centered_gamma: the norm's weight is stored less 1.
         **options: of ``Linear``.
 

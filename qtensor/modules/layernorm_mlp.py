@@ -56,7 +56,7 @@ class LayerNormMLP(Normed, QuantizedModule):
         activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu, glu or clamped_swiglu.
         activation_params: of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
         recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that again in backward.
-        return_layernorm_output: also return the normed input.
+        return_layernorm_output: also return the normed input; with ``sequence_parallel`` that of the rank's rows.
         return_bias: do not add fc2's bias; return it.
         zero_centered_gamma: the norm's weight is stored less 1.
         device: of the parameters.

@@ -164,7 +164,7 @@ class _Observed:
 
 
 def _observed(plan: Plan, log: _Log, offset: int, parameters: set[int]) -> Plan:
-    def wrap(steps: Sequence[Step]) -> tuple[Step, ...]:
+    def wrap(steps: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(step._replace(op=_Observed(step, log, offset, parameters)) for step in steps)
 
     result = copy.copy(plan)

@@ -1,103 +1,27 @@
-"""Runs a sequence of operations by a plan of fused ones, in one autograd function."""
+"""Plans a sequence of operations by values, and runs it."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
-from qtensor.ops.checks import (
-    gradients,
-    listed,
-    named,
-    parts,
-    refuse_result,
-)
+from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
-from qtensor.ops.handover import Request
-from qtensor.ops.operation import (
-    BackwardContext,
-    BasicOperation,
-    OperationContext,
-    parameters_of,
-)
-from qtensor.ops.routes import Routes
+from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
+from qtensor.ops.plan import Plan
 from qtensor.recipes import compile_constant
 
 HAND_OVER_FROM = 2**16
 """Elements of the input. On a CPU a smaller product is a single call that quantizes its operands itself."""
-_COMPUTED = ("the output", "extra outputs of each operation", "what save_ctx is to see")
-_GRADIENTS = ("gradient of the input", "gradients of parameters", "gradients of extra inputs")
 _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
-
-
-class Plan:
-    """How a sequence runs under one recipe.
-
-    Attributes:
-        forward: steps in the order of the forward pass.
-        backward: steps in the order of the backward pass.
-        reads: for each operation whether it gets its input as it asks for it.
-        grad_reads: for each operation whether it gets its gradient as it asks for it.
-        run_outside: runs the sequence out of sight of a tracer, where an operation has a single form; else None.
-    """
-
-    def __init__(
-        self, ops: Sequence[BasicOperation], forward: Any, backward: Any, fusing: bool
-    ) -> None:
-        self.forward: tuple[Step, ...] = forward
-        self.backward: tuple[Step, ...] = backward
-        self.reads = _reading(forward, len(ops), fusing, first=True)
-        self.grad_reads = _reading(backward, len(ops), fusing, first=False)
-        self.run_outside: Any = None
-        single = [step.op.label for step in forward if not step.op.is_split]
-        if single:
-            # Dynamo shows the reason where it breaks the graph, and in the error of fullgraph=True.
-            names = ", ".join(single)
-            reason = f"{names}: the single form of a forward (op_forward, fuser_forward) is not traced. Define "
-            reason += "op_forward_compute and op_forward_save_ctx instead."
-            self.run_outside = torch.compiler.disable(_run, reason=reason)
-
-
-def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tuple[bool, ...]:
-    """For each operation whether what it asks for is passed on to who makes it."""
-    found = [False] * count
-    for step in steps:
-        if isinstance(step.op, BasicOperation):
-            # That sums are rounded once is no fusion but what the result is.
-            found[step.first] = fusing or (first and step.op.reads_unrounded)
-        elif step.op.reads_requests:
-            found[step.first if first else step.last] = True
-    return tuple(found)
-
-
-class Call(NamedTuple):
-    """One call of a fuser: values, and tensors that are no parameters."""
-
-    fuser: OperationFuser
-    plan: Plan
-    kwargs: list[dict[str, Any]]
-    first: int
-    """Place of the first operation that takes part in backward."""
-    input_requires_grad: bool
-    hands_over: bool
-    """Operations may make quantized tensors for each other."""
-
-
-class Forward(NamedTuple):
-    """What a forward pass leaves behind."""
-
-    out: Any
-    extra_outputs: list[Tensor]
-    contexts: list[OperationContext]
-    published: dict[int, list[Tensor]]
-    """By the place of the operation."""
 
 
 @compile_constant
@@ -111,7 +35,7 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
     fuser.plan_names.append(name)
     ops = fuser.ops
     steps = fuse(ops, keys, first) if fuser.fusing else fuse_nothing(ops, first)
-    setattr(fuser, name, Plan(ops, *steps, fuser.fusing))
+    setattr(fuser, name, Plan(ops, steps, fuser.fusing, _run))
     return name
 
 
@@ -121,7 +45,7 @@ def fuse_nothing(ops: Sequence[BasicOperation], first: int) -> tuple[Any, Any]:
     return tuple(steps), tuple(steps[first:])[::-1]
 
 
-class OperationFuser:
+class OperationFuser(Wiring):
     """Plans and runs a sequence of basic operations.
 
     Args:
@@ -174,8 +98,6 @@ class OperationFuser:
         return external
 
     def __deepcopy__(self, memo: Any) -> OperationFuser:
-        import copy  # noqa: PLC0415
-
         return OperationFuser([copy.deepcopy(op, memo) for op in self.ops], self.fusing)
 
     def _first(self, input_: Any, extra_inputs: Sequence[Tensor]) -> int:
@@ -284,174 +206,4 @@ def _hands_over(input_: Any) -> bool:
     return bool(input_.numel() >= HAND_OVER_FROM)
 
 
-def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool) -> Forward:
-    """The forward pass; ``saving``: note in contexts what backward needs."""
-    fuser, plan, kwargs = call.fuser, call.plan, call.kwargs
-    ops = fuser.ops
-    contexts = [
-        OperationContext(place > call.first or (place == 0 and call.input_requires_grad))
-        for place in range(len(ops) if saving else 0)
-    ]
-    published: dict[int, list[Tensor]] = {}
-    outside = list(extra_inputs)
-    made: dict[str, Tensor] = {}
-    extra_outputs: list[Tensor] = []
-    x = input_
-    for op, first, last in plan.forward:
-        following = last + 1
-        own = kwargs[first:following]
-        extra = (
-            _given(fuser.input_channels[first:following], outside, made)
-            if fuser.has_extra
-            else [()] * (following - first)
-        )
-        request = None
-        if following < len(ops) and plan.reads[following]:
-            reader = ops[following]
-            if call.hands_over or reader.reads_unrounded:
-                request = reader.input_request(kwargs[following])
-        ctxs = contexts[first:following]
-        if op.is_split:
-            result = named(
-                op,
-                op.fuser_forward_compute,
-                x,
-                basic_op_extra_inputs=extra,
-                basic_op_kwargs=own,
-                next_op_input_request=request,
-            )
-            y, extras, returned = parts(op, "fuser_forward_compute", result, _COMPUTED)
-            if saving and last >= call.first:
-                op.fuser_forward_save_ctx(
-                    ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
-                )
-            for offset, found in enumerate(op.published_by_op(returned)):
-                if found:
-                    published[first + offset] = found
-        else:
-            result = named(
-                op,
-                op.fuser_forward,
-                ctxs or [OperationContext(False) for _ in own],
-                x,
-                basic_op_extra_inputs=extra,
-                basic_op_kwargs=own,
-                next_op_input_request=request,
-            )
-            y, extras = parts(op, "fuser_forward", result, _COMPUTED[:2])
-        if y is None:
-            refuse_result(op, "forward", "return its output", None)
-        if fuser.has_extra:
-            _distribute(op, fuser.output_channels[first:following], extras, extra_outputs, made)
-        x = y
-    return Forward(x, extra_outputs, contexts, published)
-
-
-def _given(
-    names: Sequence[tuple[str | None, ...]], outside: list[Tensor], made: dict[str, Tensor]
-) -> list[tuple[Tensor, ...]]:
-    """The extra inputs of each operation of a step; those of the caller are taken off ``outside``."""
-    return [
-        tuple([outside.pop(0) if channel is None else made[channel] for channel in channels_])
-        for channels_ in names
-    ]
-
-
-def _distribute(
-    op: Any,
-    names: Sequence[tuple[str | None, ...]],
-    extras: Sequence[Sequence[Tensor]],
-    outside: list[Tensor],
-    made: dict[str, Tensor],
-) -> None:
-    """The extra outputs of each operation of a step into their channels, or to the caller."""
-    what = "extra outputs of each operation"
-    listed(op, "forward", what, extras, len(names))
-    for channels_, outs in zip(names, extras, strict=True):
-        listed(op, "forward", "extra outputs", outs, len(channels_))
-        for channel, t in zip(channels_, outs, strict=True):
-            if channel is None:
-                # Autograd gives an input that is returned another identity.
-                outside.append(t.view_as(t))
-            else:
-                made[channel] = t
-
-
-class FuserFunction(torch.autograd.Function):
-    """The one place where a sequence meets autograd, in eager and compiled code alike."""
-
-    @staticmethod
-    def forward(ctx: Any, input_: Any, call: Call, *tensors: Tensor) -> Any:
-        """(output, *extra outputs, *what the operations publish).
-
-        ``tensors`` are the parameters, which the operations know, then the extra inputs.
-        """
-        fuser = call.fuser
-        result = execute(call, input_, tensors[len(tensors) - fuser.n_extra_inputs :], True)
-        flat: list[Tensor | None] = []
-        counts, texts = [], []
-        for op, context, kw in zip(fuser.ops, result.contexts, call.kwargs, strict=True):
-            request = op.grad_output_request(kw) if call.hands_over else None
-            if request is None:
-                texts.append("")
-            else:
-                texts.append(request.canonical)
-                flat += [request.scale, request.seed]
-            flat += context.to_save
-            counts.append(len(context.to_save))
-            context.to_save = ()
-        ctx.save_for_backward(*flat)
-        # Values alone: compiled autograd loses tensors that are attributes of a context.
-        ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, result.contexts
-        ctx.counts, ctx.texts, ctx.first = tuple(counts), tuple(texts), call.first
-        published = [t for found in result.published.values() for t in found]
-        if published:
-            ctx.mark_non_differentiable(*published)
-        out = result.out
-        if out is input_:
-            out = input_.view_as(input_)
-        return (out, *result.extra_outputs, *published)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:
-        """Gradients of (input, call, *parameters, *extra inputs)."""
-        fuser, plan, first = ctx.fuser, ctx.plan, ctx.first
-        contexts = _backward_contexts(ctx)
-        grad_params: list[Sequence[Any]] = [()] * len(fuser.ops)
-        routes = Routes(fuser, grads)
-        dy = grad
-        for op, start, last in plan.backward:
-            own = contexts[start : last + 1]
-            before = start - 1
-            if before >= first and plan.grad_reads[before]:
-                own[0].grad_input_request = contexts[before].grad_output_request
-            incoming = routes.incoming(start, last)
-            result = named(op, op.fuser_backward, own, dy, basic_op_grad_extra_outputs=incoming)
-            dy, params, extras = parts(op, "fuser_backward", result, _GRADIENTS)
-            if dy is None and start > first:
-                refuse_result(op, "backward", "return the gradient of its input", None)
-            listed(op, "fuser_backward", "gradients of each operation", params, len(own))
-            for offset, found in enumerate(params):
-                grad_params[start + offset] = found
-            routes.outgoing(op, start, last, extras)
-        flat: list[Any] = []
-        for place, op in enumerate(fuser.ops):
-            count = len(parameters_of(op))
-            flat += gradients(op, grad_params[place], count, place >= first)
-        needs_input = first == 0 and ctx.needs_input_grad[0]
-        return (dy if needs_input else None, None, *flat, *routes.outside())
-
-
-def _backward_contexts(ctx: Any) -> list[BackwardContext]:
-    """The contexts with their tensors."""
-    saved, start, found = ctx.saved_tensors, 0, []
-    for context, count, text in zip(ctx.contexts, ctx.counts, ctx.texts, strict=True):
-        request = None
-        if text:
-            request = Request(text, saved[start], saved[start + 1])
-            start += 2
-        tensors = saved[start : start + count]
-        found.append(BackwardContext(context, tensors, request, None))
-        start += count
-    return found
+FusibleOperation.fuser_class = OperationFuser

@@ -115,11 +115,8 @@ _OPERATIONS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 @compile_constant
 def _own_fuser(number: int) -> str:
     """The attribute of an operation that runs it alone: a tracer cannot make one, but finds it here."""
-    # The fuser needs operations to be defined first.
-    from qtensor.ops.fuser import OperationFuser  # noqa: PLC0415
-
     op = _OPERATIONS[number]
-    op.__dict__["_own_fuser"] = OperationFuser([op])
+    op.__dict__["_own_fuser"] = FusibleOperation.fuser_class([op])
     return "_own_fuser"
 
 
@@ -137,6 +134,8 @@ class FusibleOperation(nn.Module):
     num_extra_outputs: int = 0
     op_is_split: ClassVar[bool | None] = None
     fuser_is_split: ClassVar[bool | None] = None
+    fuser_class: ClassVar[Any] = None
+    """What runs an operation that is called by itself; set where it is defined, which needs operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -233,8 +234,6 @@ class Sequential(nn.Sequential):
         return new
 
     def __deepcopy__(self, memo: Any) -> Self:
-        import copy  # noqa: PLC0415
-
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         state = {k: v for k, v in self.__dict__.items() if k not in _DERIVED}

@@ -62,7 +62,7 @@ class Program:
         kernels = native.library()
         if isinstance(kernels, str):
             return False
-        return kernels.run(self.address, self._pack(*addresses)) == 0  # type: ignore[no-any-return]
+        return kernels.run(self.address, self._pack(*addresses)) == 0
 
 
 @functools.cache
