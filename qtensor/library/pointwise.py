@@ -122,7 +122,9 @@ def _l2_norm_alloc(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _l2_norm_fill(outputs: tuple[Tensor, Tensor], x: Tensor, eps: float) -> None:
     with below_autograd():
         values = x.float()
-        squares = row_sums((values * values).reshape(outputs[1].numel(), x.shape[-1])).view(x.shape[:-1])
+        squares = row_sums((values * values).reshape(outputs[1].numel(), x.shape[-1])).view(
+            x.shape[:-1]
+        )
         outputs[1].copy_(quotient(1.0, square_root(squares.clamp(min=eps))))
         outputs[0].copy_(values * outputs[1].unsqueeze(-1))
 
