@@ -20,6 +20,8 @@ from qtensor.recipes import compile_constant
 
 HAND_OVER_FROM = 2**16
 """Elements of the input. On a CPU a smaller product is a single call that quantizes its operands itself."""
+_NOTHING: dict[str, Any] = {}
+"""Keyword arguments of operations that have none."""
 _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
 
@@ -34,7 +36,9 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
     name = f"plan_{len(fuser.plan_names)}"
     fuser.plan_names.append(name)
     ops = fuser.ops
-    steps = fuse(ops, keys, first) if fuser.fusing else fuse_nothing(ops, first)
+    by_place = dict(zip(fuser.keyed, keys, strict=True))
+    every = [by_place.get(place, "") for place in range(len(ops))]
+    steps = fuse(ops, every, first) if fuser.fusing else fuse_nothing(ops, first)
     setattr(fuser, name, Plan(ops, steps, fuser.fusing, _run))
     return name
 
@@ -61,6 +65,10 @@ class OperationFuser(Wiring):
             basic for op in ops for basic in op.basic_ops
         ])
         self.fusing = fusing
+        # Most operations have nothing to say here, and a small block is called in the time of a few such questions.
+        self.keyed = self._overriding("plan_key")
+        self.prepared = self._overriding("forward_kwargs")
+        self.stateful = self._overriding("published_count", "report_on")
         self.plan_names: list[str] = []
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
@@ -75,6 +83,14 @@ class OperationFuser(Wiring):
         self.has_extra = any([*self.input_channels, *self.output_channels])
         self.n_extra_inputs = self._connect()
         self.n_extra_outputs = [names.count(None) for names in self.output_channels]
+
+    def _overriding(self, *names: str) -> tuple[int, ...]:
+        """Places of the operations whose class defines one of these itself."""
+        return tuple([
+            place
+            for place, op in enumerate(self.ops)
+            if any(getattr(type(op), n) is not getattr(BasicOperation, n) for n in names)
+        ])
 
     def _connect(self) -> int:
         """Check the channels; returns how many extra inputs the caller passes."""
@@ -132,14 +148,14 @@ class OperationFuser(Wiring):
         self._check(input_, extra_inputs)
         count = len(self.ops)
         first = self._first(input_, extra_inputs) if torch.is_grad_enabled() else count
-        keys = tuple([op.plan_key() for op in self.ops])
+        keys = tuple([self.ops[place].plan_key() for place in self.keyed])
         return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
     def _check(self, input_: Any, extra_inputs: Sequence[Tensor]) -> None:
-        label = f"sequence of {len(self.ops)} operations"
-        rule = "input and extra inputs must be tensors"
         for t in (input_, *extra_inputs):
             if not isinstance(t, Tensor):
+                label = f"sequence of {len(self.ops)} operations"
+                rule = "input and extra inputs must be tensors"
                 fail(label, rule, type(t).__name__, "Pass tensors", DtypeError)
         if len(extra_inputs) != self.n_extra_inputs:
             self.refuse(len(extra_inputs))
@@ -171,10 +187,9 @@ def _run(
     """A call whose plan is known."""
     ops = fuser.ops
     asks = bool(torch.is_grad_enabled() and input_.requires_grad)
-    kwargs = [
-        op.forward_kwargs(input_, place > first or (place == 0 and asks))
-        for place, op in enumerate(ops)
-    ]
+    kwargs: list[dict[str, Any]] = [_NOTHING] * len(ops)
+    for place in fuser.prepared:
+        kwargs[place] = ops[place].forward_kwargs(input_, place > first or (place == 0 and asks))
     call = Call(fuser, plan, kwargs, first, asks, _hands_over(input_))
     if first == len(ops):
         result = execute(call, input_, extra_inputs, False)
@@ -185,12 +200,12 @@ def _run(
         n_extra = sum(fuser.n_extra_outputs)
         extra_outputs, published = rest[:n_extra], {}
         start = n_extra
-        for place, op in enumerate(ops):
-            count = op.published_count(kwargs[place])
+        for place in fuser.stateful:
+            count = ops[place].published_count(kwargs[place])
             if count:
                 published[place] = rest[start : start + count]
                 start += count
-            out = op.report_on(out, kwargs[place])
+            out = ops[place].report_on(out, kwargs[place])
     for place, found in published.items():
         ops[place].after_forward(found, kwargs[place])
     return (out, *extra_outputs) if extra_outputs else out
