@@ -9,7 +9,7 @@ from torch import Tensor
 from qtensor.errors import check, fail
 from qtensor.library.pointwise import add
 from qtensor.ops.handover import Request, produce
-from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
+from qtensor.ops.operation import BackwardContext, BasicOperation
 
 Extra = list[tuple[Tensor, ...]]
 
@@ -37,7 +37,18 @@ def check_extra(op: BasicOperation, input_: Tensor, extra: Tensor) -> None:
         fail(op.label, rule, got, "Mend one of them")
 
 
-class AddExtraInput(BasicOperation):
+class _Passing(BasicOperation, is_base=True):
+    """What operations share whose backward needs nothing of the forward."""
+
+    fuser_is_split = True
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Any, returned: Any, **kwargs: Any
+    ) -> None:
+        """Nothing."""
+
+
+class AddExtraInput(_Passing):
     """``x + extra``.
 
     Args:
@@ -65,17 +76,6 @@ class AddExtraInput(BasicOperation):
         check_extra(self, input_, extra)
         return produce(add(input_, extra), next_op_input_request), [()], None
 
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        returned: None,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> None:
-        """Nothing."""
-
     def fuser_backward(
         self,
         basic_op_ctxs: list[BackwardContext],
@@ -92,7 +92,7 @@ class AddExtraInput(BasicOperation):
         return "" if self.input_channels[0] is None else f"channel={self.input_channels[0]!r}"
 
 
-class MakeExtraOutput(BasicOperation):
+class MakeExtraOutput(_Passing):
     """The input as it is, and once more as an extra output.
 
     Args:
@@ -118,17 +118,6 @@ class MakeExtraOutput(BasicOperation):
         """The input, twice."""
         return produce(input_, next_op_input_request), [(input_,)], None
 
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        returned: None,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> None:
-        """Nothing."""
-
     def fuser_backward(
         self,
         basic_op_ctxs: list[BackwardContext],
@@ -146,7 +135,7 @@ class MakeExtraOutput(BasicOperation):
         return "" if self.output_channels[0] is None else f"channel={self.output_channels[0]!r}"
 
 
-class ExtraInput(BasicOperation):
+class ExtraInput(_Passing):
     """The input as it is; a tensor of the caller goes into a channel, for any number of later operations.
 
     Args:
@@ -173,17 +162,6 @@ class ExtraInput(BasicOperation):
     ) -> tuple[Any, Extra, None]:
         """Both as they are."""
         return input_, [basic_op_extra_inputs[0]], None
-
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        returned: None,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> None:
-        """Nothing."""
 
     def fuser_backward(
         self,
