@@ -188,7 +188,7 @@ class QuantizedModule(nn.Module):
             training and b is not None and b.requires_grad,
         )
         args.output_quantizer = call.output_quantizer
-        args.plan = self._plan(args, self._recipe_key(), weight, options)
+        args.plan = self._plan(args.inp_requires_grad, args.weight_requires_grad, weight, options)
         self._check_input(inp, w, args.plan, options)
         self._complete(args, inp, weight, options, call)
         if call.is_first_microbatch is not None:
@@ -245,10 +245,9 @@ class QuantizedModule(nn.Module):
             first = 0 if plan.delayed[0] else 1
             self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
-    def _plan(
-        self, args: LinearFwdArgs, key: str, weight: str, options: LinearOptions
-    ) -> LinearPlan:
-        dgrad, wgrad = args.inp_requires_grad, args.weight_requires_grad
+    def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
+        """The plan of a call; ``dgrad``, ``wgrad``: whether input and weight need gradients."""
+        key = self._recipe_key()
         stored = self._stored[weight]
         if stored:
             # In one call: strict export cannot trace what is done with a constant tuple.
@@ -269,8 +268,7 @@ class QuantizedModule(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
         """The seeds of a layer that will run again: compiled code would draw others the second time."""
         w = getattr(self, weight)
-        args = LinearFwdArgs(like, w, None, like.requires_grad, w.requires_grad)
-        plan = self._plan(args, self._recipe_key(), weight, options)
+        plan = self._plan(like.requires_grad, w.requires_grad, weight, options)
         if not any(plan.stochastic):
             return None
         return draw_seeds(like, self._states[weight].draws, plan.stochastic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -29,26 +29,33 @@ class Activation(BasicOperation):
 
     Attributes:
         kind: as ``qtensor.functional.activation.activation`` takes it.
+        is_gated: it reads two halves of the last dim.
     """
 
     kind = ""
+    is_gated: ClassVar[bool]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_gated = is_gated(cls.kind)
 
     def op_forward_compute(
         self, input_: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The activation, quantized in the same pass where that was asked for."""
-        gated = is_gated(self.kind)
         if input_.ndim == 0:
             fail(f"{self.label} input", "it must have a last dim", "a 0-d tensor", "Reshape it")
-        if gated and input_.shape[-1] % 2:
-            rule = "the last dim must be even: one half is activated, the other multiplied"
-            fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+        width = input_.shape[-1]
+        if self.is_gated:
+            if width % 2:
+                rule = "the last dim must be even: one half is activated, the other multiplied"
+                fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+            width //= 2
         rows, request = matrix(input_), next_op_input_request
-        width = input_.shape[-1] // 2 if gated else input_.shape[-1]
-        shape = (*input_.shape[:-1], width)
         if request is None or not request.canonical:
             y = _activation(rows, self.kind)
-            return y if rows is input_ else y.view(shape), None
+            return y if rows is input_ else y.view(*input_.shape[:-1], width), None
+        shape = (*input_.shape[:-1], width)
         buffers = _activation_quantize(
             rows, self.kind, request.canonical, request.scale, None, request.seed
         )
@@ -147,6 +154,8 @@ class ClampedSwiGLU(Activation):
     Raises:
         QTensorError: numbers that it does not take.
     """
+
+    kind = clamped_swiglu()
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> None:
         super().__init__()

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError, fail
 
 
-def named(op: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(...)`` of an operation.
-
-    Raises:
-        QTensorError: as the function; its message names the operation and its place.
-    """
-    if torch.compiler.is_compiling():
-        return function(*args, **kwargs)
-    try:
-        return function(*args, **kwargs)
-    except QTensorError as error:
-        text = str(error)
-        if not any(basic.label in text for basic in op.basic_ops):
-            labels = " to ".join(dict.fromkeys((op.basic_ops[0].label, op.basic_ops[-1].label)))
-            error.args = (f"{labels}: {text}",)
-        raise
+def name_operation(op: Any, error: QTensorError) -> None:
+    """Have an error's message name the operation in which it came up, and its place."""
+    text = str(error)
+    if not any(basic.label in text for basic in op.basic_ops):
+        labels = " to ".join(dict.fromkeys((op.basic_ops[0].label, op.basic_ops[-1].label)))
+        error.args = (f"{labels}: {text}",)
 
 
 def parts(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
@@ -68,19 +56,17 @@ def listed(op: Any, name: str, what: str, found: Any, count: int) -> Sequence[An
     return found
 
 
-def gradients(op: Any, found: Any, count: int, took_part: bool) -> list[Any]:
+def gradients(op: Any, found: Any, count: int) -> Sequence[Any]:
     """A gradient or None for each parameter of an operation, ``count`` of them.
 
     Raises:
         QTensorError: its backward returned another number of them.
     """
-    if not took_part:
-        return [None] * count
     if not isinstance(found, (tuple, list)) or len(found) != count:
         rule = f"its backward must return a gradient or None for each of its {count} parameters"
         got = len(found) if isinstance(found, (tuple, list)) else type(found).__name__
         fail(op.label, rule, got, "Return them in the order of parameters()")
-    return list(found)
+    return found
 
 
 def refuse_hooks(ops: Sequence[Any]) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.ops.checks import gradients, listed, named, parts, refuse_result
+from qtensor.errors import QTensorError
+from qtensor.ops.checks import gradients, listed, name_operation, parts, refuse_result
 from qtensor.ops.handover import Request
 from qtensor.ops.operation import (
+    COMPUTED,
+    GRADIENTS,
     BackwardContext,
     BasicOperation,
     OperationContext,
-    parameters_of,
 )
-from qtensor.ops.plan import Plan
+from qtensor.ops.plan import ForwardStep, Plan
 from qtensor.ops.routes import Routes
 
 _COMPUTED = ("the output", "extra outputs of each operation", "what save_ctx is to see")
@@ -29,6 +32,7 @@ class Wiring:
     Attributes:
         ops: basic operations.
         input_channels, output_channels: a channel or None for each extra tensor of each operation.
+        asking: places of the operations that may ask for their gradient in a format.
         has_extra: there are any.
         n_extra_inputs: those that the caller passes.
         n_extra_outputs: those of each operation that the caller gets.
@@ -37,6 +41,7 @@ class Wiring:
     ops: tuple[BasicOperation, ...]
     input_channels: list[tuple[str | None, ...]]
     output_channels: list[tuple[str | None, ...]]
+    asking: tuple[int, ...]
     has_extra: bool
     n_extra_inputs: int
     n_extra_outputs: list[int]
@@ -53,105 +58,180 @@ class Call(NamedTuple):
     input_requires_grad: bool
     hands_over: bool
     """Operations may make quantized tensors for each other."""
+    n_parameters: tuple[int, ...]
+    """Of each operation, where a backward may follow."""
 
 
 class Forward(NamedTuple):
-    """What a forward pass leaves behind."""
+    """A forward pass: what it works with, and what it leaves behind."""
 
-    out: Any
+    call: Call
+    given: list[Tensor]
+    """Extra inputs of the caller that no operation has taken yet."""
+    made: dict[str, Tensor]
+    """By their channels."""
     extra_outputs: list[Tensor]
     contexts: list[OperationContext]
+    """None where nothing is to be saved."""
     published: dict[int, list[Tensor]]
     """By the place of the operation."""
+    begun: list[Any]
+    """Operations of the steps so far."""
 
 
-def execute(call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool) -> Forward:
-    """The forward pass; ``saving``: note in contexts what backward needs."""
-    fuser, plan, kwargs = call.fuser, call.plan, call.kwargs
-    ops = fuser.ops
-    contexts = [
-        OperationContext(place > call.first or (place == 0 and call.input_requires_grad))
-        for place in range(len(ops) if saving else 0)
-    ]
-    published: dict[int, list[Tensor]] = {}
-    outside = list(extra_inputs)
-    made: dict[str, Tensor] = {}
-    extra_outputs: list[Tensor] = []
-    x = input_
-    for op, first, last, is_split, takes_extra, makes_extra, publishes, reader in plan.forward:
-        following = last + 1
-        own = kwargs[first:following]
-        extra: list[tuple[Tensor, ...]] = [()] * len(own)
-        if takes_extra:
-            extra = _given(fuser.input_channels[first:following], outside, made)
+def execute(
+    call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool
+) -> tuple[Any, Forward]:
+    """(the output, the pass); ``saving``: note in contexts what backward needs."""
+    contexts = [OperationContext() for _ in call.kwargs] if saving else []
+    for context in contexts[: call.first + 1]:
+        context.input_requires_grad = call.input_requires_grad
+    run = Forward(call, list(extra_inputs), {}, [], contexts, {}, [])
+    if torch.compiler.is_compiling():
+        return _forward(run, input_), run
+    try:
+        return _forward(run, input_), run
+    except QTensorError as error:
+        name_operation(run.begun[-1], error)
+        raise
+
+
+def _forward(run: Forward, x: Any) -> Any:
+    call, contexts = run.call, run.contexts
+    kwargs, hands_over = call.kwargs, call.hands_over
+    begin, first_saving = run.begun.append, call.first if contexts else len(kwargs)
+    for step in call.plan.forward:
+        op, first, last, reader, publishes, form, _, outputs = step
+        begin(op)
         request = None
-        if reader is not None and (call.hands_over or reader.reads_unrounded):
-            request = reader.input_request(kwargs[following])
-        ctxs = contexts[first:following]
-        if is_split:
-            result = named(
-                op,
-                op.fuser_forward_compute,
-                x,
-                basic_op_extra_inputs=extra,
-                basic_op_kwargs=own,
-                next_op_input_request=request,
-            )
-            y, extras, returned = parts(op, "fuser_forward_compute", result, _COMPUTED)
-            if saving and last >= call.first:
-                op.fuser_forward_save_ctx(
-                    ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
-                )
-            if publishes:
-                for offset, found in enumerate(op.published_by_op(returned)):
-                    if found:
-                        published[first + offset] = found
+        if reader is not None and (hands_over or reader.reads_unrounded):
+            request = reader.input_request(kwargs[last + 1])
+        if form == "plain":
+            own = kwargs[first]
+            result = op.op_forward_compute(x, next_op_input_request=request, **own)
+            if type(result) is not tuple or len(result) != 2:
+                result = parts(op, "op_forward_compute", result, COMPUTED)
+            y, returned = result
+            if first >= first_saving:
+                op.op_forward_save_ctx(contexts[first], x, returned, **own)
+            if publishes and (found := op.published(returned)):
+                run.published[first] = found
+        elif form == "passes" and request is None:
+            y = x
+            for names in outputs:
+                for channel in names:
+                    _put(run, channel, x)
         else:
-            result = named(
-                op,
-                op.fuser_forward,
-                ctxs or [OperationContext(False) for _ in own],
-                x,
-                basic_op_extra_inputs=extra,
-                basic_op_kwargs=own,
-                next_op_input_request=request,
-            )
-            y, extras = parts(op, "fuser_forward", result, _COMPUTED[:2])
+            y = _by_fuser_functions(run, step, x, request)
         if y is None:
             refuse_result(op, "forward", "return its output", None)
-        if makes_extra:
-            _distribute(op, fuser.output_channels[first:following], extras, extra_outputs, made)
         x = y
-    return Forward(x, extra_outputs, contexts, published)
+    return x
 
 
-def _given(
-    names: Sequence[tuple[str | None, ...]], outside: list[Tensor], made: dict[str, Tensor]
-) -> list[tuple[Tensor, ...]]:
-    """The extra inputs of each operation of a step; those of the caller are taken off ``outside``."""
+def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Request | None) -> Any:
+    """The output of a step."""
+    op, first, last, _, publishes, form, inputs, outputs = step
+    own, ctxs = run.call.kwargs[first : last + 1], run.contexts[first : last + 1]
+    extra = _given(run, inputs) if inputs else [()] * len(own)
+    if form == "single":
+        ctxs = ctxs or [OperationContext() for _ in own]
+        result = op.fuser_forward(
+            ctxs,
+            x,
+            basic_op_extra_inputs=extra,
+            basic_op_kwargs=own,
+            next_op_input_request=request,
+        )
+        y, extras = parts(op, "fuser_forward", result, _COMPUTED[:2])
+    else:
+        result = op.fuser_forward_compute(
+            x,
+            basic_op_extra_inputs=extra,
+            basic_op_kwargs=own,
+            next_op_input_request=request,
+        )
+        y, extras, returned = parts(op, "fuser_forward_compute", result, _COMPUTED)
+        if ctxs and last >= run.call.first:
+            op.fuser_forward_save_ctx(
+                ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
+            )
+        if publishes:
+            for place, found in enumerate(op.published_by_op(returned), first):
+                if found:
+                    run.published[place] = found
+    if outputs:
+        _distribute(run, op, outputs, extras)
+    return y
+
+
+def _put(run: Forward, channel: str | None, t: Tensor) -> None:
+    """An extra output into its channel, or to the caller."""
+    if channel is None:
+        # Autograd gives an input that is returned another identity.
+        run.extra_outputs.append(t.view_as(t))
+    else:
+        run.made[channel] = t
+
+
+def _given(run: Forward, inputs: Sequence[tuple[str | None, ...]]) -> list[tuple[Tensor, ...]]:
+    """The extra inputs of each operation of a step."""
+    given, made = run.given, run.made
     return [
-        tuple([outside.pop(0) if channel is None else made[channel] for channel in channels_])
-        for channels_ in names
+        tuple([given.pop(0) if channel is None else made[channel] for channel in names])
+        for names in inputs
     ]
 
 
 def _distribute(
+    run: Forward,
     op: Any,
-    names: Sequence[tuple[str | None, ...]],
+    outputs: Sequence[tuple[str | None, ...]],
     extras: Sequence[Sequence[Tensor]],
-    outside: list[Tensor],
-    made: dict[str, Tensor],
 ) -> None:
     """The extra outputs of each operation of a step into their channels, or to the caller."""
-    listed(op, "forward", "extra outputs of each operation", extras, len(names))
-    for channels_, outs in zip(names, extras, strict=True):
-        listed(op, "forward", "extra outputs", outs, len(channels_))
-        for channel, t in zip(channels_, outs, strict=True):
-            if channel is None:
-                # Autograd gives an input that is returned another identity.
-                outside.append(t.view_as(t))
-            else:
-                made[channel] = t
+    listed(op, "forward", "extra outputs of each operation", extras, len(outputs))
+    for names, outs in zip(outputs, extras, strict=True):
+        listed(op, "forward", "extra outputs", outs, len(names))
+        for channel, t in zip(names, outs, strict=True):
+            _put(run, channel, t)
+
+
+class Backward(NamedTuple):
+    """A backward pass: what it works with, and what it leaves behind."""
+
+    ctx: Any
+    contexts: list[BackwardContext]
+    routes: Routes
+    parameters: dict[int, Any]
+    """Gradients of an operation's parameters, by its place."""
+    begun: list[Any]
+    """Operations of the steps so far."""
+
+
+def _backward(run: Backward, dy: Any) -> Any:
+    """The gradient of the input."""
+    plan, contexts, routes = run.ctx.plan, run.contexts, run.routes
+    for op, first, last, reader, is_plain in plan.backward:
+        run.begun.append(op)
+        if reader >= 0:
+            contexts[first].grad_input_request = contexts[reader].grad_output_request
+        if is_plain:
+            result = op.op_backward(contexts[first], dy)
+            if type(result) is not tuple or len(result) != 2:
+                result = parts(op, "op_backward", result, GRADIENTS)
+            dx, run.parameters[first] = result
+        else:
+            own, incoming = contexts[first : last + 1], routes.incoming(first, last)
+            result = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=incoming)
+            dx, params, extras = parts(op, "fuser_backward", result, _GRADIENTS)
+            listed(op, "fuser_backward", "gradients of each operation", params, len(own))
+            run.parameters.update(zip(range(first, last + 1), params, strict=True))
+            routes.outgoing(op, first, last, extras)
+        if dx is None and first > run.ctx.first:
+            refuse_result(op, "backward", "return the gradient of its input", None)
+        dy = dx
+    return dy
 
 
 class FuserFunction(torch.autograd.Function):
@@ -163,72 +243,71 @@ class FuserFunction(torch.autograd.Function):
 
         ``tensors`` are the parameters, which the operations know, then the extra inputs.
         """
-        fuser = call.fuser
-        result = execute(call, input_, tensors[len(tensors) - fuser.n_extra_inputs :], True)
+        fuser, first_extra = call.fuser, len(tensors) - call.fuser.n_extra_inputs
+        out, run = execute(call, input_, tensors[first_extra:], True)
         flat: list[Tensor | None] = []
-        counts, texts = [], []
-        for op, context, kw in zip(fuser.ops, result.contexts, call.kwargs, strict=True):
-            request = op.grad_output_request(kw) if call.hands_over else None
-            if request is None:
-                texts.append("")
-            else:
-                texts.append(request.canonical)
-                flat += [request.scale, request.seed]
-            flat += context.to_save
-            counts.append(len(context.to_save))
+        ctx.texts = _gradient_requests(call, flat) if call.hands_over else ()
+        saved = [context.to_save for context in run.contexts]
+        for context in run.contexts:
             context.to_save = ()
+        flat += itertools.chain.from_iterable(saved)
         ctx.save_for_backward(*flat)
         # Values alone: compiled autograd loses tensors that are attributes of a context.
-        ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, result.contexts
-        ctx.counts, ctx.texts, ctx.first = tuple(counts), tuple(texts), call.first
-        published = [t for found in result.published.values() for t in found]
-        if published:
-            ctx.mark_non_differentiable(*published)
-        out = result.out
+        ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, run.contexts
+        ctx.counts, ctx.first = tuple(map(len, saved)), call.first
+        ctx.n_parameters = call.n_parameters
         if out is input_:
             out = input_.view_as(input_)
-        return (out, *result.extra_outputs, *published)
+        if not run.published:
+            return (out, *run.extra_outputs)
+        published = [t for found in run.published.values() for t in found]
+        ctx.mark_non_differentiable(*published)
+        return (out, *run.extra_outputs, *published)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:
         """Gradients of (input, call, *parameters, *extra inputs)."""
-        fuser, plan, first = ctx.fuser, ctx.plan, ctx.first
-        contexts = _backward_contexts(ctx)
-        grad_params: list[Sequence[Any]] = [()] * len(fuser.ops)
-        routes = Routes(fuser, grads)
-        dy = grad
-        for op, start, last in plan.backward:
-            own = contexts[start : last + 1]
-            before = start - 1
-            if before >= first and plan.grad_reads[before]:
-                own[0].grad_input_request = contexts[before].grad_output_request
-            incoming = routes.incoming(start, last)
-            result = named(op, op.fuser_backward, own, dy, basic_op_grad_extra_outputs=incoming)
-            dy, params, extras = parts(op, "fuser_backward", result, _GRADIENTS)
-            if dy is None and start > first:
-                refuse_result(op, "backward", "return the gradient of its input", None)
-            listed(op, "fuser_backward", "gradients of each operation", params, len(own))
-            for offset, found in enumerate(params):
-                grad_params[start + offset] = found
-            routes.outgoing(op, start, last, extras)
+        run = Backward(ctx, _backward_contexts(ctx), Routes(ctx.fuser, grads), {}, [])
+        if torch.compiler.is_compiling():
+            dx = _backward(run, grad)
+        else:
+            try:
+                dx = _backward(run, grad)
+            except QTensorError as error:
+                if run.begun:
+                    name_operation(run.begun[-1], error)
+                raise
         flat: list[Any] = []
-        for place, op in enumerate(fuser.ops):
-            count = len(parameters_of(op))
-            flat += gradients(op, grad_params[place], count, place >= first)
-        needs_input = first == 0 and ctx.needs_input_grad[0]
-        return (dy if needs_input else None, None, *flat, *routes.outside())
+        for place, count in enumerate(ctx.n_parameters):
+            if place < ctx.first:
+                flat += [None] * count
+                continue
+            found = run.parameters[place]
+            if type(found) not in (tuple, list) or len(found) != count:
+                found = gradients(ctx.fuser.ops[place], found, count)
+            flat += found
+        needs_input = ctx.first == 0 and ctx.needs_input_grad[0]
+        return (dx if needs_input else None, None, *flat, *run.routes.outside())
+
+
+def _gradient_requests(call: Call, tensors: list[Tensor | None]) -> tuple[tuple[int, str], ...]:
+    """How operations ask for their gradients, by their places; two tensors each go to ``tensors``."""
+    found = []
+    for place in call.fuser.asking:
+        request = call.fuser.ops[place].grad_output_request(call.kwargs[place])
+        if request is not None:
+            found.append((place, request.canonical))
+            tensors += [request.scale, request.seed]
+    return tuple(found)
 
 
 def _backward_contexts(ctx: Any) -> list[BackwardContext]:
     """The contexts with their tensors."""
-    saved, start, found = ctx.saved_tensors, 0, []
-    for context, count, text in zip(ctx.contexts, ctx.counts, ctx.texts, strict=True):
-        request = None
-        if text:
-            request = Request(text, saved[start], saved[start + 1])
-            start += 2
-        tensors = saved[start : start + count]
-        found.append(BackwardContext(context, tensors, request, None))
+    saved, start, found = ctx.saved_tensors, 2 * len(ctx.texts), []
+    for context, count in zip(ctx.contexts, ctx.counts, strict=True):
+        found.append(BackwardContext(context, saved[start : start + count]))
         start += count
+    for i, (place, text) in enumerate(ctx.texts):
+        found[place].grad_output_request = Request(text, saved[2 * i], saved[2 * i + 1])
     return found

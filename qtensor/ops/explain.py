@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,11 +163,16 @@ class _Observed:
 
 
 def _observed(plan: Plan, log: _Log, offset: int, parameters: set[int]) -> Plan:
-    def wrap(steps: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(step._replace(op=_Observed(step, log, offset, parameters)) for step in steps)
+    def watched(step: Any) -> _Observed:
+        return _Observed(step, log, offset, parameters)
 
     result = copy.copy(plan)
-    result.forward, result.backward = wrap(plan.forward), wrap(plan.backward)
+    # By the functions that are watched, all of them.
+    result.forward = tuple([
+        s._replace(op=watched(s), form="single" if s.form == "single" else "split")
+        for s in plan.forward
+    ])
+    result.backward = tuple([s._replace(op=watched(s), is_plain=False) for s in plan.backward])
     return result
 
 

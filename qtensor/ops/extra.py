@@ -101,6 +101,7 @@ class MakeExtraOutput(_Passing):
     """
 
     num_extra_outputs = 1
+    passes_input = True
 
     def __init__(self, *, channel: str | None = None) -> None:
         super().__init__()

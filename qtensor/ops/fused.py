@@ -50,6 +50,16 @@ class _Fused(FusedOperation):
 class _ForwardLinear(_Fused):
     """A product, its bias in the one rounding, and what a subclass does with the result."""
 
+    linear: BasicLinear
+    bias: Bias | None
+    last: BasicOperation
+
+    def __init__(self, basic_ops: Sequence[BasicOperation], recipe: Recipe | None = None) -> None:
+        super().__init__(basic_ops)
+        # Not submodules either.
+        bias = basic_ops[1] if isinstance(basic_ops[1], Bias) else None
+        self.__dict__.update(linear=basic_ops[0], bias=bias, last=basic_ops[-1])
+
     def finish(
         self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
     ) -> Any:
@@ -68,10 +78,9 @@ class _ForwardLinear(_Fused):
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, Any]:
         """The result, and the product's."""
-        linear, *rest = self.basic_ops
-        bias = rest[0].bias if isinstance(rest[0], Bias) else None
+        bias = None if self.bias is None else self.bias.bias
         call = basic_op_kwargs[0]["call"]
-        product = linear.multiply(input_, call, bias, input_.dtype)
+        product = self.linear.multiply(input_, call, bias, input_.dtype)
         y = self.finish(
             product.forward.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request
         )
@@ -87,10 +96,9 @@ class _ForwardLinear(_Fused):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
         """As each operation by itself."""
-        linear, *rest = self.basic_ops
-        linear.keep(basic_op_ctxs[0], returned)
-        if isinstance(rest[0], Bias):
-            rest[0].op_forward_save_ctx(basic_op_ctxs[1], None, None)
+        self.linear.keep(basic_op_ctxs[0], returned)
+        if self.bias is not None:
+            self.bias.op_forward_save_ctx(basic_op_ctxs[1], None, None)
         self.finish_ctx(basic_op_ctxs[-1], returned.forward.out, basic_op_kwargs[-1])
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
@@ -125,7 +133,7 @@ class ForwardLinearBiasAdd(_ForwardLinear):
     ) -> Any:
         """The sum."""
         (other,) = extra[-1]
-        check_extra(self.basic_ops[-1], y, other)
+        check_extra(self.last, y, other)
         return produce(add(y, other), request)
 
 
@@ -137,7 +145,7 @@ class ForwardLinearScaleAdd(_ForwardLinear):
     ) -> Any:
         """The scaled sum, in one pass."""
         (other,) = extra[-1]
-        check_extra(self.basic_ops[-1], y, other)
+        check_extra(self.last, y, other)
         factor = self.basic_ops[-2].scale
         return produce(_scale_add(y, factor, other), request)
 

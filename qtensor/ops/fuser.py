@@ -15,7 +15,7 @@ from qtensor.errors import DtypeError, check, fail
 from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
-from qtensor.ops.plan import Plan
+from qtensor.ops.plan import Plan, channels
 from qtensor.recipes import compile_constant
 
 HAND_OVER_FROM = 2**16
@@ -68,7 +68,9 @@ class OperationFuser(Wiring):
         # Most operations have nothing to say here, and a small block is called in the time of a few such questions.
         self.keyed = self._overriding("plan_key")
         self.prepared = self._overriding("forward_kwargs")
-        self.stateful = self._overriding("published_count", "report_on")
+        self.asking = self._overriding("grad_output_request")
+        self.stateful = self._overriding("published_count")
+        self.reporting = tuple([place for place, op in enumerate(self.ops) if op.reports])
         self.plan_names: list[str] = []
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
@@ -116,10 +118,8 @@ class OperationFuser(Wiring):
     def __deepcopy__(self, memo: Any) -> OperationFuser:
         return OperationFuser([copy.deepcopy(op, memo) for op in self.ops], self.fusing)
 
-    def _first(self, input_: Any, extra_inputs: Sequence[Tensor]) -> int:
-        """Place of the first operation that takes part in backward."""
-        if input_.requires_grad:
-            return 0
+    def _first(self, extra_inputs: Sequence[Tensor]) -> int:
+        """Place of the first operation that takes part in backward, of an input that does not."""
         taken = 0
         for place, op in enumerate(self.ops):
             for p in parameters_of(op):
@@ -145,9 +145,11 @@ class OperationFuser(Wiring):
         Raises:
             QTensorError: another number of extra inputs than the operations take.
         """
-        self._check(input_, extra_inputs)
-        count = len(self.ops)
-        first = self._first(input_, extra_inputs) if torch.is_grad_enabled() else count
+        if extra_inputs or self.n_extra_inputs or not isinstance(input_, Tensor):
+            self._check(input_, extra_inputs)
+        first = len(self.ops)
+        if torch.is_grad_enabled():
+            first = 0 if input_.requires_grad else self._first(extra_inputs)
         keys = tuple([self.ops[place].plan_key() for place in self.keyed])
         return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
@@ -176,11 +178,6 @@ class OperationFuser(Wiring):
         fail(label, rule, given, "Pass them behind the input")
 
 
-def channels(given: tuple[str | None, ...], count: int) -> tuple[str | None, ...]:
-    """A channel or None for each extra tensor of an operation."""
-    return given if given else (None,) * count
-
-
 def _run(
     fuser: OperationFuser, plan: Plan, first: int, input_: Any, extra_inputs: Sequence[Tensor]
 ) -> Any:
@@ -190,21 +187,27 @@ def _run(
     kwargs: list[dict[str, Any]] = [_NOTHING] * len(ops)
     for place in fuser.prepared:
         kwargs[place] = ops[place].forward_kwargs(input_, place > first or (place == 0 and asks))
-    call = Call(fuser, plan, kwargs, first, asks, _hands_over(input_))
+    parameters: list[Any] = []
+    counts = []
+    if first < len(ops):
+        for op in ops:
+            own = parameters_of(op) if op._parameters or op._modules else ()
+            parameters += own
+            counts.append(len(own))
+    call = Call(fuser, plan, kwargs, first, asks, _hands_over(input_), tuple(counts))
     if first == len(ops):
-        result = execute(call, input_, extra_inputs, False)
-        out, extra_outputs, published = result.out, result.extra_outputs, result.published
+        out, run = execute(call, input_, extra_inputs, False)
+        extra_outputs, published = run.extra_outputs, run.published
     else:
-        parameters = [p for op in ops for p in parameters_of(op)]
         out, *rest = FuserFunction.apply(input_, call, *parameters, *extra_inputs)
-        n_extra = sum(fuser.n_extra_outputs)
+        start = n_extra = sum(fuser.n_extra_outputs)
         extra_outputs, published = rest[:n_extra], {}
-        start = n_extra
-        for place in fuser.stateful:
+        for place in fuser.stateful if start < len(rest) else ():
             count = ops[place].published_count(kwargs[place])
             if count:
                 published[place] = rest[start : start + count]
                 start += count
+        for place in fuser.reporting:
             out = ops[place].report_on(out, kwargs[place])
     for place, found in published.items():
         ops[place].after_forward(found, kwargs[place])

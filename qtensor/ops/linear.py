@@ -35,6 +35,8 @@ from qtensor.ops.operation import (
 
 _bias_add = direct(BIAS_ADD, 0, 1)
 _bias_grad = direct(BIAS_GRAD, 0)
+_NONE = (False, False, False)
+_NO_SEEDS = (None, None, None)
 
 
 class LinearCall(NamedTuple):
@@ -92,13 +94,16 @@ class BasicLinear(LinearModule, BasicOperation):
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
         """What recipe and state say about this call."""
-        wgrad = torch.is_grad_enabled() and self.weight.requires_grad
-        args = LinearFwdArgs(like, self.weight, None, input_requires_grad, wgrad)
-        args.plan = self._plan(args, self._recipe_key(), "weight", self._options)
-        self._complete(args, like, "weight", self._options, Call())
-        call = LinearCall(
-            args.plan, input_requires_grad, wgrad, args.delayed, args.seeds, args.wgrad
-        )
+        weight, options = self.weight, self._options
+        wgrad = torch.is_grad_enabled() and weight.requires_grad
+        plan = self._plan(input_requires_grad, wgrad, "weight", options)
+        later = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
+        if not (later or options.save_original_input) and plan.delayed == plan.stochastic == _NONE:
+            return {"call": LinearCall(plan, input_requires_grad, wgrad, None, _NO_SEEDS, None)}
+        args = LinearFwdArgs(like, weight, None, input_requires_grad, wgrad)
+        args.plan = plan
+        self._complete(args, like, "weight", options, Call())
+        call = LinearCall(plan, input_requires_grad, wgrad, args.delayed, args.seeds, args.wgrad)
         return {"call": call}
 
     def input_request(self, kwargs: dict[str, Any]) -> Request | None:
@@ -125,25 +130,20 @@ class BasicLinear(LinearModule, BasicOperation):
     def _args(
         self, input_: Any, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
     ) -> LinearFwdArgs:
-        made: Any = input_ if isinstance(input_, Quantized) else None
-        plain: Any = input_ if made is None else None
-        weight = self.weight
-        if made is None:
-            self._check_input(input_, weight, call.plan, self._options)
+        weight, options = self.weight, self._options
+        plain: Any = input_
+        made: Any = None
+        if isinstance(input_, Quantized):
+            plain, made = None, input_
+            self._check_features(made, weight.shape[1])
+            self._check_alignment(weight, call.plan, options)
         else:
-            self._check_features(made, self.weight.shape[1])
-            self._check_alignment(self.weight, call.plan, self._options)
-        args = LinearFwdArgs(
-            plain,
-            weight,
-            bias,
-            call.inp_requires_grad,
-            call.weight_requires_grad,
-        )
+            self._check_input(input_, weight, call.plan, options)
+        args = LinearFwdArgs(plain, weight, bias, call.inp_requires_grad, call.weight_requires_grad)
         args.plan, args.dtype, args.made = call.plan, dtype, made
         args.delayed, args.seeds, args.wgrad = call.delayed, call.seeds, call.wgrad
-        args.parallel = self._options.parallel
-        args.save_original_input = self._options.save_original_input
+        args.parallel = options.parallel
+        args.save_original_input = options.save_original_input
         return args
 
     def multiply(
@@ -193,6 +193,11 @@ class BasicLinear(LinearModule, BasicOperation):
     def published_count(self, kwargs: dict[str, Any]) -> int:
         """One for each of the two that is scaled so."""
         return sum(kwargs["call"].plan.delayed[:2])
+
+    @property
+    def reports(self) -> bool:
+        """Where gradients are added to ``main_grad``."""
+        return self._options.fuse_wgrad_accumulation
 
     def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
         """Tells the weight when its gradient has been added to ``main_grad``."""

@@ -79,7 +79,7 @@ class _Norm(BasicOperation):
 
     def op_forward_compute(
         self, input_: Tensor, *, next_op_input_request: Request | None = None
-    ) -> tuple[Any, tuple[Tensor, Tensor]]:
+    ) -> tuple[Any, tuple[Tensor, ...]]:
         """The normed input, quantized in the same pass where that was asked for."""
         weight = self.weight
         if input_.ndim == 0 or input_.shape[-1] != weight.shape[0]:
@@ -90,17 +90,18 @@ class _Norm(BasicOperation):
         request = next_op_input_request
         if request is None or not request.canonical:
             y, mean, rstd = _norm(rows, *settings, input_.dtype)
-            return y if rows is input_ else y.view(input_.shape), (mean, rstd)
+            return y if rows is input_ else y.view(input_.shape), (rows, weight, mean, rstd)
         *buffers, mean, rstd = _norm_quantize(
             rows, *settings, input_.dtype, request.canonical, request.scale, None, request.seed
         )
-        return collected(buffers, request, input_.shape, input_.dtype), (mean, rstd)
+        y = collected(buffers, request, input_.shape, input_.dtype)
+        return y, (rows, weight, mean, rstd)
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Tensor, returned: tuple[Tensor, Tensor]
+        self, ctx: OperationContext, input_: Tensor, returned: tuple[Tensor, ...]
     ) -> None:
-        """The input and the statistics of its rows."""
-        ctx.save_for_backward(matrix(input_), self.weight, *returned)
+        """The input, the weight and the statistics of the input's rows."""
+        ctx.save_for_backward(*returned)
         ctx.shape = input_.shape
 
     def gradients(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:

@@ -33,12 +33,12 @@ class OperationContext:
         saved_tensors: what was saved. Set in backward.
     """
 
-    def __init__(self, input_requires_grad: bool = True) -> None:
-        self.input_requires_grad = input_requires_grad
-        self.grad_output_request: Request | None = None
-        self.grad_input_request: Request | None = None
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self.to_save: tuple[Tensor | None, ...] = ()
+    # Of the class until they are set: a call makes a context for every operation.
+    input_requires_grad: bool = True
+    grad_output_request: Request | None = None
+    grad_input_request: Request | None = None
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    to_save: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors for backward; the last call counts."""
@@ -53,24 +53,19 @@ class OperationContext:
 class BackwardContext:
     """A context as a backward sees it: with its tensors, which the context itself never holds on to."""
 
-    def __init__(
-        self,
-        context: OperationContext,
-        saved: Sequence[Tensor | None],
-        grad_output_request: Request | None,
-        grad_input_request: Request | None,
-    ) -> None:
+    grad_output_request: Request | None = None
+    grad_input_request: Request | None = None
+
+    def __init__(self, context: OperationContext, saved_tensors: tuple[Tensor | None, ...]) -> None:
         self._context = context
-        self.saved_tensors = tuple(saved)
-        self.grad_output_request = grad_output_request
-        self.grad_input_request = grad_input_request
+        self.saved_tensors = saved_tensors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
 
-_COMPUTED = ("the output", "what op_forward_save_ctx is to see")
-_GRADIENTS = ("gradient of the input", "gradients of the parameters")
+COMPUTED = ("the output", "what op_forward_save_ctx is to see")
+GRADIENTS = ("gradient of the input", "gradients of the parameters")
 Context = OperationContext | BackwardContext
 
 
@@ -193,6 +188,9 @@ class BasicOperation(FusibleOperation, is_base=True):
     """For each extra input the channel that brings it from within the sequence; None for one that the caller passes."""
     output_channels: tuple[str | None, ...] = ()
     """For each extra output the channel that it goes into; None for one that the caller gets."""
+    passes_input: ClassVar[bool] = False
+    """Whether the forward of this very class hands on its input, as every extra output too, and does nothing else: it is not
+    called then."""
     reads_unrounded: ClassVar[bool] = False
     """Whether a linear layer before hands over its float32 sums, which are then rounded once, here."""
 
@@ -266,6 +264,11 @@ class BasicOperation(FusibleOperation, is_base=True):
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Update the operation's state; outside of autograd."""
 
+    @property
+    def reports(self) -> bool:
+        """Whether ``report_on`` is to be called; asked once, when the operation is put into a sequence."""
+        return type(self).report_on is not BasicOperation.report_on
+
     def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
         """The sequence's output, with whatever is to happen as its backward begins."""
         return out
@@ -288,7 +291,7 @@ class BasicOperation(FusibleOperation, is_base=True):
         result = self.op_forward_compute(
             input_, next_op_input_request=next_op_input_request, **basic_op_kwargs[0]
         )
-        out, returned = parts(self, "op_forward_compute", result, _COMPUTED)
+        out, returned = parts(self, "op_forward_compute", result, COMPUTED)
         return out, [()], returned
 
     def fuser_forward_save_ctx(
@@ -330,7 +333,7 @@ class BasicOperation(FusibleOperation, is_base=True):
     ) -> Any:
         """(gradient of the input; of each basic operation's parameters; of its extra inputs)."""
         result = self.op_backward(basic_op_ctxs[0], grad_output)
-        grad_input, grad_params = parts(self, "op_backward", result, _GRADIENTS)
+        grad_input, grad_params = parts(self, "op_backward", result, GRADIENTS)
         return grad_input, [grad_params], [()]
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
@@ -395,9 +398,10 @@ class FusedOperation(FusibleOperation, is_base=True):
         return []
 
 
-def parameters_of(op: BasicOperation) -> list[Any]:
+def parameters_of(op: BasicOperation) -> Sequence[Any]:
     """The parameters of an operation, in the order in which ``op_backward`` returns their gradients."""
+    # parameters() takes several times as long as the rest of a small operation.
+    own = op._parameters
     if op._modules:
         return list(op.parameters())
-    # parameters() takes several times as long as the rest of a small operation.
-    return [p for p in op._parameters.values() if p is not None]
+    return [p for p in own.values() if p is not None] if own else ()

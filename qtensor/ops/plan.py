@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation, FusedOperation
+
+Form = Literal["passes", "plain", "split", "single"]
+"""How a step runs: it hands on its input and nothing needs to be called; a basic operation by its ``op_`` functions, called
+without those around them; by ``fuser_forward_compute``; by ``fuser_forward``."""
 
 
 class ForwardStep(NamedTuple):
@@ -17,12 +21,25 @@ class ForwardStep(NamedTuple):
     op: Any
     first: int
     last: int
-    is_split: bool
-    takes_extra: bool
-    makes_extra: bool
-    publishes: bool
     reader: BasicOperation | None
     """The operation behind it, where that gets its input as it asks for it."""
+    publishes: bool
+    form: Form
+    inputs: Sequence[tuple[str | None, ...]]
+    """Channels of the extra inputs of each operation, () where there are none at all."""
+    outputs: Sequence[tuple[str | None, ...]]
+    """Likewise of the extra outputs."""
+
+
+class BackwardStep(NamedTuple):
+    """A step of the backward pass, likewise."""
+
+    op: Any
+    first: int
+    last: int
+    reader: int
+    """Place of the operation before it, where that gets its gradient as it asks for it; else -1."""
+    is_plain: bool
 
 
 class Plan:
@@ -31,7 +48,6 @@ class Plan:
     Attributes:
         forward: steps in the order of the forward pass.
         backward: steps in the order of the backward pass.
-        grad_reads: for each operation whether it gets its gradient as it asks for it.
         run_outside: runs the sequence out of sight of a tracer, where an operation has a single form; else None.
     """
 
@@ -45,8 +61,15 @@ class Plan:
         forward, backward = steps
         reads = _reading(forward, len(ops), fusing, first=True)
         self.forward: tuple[ForwardStep, ...] = tuple([_known(s, ops, reads) for s in forward])
-        self.backward: tuple[Step, ...] = tuple(backward)
-        self.grad_reads = _reading(backward, len(ops), fusing, first=False)
+        reads = _reading(backward, len(ops), fusing, first=False)
+        self.backward: tuple[BackwardStep, ...] = tuple([
+            BackwardStep(
+                *step,
+                step.first - 1 if step is not backward[-1] and reads[step.first - 1] else -1,
+                _inherits(step.op, "fuser_backward"),
+            )
+            for step in backward
+        ])
         self.run_outside: Any = None
         single = [step.op.label for step in forward if not step.op.is_split]
         if single:
@@ -61,18 +84,46 @@ def _overrides(kind: type, base: type, name: str) -> bool:
     return getattr(kind, name, None) not in (None, getattr(base, name))
 
 
-def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> ForwardStep:
-    own, following = ops[step.first : step.last + 1], step.last + 1
-    kind = type(step.op)
-    base = BasicOperation if isinstance(step.op, BasicOperation) else FusedOperation
-    return ForwardStep(
-        *step,
-        step.op.is_split,
-        any(op.num_extra_inputs for op in own),
-        any(op.num_extra_outputs for op in own),
-        _overrides(kind, base, "published_by_op") or _overrides(kind, BasicOperation, "published"),
-        ops[following] if following < len(ops) and reads[following] else None,
+def _inherits(op: Any, *names: str) -> bool:
+    """Whether an operation without extra tensors has these functions from ``BasicOperation``."""
+    return (
+        isinstance(op, BasicOperation)
+        and not (op.num_extra_inputs or op.num_extra_outputs)
+        and all(getattr(type(op), n) is getattr(BasicOperation, n) for n in names)
     )
+
+
+def _form(op: Any) -> Form:
+    if not op.is_split:
+        return "single"
+    if vars(type(op)).get("passes_input"):
+        return "passes"
+    functions = ("fuser_forward_compute", "fuser_forward_save_ctx", "published_by_op")
+    return "plain" if _inherits(op, *functions) else "split"
+
+
+def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> ForwardStep:
+    op, first, last = step
+    own, following = ops[first : last + 1], last + 1
+    kind = type(op)
+    base = BasicOperation if isinstance(op, BasicOperation) else FusedOperation
+    inputs = [channels(o.input_channels, o.num_extra_inputs) for o in own]
+    outputs = [channels(o.output_channels, o.num_extra_outputs) for o in own]
+    return ForwardStep(
+        op,
+        first,
+        last,
+        ops[following] if following < len(ops) and reads[following] else None,
+        _overrides(kind, base, "published_by_op") or _overrides(kind, BasicOperation, "published"),
+        _form(op),
+        inputs if any(inputs) else (),
+        outputs if any(outputs) else (),
+    )
+
+
+def channels(given: tuple[str | None, ...], count: int) -> tuple[str | None, ...]:
+    """A channel or None for each extra tensor of an operation."""
+    return given if given else (None,) * count
 
 
 def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tuple[bool, ...]:

@@ -23,7 +23,7 @@ class Routes:
 
     def __init__(self, fuser: Any, grads: Sequence[Any]) -> None:
         self.fuser = fuser
-        self.grads = split(grads, fuser.n_extra_outputs) if fuser.has_extra else []
+        self.grads = split(grads, fuser.n_extra_outputs) if any(fuser.n_extra_outputs) else []
         self.by_channel: dict[str, Any] = {}
         self.to_caller: dict[int, list[Any]] = {}
 
@@ -47,6 +47,8 @@ class Routes:
         listed(op, name, "gradients of extra inputs of each operation", extras, count)
         for offset, extra in enumerate(extras):
             names = self.fuser.input_channels[first + offset]
+            if not names and isinstance(extra, (tuple, list)) and not extra:
+                continue
             listed(op, name, "gradients of its extra inputs", extra, len(names))
             for channel, grad in zip(names, extra, strict=True):
                 if channel is None:

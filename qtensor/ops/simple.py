@@ -29,6 +29,8 @@ _scale = direct(SCALE, 0)
 class Identity(BasicOperation):
     """The input as it is."""
 
+    passes_input = True
+
     def op_forward_compute(
         self, input_: Any, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
