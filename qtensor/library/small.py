@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -245,6 +246,27 @@ _FORWARD_PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (5, 0))
 """Of input, weight, bias, their scales and their seeds."""
 
 
+@functools.cache
+def _taken(name: str, packs_first: bool) -> bool:
+    """Whether C++ is asked before Python for an op on a CPU."""
+    return available() and calls.take(name, packs_first)
+
+
+def forward_is_native(x: Tensor, x_quantizer: str, x_kept: str, weight: Tensor, *_: Any) -> bool:
+    """Whether C++ answers a call of ``linear_forward``, as far as sizes tell."""
+    if not (x.is_cpu and x.ndim == 2 and x.is_contiguous()):
+        return False
+    return fits(*x.shape, weight.shape[0]) and _taken("linear_forward", False)
+
+
+def backward_is_native(dy: Tensor, quantizer: str, x: list[Tensor], *rest: Any) -> bool:
+    """Whether C++ answers a call of ``linear_backward``, as far as sizes tell."""
+    if not (dy.is_cpu and dy.ndim == 2):
+        return False
+    columns = rest[1 if x else 4][1]
+    return fits(*dy.shape, columns) and _taken("linear_backward", True)
+
+
 def learn_forward(
     outputs: list[Tensor],
     operands: tuple[Tensor, str, str, Tensor, str, str],
@@ -253,7 +275,7 @@ def learn_forward(
     seeds: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """After a call of ``linear_forward`` through the dispatcher: calls like it are answered without Python."""
-    if not (outputs[0].is_cpu and calls.take("linear_forward", False)):
+    if not (outputs[0].is_cpu and _taken("linear_forward", False)):
         return
     key = _forward_key(outputs, operands, bias, scales, seeds)
     program = None if key is None else _PROGRAMS.get(key)
@@ -387,7 +409,7 @@ def learn_backward(
     given: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """After a call of ``linear_backward`` through the dispatcher: calls like it are answered without Python."""
-    if not (dy.is_cpu and calls.take("linear_backward", True)):
+    if not (dy.is_cpu and _taken("linear_backward", True)):
         return
     key = _backward_key(outputs, dy.contiguous(), quantizer, saved, bias, given)
     found = None if key is None else _PROGRAMS.get(key)
