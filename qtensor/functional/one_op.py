@@ -57,10 +57,10 @@ def code() -> str:
 
 
 def _linear(inp: Tensor, weight: Tensor, bias: Tensor | None, plan: str, code: str) -> Tensor:
-    *texts, saved_input, saved_weight, override, dgrad, wgrad = plan.split("|")
+    x, w, dy, saved_x, saved_w, override, dgrad, wgrad = plan.split("|")
     needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     args = LinearFwdArgs(inp, weight, bias, dgrad == "True", wgrad == "True", needs_bias)
-    args.plan = LinearPlan(*texts, _NONE, _NONE, override or None, saved_input, saved_weight)  # type: ignore[arg-type]
+    args.plan = LinearPlan(x, w, dy, _NONE, _NONE, override or None, saved_x, saved_w)
     args.dtype = inp.dtype
     out: Tensor = run_linear(args)[0]
     return out

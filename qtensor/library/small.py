@@ -256,15 +256,16 @@ def forward_is_native(x: Tensor, x_quantizer: str, x_kept: str, weight: Tensor, 
     """Whether C++ answers a call of ``linear_forward``, as far as sizes tell."""
     if not (x.is_cpu and x.ndim == 2 and x.is_contiguous()):
         return False
-    return fits(*x.shape, weight.shape[0]) and _taken("linear_forward", False)
+    rows, columns = x.shape
+    return fits(rows, weight.shape[0], columns) and _taken("linear_forward", False)
 
 
 def backward_is_native(dy: Tensor, quantizer: str, x: list[Tensor], *rest: Any) -> bool:
     """Whether C++ answers a call of ``linear_backward``, as far as sizes tell."""
     if not (dy.is_cpu and dy.ndim == 2):
         return False
-    columns = rest[1 if x else 4][1]
-    return fits(*dy.shape, columns) and _taken("linear_backward", True)
+    rows, columns = dy.shape
+    return fits(rows, columns, rest[1 if x else 4][1]) and _taken("linear_backward", True)
 
 
 def learn_forward(

@@ -204,7 +204,7 @@ class QuantizedModule(nn.Module):
             return None
         if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
             return None
-        return LINEAR(inp, w, getattr(self, bias) if bias else None, text, code())  # type: ignore[no-any-return]
+        return LINEAR(inp, w, getattr(self, bias) if bias else None, text, code())
 
     def _linear(
         self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
