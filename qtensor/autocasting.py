@@ -19,14 +19,16 @@ HIGH_PRECISION = ""
 class _Active:
     """The state of the innermost region, as plain values."""
 
-    key: str | None = None
+    key: str | None
     """Key of the recipe; "" for high precision; None outside of every region."""
-    group: str | None = None
+    group: str | None
     """Name of the process group that maxima are reduced over."""
     step: torch.Tensor
     """int64 (1,) on the CPU: counts the outermost regions of recipes with delayed scaling."""
 
     def __init__(self) -> None:
+        # Not of the class, which compiled code would guard besides.
+        self.key, self.group = None, None
         self.step = torch.zeros(1, dtype=torch.int64)
 
 

@@ -11,7 +11,7 @@ from formats import FORMATS, FormatCase
 from linear_cases import backward_arguments, forward_arguments, kept_text
 
 import qtensor
-from qtensor.kernels.cpu import program
+from qtensor.kernels.cpu import calls, program
 from qtensor.library import gemm, linear, small
 from qtensor.library.codec import by_name, parse
 from qtensor.library.define import FILLS
@@ -54,8 +54,11 @@ class Refused:
             (gemm.small, "multiply_"),
         ):
             self.monkeypatch.setattr(module, name, lambda *args: False)
+        self.python = calls.left_to_python()
+        self.python.__enter__()
 
     def __exit__(self, *exc: object) -> None:
+        self.python.__exit__(None, None, None)
         self.monkeypatch.undo()
 
 

@@ -50,6 +50,8 @@ REASONS: dict[str, str] = {
     "qtensor/library/linear.py::_forward_alloc": _FLAT,
     "qtensor/library/linear.py::_forward_fill": _FLAT,
     "qtensor/library/linear.py::forward_by_ops": _FLAT,
+    "qtensor/library/linear.py::_forward_learn": _FLAT,
+    "qtensor/library/linear.py::_backward_learn": _FLAT,
     "qtensor/library/small.py::multiply_": _FLAT,
     "qtensor/library/norm.py::_norm_alloc": _FLAT,
     "qtensor/library/norm.py::_norm_backward_alloc": _FLAT,

@@ -39,12 +39,13 @@ from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
 from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE_
+from qtensor.library.small import backward_is_native, forward_is_native
 from qtensor.storage.registry import lookup
 
 quantize_buffers_ = direct(QUANTIZE_, 0)
 bias_gradient = direct(BIAS_GRAD, 0)
-linear_forward = direct(LINEAR_FORWARD, 0, 3)
-linear_backward = direct(LINEAR_BACKWARD, 0)
+linear_forward = direct(LINEAR_FORWARD, 0, 3, native=forward_is_native)
+linear_backward = direct(LINEAR_BACKWARD, 0, native=backward_is_native)
 record_gradient_amax = direct(RECORD_GRADIENT_AMAX, 0)
 _ABSENT = Operand([], "", ())
 

@@ -24,12 +24,13 @@ def leaf_op(
     allocate: Callable[..., Any],
     fill: Callable[..., None],
     tags: Sequence[torch.Tag] = (),
+    learn: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
     """Define ``qtensor::<schema>``.
 
     ``allocate(*args)`` makes the outputs from shapes, dtypes and devices alone and serves real, fake and meta tensors;
     ``fill(outputs, *args)`` writes them and runs on real tensors only. ``Library.define`` costs about 2 us a call where
-    the ``custom_op`` decorator costs 7 to 9.
+    the ``custom_op`` decorator costs 7 to 9. ``learn(outputs, *args)`` follows the fill where the dispatcher made the call.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
@@ -40,8 +41,13 @@ def leaf_op(
         FILLS[name](outputs, *args, **kwargs)
         return outputs
 
+    def body_and_learn(*args: Any, **kwargs: Any) -> Any:
+        outputs = body(*args, **kwargs)
+        learn(outputs, *args, **kwargs)  # type: ignore[misc]
+        return outputs
+
     BODIES[name] = body
-    LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, body if learn is None else body_and_learn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", allocate, lib=LIBRARY)
     return getattr(torch.ops.qtensor, name).default
 

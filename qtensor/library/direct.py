@@ -21,18 +21,19 @@ def _watched() -> bool:
     return bool(_modes() or _transform() is not None or _profiled())
 
 
-def direct(op: Any, *places: int) -> Callable[..., Any]:
+def direct(op: Any, *places: int, native: Callable[..., bool] | None = None) -> Callable[..., Any]:
     """``op`` as a function for code that runs below autograd; a call with lists of tensors saves up to 16 us.
 
     Args:
         op: of ``leaf_op``.
         *places: positions of the arguments (tensors or lists of them) that could have a dispatch of their own.
+        native: says of the arguments of a call whether the dispatcher has something faster than the body.
     """
     body = BODIES[op._opname]
 
     def call(*args: Any) -> Any:
         # A tracer must see the op; it folds this question to a constant and knows none of those below.
-        if torch.compiler.is_compiling() or _watched():
+        if torch.compiler.is_compiling() or (native is not None and native(*args)) or _watched():
             return op(*args)
         for place in places:
             value = args[place]

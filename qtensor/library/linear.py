@@ -159,11 +159,30 @@ def _forward_fill(
         )
 
 
+def _forward_learn(
+    outputs: list[Tensor],
+    x: Tensor,
+    x_quantizer: str,
+    x_kept: str,
+    weight: Tensor,
+    weight_quantizer: str,
+    weight_kept: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
+) -> None:
+    operands = (x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept)
+    small.learn_forward(outputs, operands, bias, scales, (x_seed, weight_seed))
+
+
 LINEAR_FORWARD = leaf_op(
     "linear_forward(Tensor x, str x_quantizer, str x_kept, Tensor weight, str weight_quantizer, str weight_kept, "
     "Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
     _forward_alloc,
     _forward_fill,
+    learn=_forward_learn,
 )
 """``quantize(x)`` (M, K) times ``quantize(weight)`` (N, K) plus bias: [the product (M, N), the buffers of ``x_kept``, those of
 ``weight_kept``, the amaxes of delayed scaling]. What is kept is named by the canonical text of those buffers alone, "" for
@@ -261,12 +280,33 @@ def _backward_fill(
             FILLS["bias_grad"](rest.pop(0), dy)
 
 
+def _backward_learn(
+    outputs: list[Tensor],
+    dy: Tensor,
+    quantizer: str,
+    x: list[Tensor],
+    x_quantizer: str,
+    x_shape: Shape,
+    weight: list[Tensor],
+    weight_quantizer: str,
+    weight_shape: Shape,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
+    small.learn_backward(outputs, dy, quantizer, saved, bias, (scales, seed))
+
+
 LINEAR_BACKWARD = leaf_op(
     "linear_backward(Tensor dy, str quantizer, Tensor[] x, str x_quantizer, SymInt[] x_shape, Tensor[] weight, "
     "str weight_quantizer, SymInt[] weight_shape, ScalarType dtype, ScalarType weight_dtype, bool bias, "
     "Tensor? scales=None, Tensor? seed=None) -> Tensor[]",
     _backward_alloc,
     _backward_fill,
+    learn=_backward_learn,
 )
 """From ``quantize(dy)`` (M, N): [the gradient of x (M, K) where there are buffers of the weight, that of the weight (N, K) where
 there are buffers of x, that of the bias (N,) where it is asked for, the amax of delayed scaling]. ``scales``: (3,)."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.kernels.cpu import calls
 from qtensor.kernels.cpu.native import Site
 from qtensor.kernels.cpu.program import (
     SMALL,
@@ -191,10 +193,41 @@ def forward_(
     seeds: tuple[Tensor | None, Tensor | None],
 ) -> bool:
     """The fill of ``linear_forward``; False, with nothing written, where it does not serve."""
+    key = _forward_key(outputs, operands, bias, scales, seeds)
+    if key is None:
+        return False
+    try:
+        program = _PROGRAMS[key]
+    except KeyError:
+        program = remember(_PROGRAMS, key, _new_forward(key))
+    if program is None:
+        return False
+    x, weight = operands[0], operands[3]
+    at = 0 if scales is None else scales.data_ptr()
+    return program.run(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        at,
+        at + 4,
+        _seed_at(seeds[0]),
+        _seed_at(seeds[1]),
+        *[t.data_ptr() for t in outputs],
+    )
+
+
+def _forward_key(
+    outputs: list[Tensor],
+    operands: tuple[Tensor, str, str, Tensor, str, str],
+    bias: Tensor | None,
+    scales: Tensor | None,
+    seeds: tuple[Tensor | None, Tensor | None],
+) -> tuple[Any, ...] | None:
+    """What the program of a call depends on, or None where programs cannot read its tensors."""
     x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept = operands
     if not (_on_cpu(x, weight, bias, scales) and _is_seed(seeds[0]) and _is_seed(seeds[1])):
-        return False
-    key = (
+        return None
+    return (
         x_quantizer,
         x_kept,
         x.shape,
@@ -207,23 +240,52 @@ def forward_(
         outputs[0].dtype,
         _scales(scales),
     )
-    try:
-        program = _PROGRAMS[key]
-    except KeyError:
-        program = remember(_PROGRAMS, key, _new_forward(key))
-    if program is None:
+
+
+_FORWARD_PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (5, 0))
+"""Of input, weight, bias, their scales and their seeds."""
+
+
+@functools.cache
+def _taken(name: str, packs_first: bool) -> bool:
+    """Whether C++ is asked before Python for an op on a CPU."""
+    return available() and calls.take(name, packs_first)
+
+
+def forward_is_native(x: Tensor, x_quantizer: str, x_kept: str, weight: Tensor, *_: Any) -> bool:
+    """Whether C++ answers a call of ``linear_forward``, as far as sizes tell."""
+    if not (x.is_cpu and x.ndim == 2 and x.is_contiguous()):
         return False
-    at = 0 if scales is None else scales.data_ptr()
-    return program.run(
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        at,
-        at + 4,
-        _seed_at(seeds[0]),
-        _seed_at(seeds[1]),
-        *[t.data_ptr() for t in outputs],
-    )
+    rows, columns = x.shape
+    return fits(rows, weight.shape[0], columns) and _taken("linear_forward", False)
+
+
+def backward_is_native(dy: Tensor, quantizer: str, x: list[Tensor], *rest: Any) -> bool:
+    """Whether C++ answers a call of ``linear_backward``, as far as sizes tell."""
+    if not (dy.is_cpu and dy.ndim == 2):
+        return False
+    rows, columns = dy.shape
+    return fits(rows, columns, rest[1 if x else 4][1]) and _taken("linear_backward", True)
+
+
+def learn_forward(
+    outputs: list[Tensor],
+    operands: tuple[Tensor, str, str, Tensor, str, str],
+    bias: Tensor | None,
+    scales: Tensor | None,
+    seeds: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """After a call of ``linear_forward`` through the dispatcher: calls like it are answered without Python."""
+    if not (outputs[0].is_cpu and _taken("linear_forward", False)):
+        return
+    key = _forward_key(outputs, operands, bias, scales, seeds)
+    program = None if key is None else _PROGRAMS.get(key)
+    if program is None:
+        return
+    cleared = [False]
+    for text in (operands[2], operands[5]):
+        cleared += [slot.padded for slot in parse(text).slots] if text else []
+    calls.learn(program, _FORWARD_PLACES, cleared)
 
 
 def _new_forward(key: tuple[Any, ...]) -> Program | None:
@@ -287,30 +349,19 @@ def backward_(
         bias: the bias has a gradient.
         given: scales and seed.
     """
-    (x, x_text, x_shape), (weight, w_text, w_shape) = saved
     scales, seed = given
     if not dy.is_contiguous():
         dy = dy.contiguous()
-    if not (_on_cpu(dy, scales) and _is_seed(seed)):
+    key = _backward_key(outputs, dy, quantizer, saved, bias, given)
+    if key is None:
         return False
-    key = (
-        quantizer,
-        dy.shape,
-        dy.dtype,
-        x_text,
-        tuple(x_shape) if x else (),
-        w_text,
-        tuple(w_shape) if weight else (),
-        bias,
-        tuple([t.dtype for t in outputs[:2]]),
-        _scales(scales),
-    )
     try:
         found = _PROGRAMS[key]
     except KeyError:
         found = remember(_PROGRAMS, key, _new_backward(key))
     if found is None:
         return False
+    x, weight = saved[0][0], saved[1][0]
     x_at, w_at = addresses(x, found.x), addresses(weight, found.weight)
     if x_at is None or w_at is None:
         return False
@@ -322,6 +373,55 @@ def backward_(
         *x_at,
         *[t.data_ptr() for t in outputs],
     )
+
+
+def _backward_key(
+    outputs: list[Tensor],
+    dy: Tensor,
+    quantizer: str,
+    saved: tuple[Saved, Saved],
+    bias: bool,
+    given: tuple[Tensor | None, Tensor | None],
+) -> tuple[Any, ...] | None:
+    (x, x_text, x_shape), (weight, w_text, w_shape) = saved
+    scales, seed = given
+    if not (_on_cpu(dy, scales) and _is_seed(seed)):
+        return None
+    return (
+        quantizer,
+        dy.shape,
+        dy.dtype,
+        x_text,
+        tuple(x_shape) if x else (),
+        w_text,
+        tuple(w_shape) if weight else (),
+        bias,
+        tuple([t.dtype for t in outputs[:2]]),
+        _scales(scales),
+    )
+
+
+def learn_backward(
+    outputs: list[Tensor],
+    dy: Tensor,
+    quantizer: str,
+    saved: tuple[Saved, Saved],
+    bias: bool,
+    given: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """After a call of ``linear_backward`` through the dispatcher: calls like it are answered without Python."""
+    if not (dy.is_cpu and _taken("linear_backward", True)):
+        return
+    key = _backward_key(outputs, dy.contiguous(), quantizer, saved, bias, given)
+    found = None if key is None else _PROGRAMS.get(key)
+    x, weight = saved[0][0], saved[1][0]
+    if found is None or None in (addresses(x, found.x), addresses(weight, found.weight)):
+        return
+    last = 1 + len(x) + len(weight)
+    of_weight = [(1 + len(x) + i, 0) for i in range(len(found.weight))]
+    of_x = [(1 + i, 0) for i in range(len(found.x))]
+    places = [(0, 0), (last, 8), (last + 1, 0), *of_weight, *of_x]
+    calls.learn(found.program, places, [False] * len(outputs))
 
 
 def _new_backward(key: tuple[Any, ...]) -> _Backward | None:

@@ -15,6 +15,7 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
+from qtensor.functional.one_op import LINEAR, code, multiple_of, plan_text
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
@@ -61,9 +62,29 @@ class LinearOptions(NamedTuple):
     fuse_wgrad_accumulation: bool = False
 
 
+def one_op_roles(options: LinearOptions) -> str:
+    """Under what roles compiled code may take a layer as one op; "" where its options want more than the op is given."""
+    if options.parallel is not None or options.save_original_input:
+        return ""
+    scheduled = options.delay_wgrad_compute or options.fuse_wgrad_accumulation
+    return "" if scheduled else f"{options.module}/{options.name}"
+
+
+def follows_calls() -> bool:
+    """Whether Dynamo follows this call, to compile it; an exported program holds the ops of the layer, not the one op."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
+
 def stored_canonical(parameter: Any) -> str:
     """Canonical text of the quantizer of a parameter that is stored quantized, else ""."""
     return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
+
+
+def activation_dtype(inp: Tensor) -> Tensor:
+    """The input in the dtype of ``torch.autocast``, where that is on."""
+    if torch.is_autocast_enabled(inp.device.type):
+        return inp.to(torch.get_autocast_dtype(inp.device.type))
+    return inp
 
 
 class QuantizedModule(nn.Module):
@@ -78,6 +99,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
+        self._roles: dict[str, str] = {}
         self.name = name
         self.recipe = recipe
         self.quantized_params = False
@@ -107,6 +129,7 @@ class QuantizedModule(nn.Module):
     def _own_state(self, weight: str, state: LinearState) -> None:
         """Take up the state of a layer, by the name of its weight."""
         self._states[weight] = state
+        self._roles.setdefault(weight, "")
         module = weakref.ref(self)
 
         def accumulated() -> None:
@@ -157,13 +180,6 @@ class QuantizedModule(nn.Module):
             state.drop_workspace()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @staticmethod
-    def _activation_dtype(inp: Tensor) -> Tensor:
-        """The input in the dtype of ``torch.autocast``, where that is on."""
-        if torch.is_autocast_enabled(inp.device.type):
-            return inp.to(torch.get_autocast_dtype(inp.device.type))
-        return inp
-
     # ---- the call -----------------------------------------------------------------------------------------
 
     def _recipe_key(self) -> str:
@@ -171,10 +187,34 @@ class QuantizedModule(nn.Module):
         # Not by the property, which a compiled graph would guard step by step.
         return active_recipe(None if recipe is None else recipe._key)
 
+    def _in_one_op(self, inp: Tensor, weight: str, bias: str) -> Tensor | None:
+        """The layer as one op of a traced program; None where it has to be followed, if only to say what is wrong.
+
+        Every attribute and function that is read here is guarded at every call of the program, so it reads few.
+        """
+        roles = self._roles[weight]
+        if not roles or self._stored[weight]:
+            return None
+        w = getattr(self, weight)
+        training = torch.is_grad_enabled()
+        dgrad, wgrad = training and inp.requires_grad, training and w.requires_grad
+        text = plan_text(self._recipe_key(), roles, inp.dtype, dgrad, wgrad)
+        rows, columns = w.shape
+        if not text or rows % multiple_of(text) or columns % multiple_of(text):
+            return None
+        if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
+            return None
+        return LINEAR(inp, w, getattr(self, bias) if bias else None, text, code())
+
     def _linear(
-        self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call
+        self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
     ) -> Tensor:
-        """One linear layer of the module, by the names of its parameters."""
+        """One linear layer of the module, by the names of its parameters; ``call`` is None for a plain one."""
+        if call is None:
+            out = self._in_one_op(inp, weight, bias) if follows_calls() else None
+            if out is not None:
+                return out
+            call = Call()
         w = getattr(self, weight)
         b = getattr(self, bias) if bias else None
         state = self._states[weight]

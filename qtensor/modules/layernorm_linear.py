@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from qtensor.errors import fail
+from qtensor.modules.base import activation_dtype
 from qtensor.modules.linear import Linear, Output
 from qtensor.modules.normed import Normed
 
@@ -73,7 +74,7 @@ class LayerNormLinear(Normed, Linear):
         skip_weight_update: Tensor | None = None,
     ) -> Any:
         """As ``Linear.forward``; with ``return_layernorm_output`` the normed input comes last."""
-        inp = self._activation_dtype(inp)
+        inp = activation_dtype(inp)
         self._check_features(inp, self.in_features)
         normed = self._norm(inp)
         out = super().forward(

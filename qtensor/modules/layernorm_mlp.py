@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from qtensor.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
+from qtensor.modules.base import (
+    Call,
+    LinearOptions,
+    QuantizedModule,
+    activation_dtype,
+    check_features,
+    one_op_roles,
+)
 from qtensor.modules.linear import Output, asked_output, make_parallel, own_part, shard
 from qtensor.modules.normed import Normed
 from qtensor.modules.state import LinearState
@@ -123,6 +130,8 @@ class LayerNormMLP(Normed, QuantizedModule):
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
         place = "cpu" if str(device) == "meta" else device
+        self._roles["fc1_weight"] = one_op_roles(self._fc1_options)
+        self._roles["fc2_weight"] = one_op_roles(self._fc2_options)
         self._own_state("fc1_weight", LinearState(place))
         self._own_state("fc2_weight", LinearState(place))
 
@@ -194,12 +203,14 @@ class LayerNormMLP(Normed, QuantizedModule):
             (..., hidden_size); then fc2's bias with ``return_bias``, then the normed input with
             ``return_layernorm_output``.
         """
-        inp = self._activation_dtype(inp)
+        inp = activation_dtype(inp)
         self._check_features(inp, self.hidden_size)
         normed = self._norm(inp)
-        first = Call(is_first_microbatch)
-        text = asked_output(self._recipe_key(), quantized_output, self._fc2_options)
-        second = Call(is_first_microbatch, None, text)
+        first = None if is_first_microbatch is None else Call(is_first_microbatch)
+        second = first
+        if quantized_output is not False:
+            text = asked_output(self._recipe_key, quantized_output, self._fc2_options)
+            second = Call(is_first_microbatch, None, text)
         bias1 = "fc1_bias" if self.fc1_bias is not None else ""
         bias2 = "fc2_bias" if self.fc2_bias is not None and not self.return_bias else ""
         hidden = self._linear(normed, "fc1_weight", bias1, self._fc1_options, first)
@@ -210,7 +221,8 @@ class LayerNormMLP(Normed, QuantizedModule):
 
         if self.recompute_activation and torch.is_grad_enabled():
             seeds = self._early_seeds(hidden, "fc2_weight", self._fc2_options)
-            second = second._replace(seeds=seeds)
+            if seeds is not None:
+                second = (Call() if second is None else second)._replace(seeds=seeds)
             out = checkpoint(rest, hidden)
         else:
             out = rest(hidden)

@@ -13,7 +13,14 @@ from qtensor.errors import DtypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
-from qtensor.modules.base import Call, LinearOptions, QuantizedModule, check_features
+from qtensor.modules.base import (
+    Call,
+    LinearOptions,
+    QuantizedModule,
+    activation_dtype,
+    check_features,
+    one_op_roles,
+)
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe
@@ -93,14 +100,14 @@ def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
     return whole
 
 
-def asked_output(key: str, asked: Output, options: LinearOptions) -> str:
-    """Canonical text of the quantized output that a caller asked for, "" for none."""
+def asked_output(key: Callable[[], str], asked: Output, options: LinearOptions) -> str:
+    """Canonical text of the quantized output that a caller asked for, "" for none; ``key()`` is that of the recipe."""
     if asked is False or asked is None:
         return ""
     text = (
         asked.canonical if isinstance(asked, Quantizer) else asked if isinstance(asked, str) else ""
     )
-    return output_canonical(key, text, options.module, options.name)
+    return output_canonical(key(), text, options.module, options.name)
 
 
 class Linear(QuantizedModule):
@@ -181,6 +188,7 @@ class Linear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
+        self._roles["weight"] = one_op_roles(self._options)
         self._own_state("weight", LinearState("cpu" if str(device) == "meta" else device))
         factory = {"device": device, "dtype": params_dtype or dtype}
         self._make_parameters(rows, columns, bias, factory)
@@ -253,12 +261,12 @@ class Linear(QuantizedModule):
         Raises:
             QTensorError: an input or recipe that does not fit.
         """
-        inp = self._activation_dtype(inp)
-        text = ""
-        if quantized_output is not False:
-            text = asked_output(self._recipe_key(), quantized_output, self._options)
-        call = Call(is_first_microbatch, skip_weight_update, text)
+        inp = activation_dtype(inp)
         bias = "bias" if self.bias is not None and not self.return_bias else ""
+        call = None
+        if not (is_first_microbatch is None and quantized_output is False):
+            text = asked_output(self._recipe_key, quantized_output, self._options)
+            call = Call(is_first_microbatch, skip_weight_update, text)
         out = self._linear(inp, "weight", bias, self._options, call)
         return (out, self.bias) if self.return_bias else out
 

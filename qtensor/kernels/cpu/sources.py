@@ -104,3 +104,23 @@ def recipe(isa: str) -> Recipe:
         title="native CPU kernels",
         effort=60.0,
     )
+
+
+def calls_recipe() -> Recipe:
+    """What ``qtensor.build`` compiles of calls.cpp, against the torch that is installed.
+
+    Raises:
+        CompilerNotFound: there is no C++ compiler.
+    """
+    root = Path(torch.__file__).parent
+    flags = (
+        "-std=c++20",
+        "-O2",
+        "-w",
+        f"-DQT_TORCH={torch.__version__}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    )
+    include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
+    unit = Unit(FOLDER / "calls.cpp", flags, "calls", include)
+    libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
+    return Recipe("cpu_calls", (unit,), find_cxx(), (), libraries, "CPU ops", 8.0)
