@@ -58,6 +58,7 @@ class Call(NamedTuple):
     input_requires_grad: bool
     hands_over: bool
     """Operations may make quantized tensors for each other."""
+    traced: bool
     n_parameters: tuple[int, ...]
     """Of each operation, where a backward may follow."""
 
@@ -87,7 +88,7 @@ def execute(
     for context in contexts[: call.first + 1]:
         context.input_requires_grad = call.input_requires_grad
     run = Forward(call, list(extra_inputs), {}, [], contexts, {}, [])
-    if torch.compiler.is_compiling():
+    if call.traced:
         return _forward(run, input_), run
     try:
         return _forward(run, input_), run

@@ -194,7 +194,10 @@ def _run(
             own = parameters_of(op) if op._parameters or op._modules else ()
             parameters += own
             counts.append(len(own))
-    call = Call(fuser, plan, kwargs, first, asks, _hands_over(input_), tuple(counts))
+    traced = torch.compiler.is_compiling()
+    # It changes no byte. In compiled code always: a graph for each side of a bound on its sizes would be one too many.
+    hands_over = traced or not input_.is_cpu or input_.numel() >= HAND_OVER_FROM
+    call = Call(fuser, plan, kwargs, first, asks, hands_over, traced, tuple(counts))
     if first == len(ops):
         out, run = execute(call, input_, extra_inputs, False)
         extra_outputs, published = run.extra_outputs, run.published
@@ -212,16 +215,6 @@ def _run(
     for place, found in published.items():
         ops[place].after_forward(found, kwargs[place])
     return (out, *extra_outputs) if extra_outputs else out
-
-
-def _hands_over(input_: Any) -> bool:
-    """Whether operations hand over quantized tensors; it changes no byte.
-
-    In compiled code always: a graph for each side of a bound on its sizes would be one too many.
-    """
-    if torch.compiler.is_compiling() or not input_.is_cpu:
-        return True
-    return bool(input_.numel() >= HAND_OVER_FROM)
 
 
 FusibleOperation.fuser_class = OperationFuser
