@@ -24,6 +24,12 @@ from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.version import fingerprint
 
 
+def _facts(t: Tensor) -> str:
+    """What a graph is bound to of a tensor."""
+    flags = "requires_grad" * t.requires_grad + "inference" * t.is_inference()
+    return f"{t.dtype}{list(t.shape)}{list(t.stride())}{t.device}{flags}"
+
+
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """A storage that is a ``torch.Tensor`` of the nominal dtype and the logical shape.
 
@@ -215,9 +221,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return deepcopy(self, memo)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph depends on beside the shapes, for AOTAutograd's cache."""
-        name, dtype, quantizer, _ = self._context
-        return f"{name}:{dtype}:{quantizer.canonical}:{fingerprint()}"
+        """What a compiled graph depends on, for AOTAutograd's cache, which asks for nothing else."""
+        name, dtype, quantizer, layout = self._context
+        tensors = " ".join(map(_facts, (self, *self.buffers())))
+        return f"{name}:{dtype}:{quantizer.canonical}:{layout}:{tensors}:{fingerprint()}"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
