@@ -114,7 +114,7 @@ def dequantize(
             )
     if isinstance(q, QuantizedTensorStorage) and out is not None:
         return _dequantize_into(q, out)
-    if isinstance(q, QuantizedTensorStorage) and not isinstance(q, torch.Tensor):
+    if isinstance(q, QuantizedTensorStorage):
         values = q.dequantize(dtype)
     elif isinstance(q, torch.Tensor):
         values = torch.ops.qtensor.dequantize_tensor(q, dtype if out is None else out.dtype)

@@ -20,6 +20,15 @@ def round_up(n: int, multiple: int) -> int:
     return n if multiple == 1 else (n + multiple - 1) // multiple * multiple
 
 
+def contiguous_strides(size: Shape) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch has them: a dim without elements counts as one."""
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
 def is_empty(shape: Shape) -> bool:
     """Whether a size is zero; a symbolic one counts as not zero, so that no graph is bound to its value."""
     count = math.prod(shape)

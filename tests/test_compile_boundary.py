@@ -196,6 +196,8 @@ def test_the_cache_on_disk_tells_tensors_apart():
     mxfp8, nvfp4 = BY_NAME["mxfp8"], BY_NAME["nvfp4"]
     kinds = [mxfp8.quantize(x), mxfp8.quantize(x, columnwise=True), mxfp8.quantize(x.half())]
     kinds += [mxfp8.quantize(x, dtype="e5m2"), nvfp4.quantize(x), nvfp4.quantize(x, e4m3_max=256.0)]
+    # Of one quantizer: another shape, and that shape as a part of another tensor.
+    kinds += [mxfp8.quantize(x[:32]), mxfp8.quantize(x)[:32]]
     config = torch._functorch.config.patch(enable_autograd_cache=True)
     with config, torch._inductor.utils.fresh_cache():
         seen = []

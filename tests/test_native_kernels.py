@@ -77,14 +77,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     answers: list[bool] = []
 
     def watched(kernel: Any) -> Any:
-        def call(*args: Any) -> bool:
-            answers.append(kernel(*args))
-            return answers[-1]
+        def call(*args: Any) -> Any:
+            result = kernel(*args)
+            answers.append(result is not None and result is not False)
+            return result
 
         return call
 
-    monkeypatch.setattr(table, "quantize_", watched(table.quantize_))
-    monkeypatch.setattr(table, "dequantize_", watched(table.dequantize_))
+    for name in ("quantize_", "dequantize_", "quantized", "dequantized"):
+        monkeypatch.setattr(table, name, watched(getattr(table, name)))
     return answers
 
 
@@ -125,11 +126,12 @@ def test_a_format_outside_the_list_falls_to_the_reference(
     assert native.supports(codec, x.dtype) == "outside has no native kernel"
     q = codec.quantize(x)
     twice = BY_NAME["mxfp8"].quantize(x * 2)
-    assert served[:1] == [False]
+    assert served[:2] == [False, False]
     assert_same_bytes(q._rowwise_data, twice._rowwise_data)
     assert_same_bytes(q._rowwise_scale_inv, twice._rowwise_scale_inv)
     assert_same_bytes(q.dequantize(), twice.dequantize())
-    assert served == [False, True, False, True]
+    # Of the first, the kernels for small tensors and those for any; of the second, the former serve.
+    assert served == [False, False, True, False, False, True]
 
 
 def test_nothing_is_written_where_the_reference_has_to() -> None:

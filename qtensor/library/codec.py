@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shapes
+from qtensor.layout import Shape, buffer_shapes, contiguous_strides
 
 
 class Codec(Protocol):
@@ -21,6 +21,10 @@ class Codec(Protocol):
     spec: FormatSpec
     canonical: str
     slots: tuple[Slot, ...]
+    keywords: tuple[str, ...]
+    """Constructor keywords of the slots."""
+    attributes: tuple[tuple[str, str], ...]
+    """(attribute, constructor keyword) of each slot."""
     scale_layout: str
     rowwise: bool
     columnwise: bool
@@ -167,15 +171,6 @@ def _value(text: str, default: Any) -> Any:
         except ValueError:
             return text
     return text
-
-
-def contiguous_strides(size: Shape) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch has them: a dim without elements counts as one."""
-    strides, step = [], 1
-    for n in reversed(size):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:

@@ -25,21 +25,31 @@ def leaf_op(
     fill: Callable[..., None],
     tags: Sequence[torch.Tag] = (),
     learn: Callable[..., None] | None = None,
+    at_once: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define ``qtensor::<schema>``.
 
     ``allocate(*args)`` makes the outputs from shapes, dtypes and devices alone and serves real, fake and meta tensors;
     ``fill(outputs, *args)`` writes them and runs on real tensors only. ``Library.define`` costs about 2 us a call where
-    the ``custom_op`` decorator costs 7 to 9. ``learn(outputs, *args)`` follows the fill where the dispatcher made the call.
+    the ``custom_op`` decorator costs 7 to 9. ``at_once(*args)`` is asked first on real tensors: the same outputs, written,
+    or None. ``learn(outputs, *args)`` follows the body where the dispatcher made the call.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
     FILLS[name] = fill
 
-    def body(*args: Any, **kwargs: Any) -> Any:
+    def in_two_steps(*args: Any, **kwargs: Any) -> Any:
         outputs = allocate(*args, **kwargs)
         FILLS[name](outputs, *args, **kwargs)
         return outputs
+
+    body = in_two_steps
+    if at_once is not None:
+        quick = at_once
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            outputs = quick(*args, **kwargs) if FILLS[name] is fill else None
+            return in_two_steps(*args, **kwargs) if outputs is None else outputs
 
     def body_and_learn(*args: Any, **kwargs: Any) -> Any:
         outputs = body(*args, **kwargs)
@@ -62,9 +72,12 @@ def below_dispatch(op: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., An
         op: of ``leaf_op``.
         tensors: the arguments that could have a dispatch of their own.
     """
-    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-    if watched or any(type(t) not in _PLAIN for t in tensors):
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if torch._C._len_torch_dispatch_stack() or transform is not None:
         return op
+    for t in tensors:
+        if type(t) not in _PLAIN:
+            return op
     return BODIES[op._opname]
 
 

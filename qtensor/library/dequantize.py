@@ -76,10 +76,17 @@ def _dequantize_fill(
         out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
 
 
+def _dequantize_at_once(
+    buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
+) -> Tensor | None:
+    return table.dequantized(parse(quantizer), buffers, shape, dtype)
+
+
 DEQUANTIZE = leaf_op(
     "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
     _dequantize_alloc,
     _dequantize_fill,
+    at_once=_dequantize_at_once,
 )
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
 

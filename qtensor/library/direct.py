@@ -14,11 +14,17 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _profiled = torch._C._autograd._profiler_enabled
+_traced = torch._C._get_tracing_state
 
 
-def _watched() -> bool:
-    """Whether something looks at ops: a dispatch mode (fakes, proxies, counters), a transform, the profiler."""
-    return bool(_modes() or _transform() is not None or _profiled())
+def watched() -> bool:
+    """Whether something looks at ops: a dispatch mode (fakes, proxies, counters), a transform, the profiler, a trace."""
+    return bool(_modes() or _transform() is not None or _profiled() or _traced() is not None)
+
+
+def _is_lazy(t: Tensor) -> bool:
+    """Whether the dispatcher would compute the tensor's values first: a negated view, zeros without memory."""
+    return t.is_neg() or t._is_zerotensor()
 
 
 def direct(op: Any, *places: int, native: Callable[..., bool] | None = None) -> Callable[..., Any]:
@@ -33,12 +39,12 @@ def direct(op: Any, *places: int, native: Callable[..., bool] | None = None) -> 
 
     def call(*args: Any) -> Any:
         # A tracer must see the op; it folds this question to a constant and knows none of those below.
-        if torch.compiler.is_compiling() or (native is not None and native(*args)) or _watched():
+        if torch.compiler.is_compiling() or (native is not None and native(*args)) or watched():
             return op(*args)
         for place in places:
             value = args[place]
             first = value[0] if isinstance(value, list) else value
-            if type(first) not in _PLAIN or first.is_meta:
+            if type(first) not in _PLAIN or first.is_meta or _is_lazy(first):
                 return op(*args)
         return body(*args)
 

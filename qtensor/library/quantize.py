@@ -82,6 +82,16 @@ def _quantize_fill(
     _encode(parse(quantizer), outputs, x, scale, amax, seed)
 
 
+def _quantize_at_once(
+    x: Tensor,
+    quantizer: str,
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+) -> list[Tensor] | None:
+    return table.quantized(parse(quantizer), x, scale, amax, seed)
+
+
 def _quantize_inplace_fill(
     _: None,
     x: Tensor,
@@ -141,6 +151,7 @@ QUANTIZE = leaf_op(
     "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None) -> Tensor[]",
     _quantize_alloc,
     _quantize_fill,
+    at_once=_quantize_at_once,
 )
 """High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""
 

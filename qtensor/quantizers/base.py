@@ -16,6 +16,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
 from qtensor.library.codec import alloc_slots, parse, register_codec
+from qtensor.library.direct import direct
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.quantizers.autograd import QuantizeFunction
 from qtensor.quantizers.calls import (
@@ -35,7 +36,10 @@ from qtensor.quantizers.options import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
+from qtensor.storage.rebuild import wrap
 from qtensor.storage.tensor import QuantizedTensor
+
+_buffers = direct(QUANTIZE, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,8 @@ class Quantizer:
     """The buffers that this quantizer fills, in slot order."""
     keywords: ClassVar[tuple[str, ...]]
     """Constructor keywords of the slots."""
+    attributes: ClassVar[tuple[tuple[str, str], ...]]
+    """(attribute, constructor keyword) of each slot."""
     scale_layout: ClassVar[str]
     """``"plain"`` or ``"swizzled_32_4_4"``."""
 
@@ -108,6 +114,7 @@ class Quantizer:
             object.__setattr__(self, "columnwise_value", False)
         object.__setattr__(self, "slots", resolve_slots(self.spec, self))
         object.__setattr__(self, "keywords", tuple(slot.keyword for slot in self.slots))
+        object.__setattr__(self, "attributes", tuple((s.name, s.keyword) for s in self.slots))
         object.__setattr__(self, "canonical", self._canonical())
         object.__setattr__(
             self, "scale_layout", SWIZZLED if getattr(self, "swizzled", False) else PLAIN
@@ -286,7 +293,7 @@ class Quantizer:
             seed, amax = prepare(self, x.detach(), generator, group)
         if x.requires_grad and torch.is_grad_enabled():
             return QuantizeFunction.apply(x, self, scale, amax, seed)
-        buffers = QUANTIZE(x, self.canonical, scale, amax, seed)
+        buffers = _buffers(x, self.canonical, scale, amax, seed)
         return self._assemble(buffers, x.shape, x.dtype), *buffers[len(self.slots) :]
 
     def assemble(
@@ -306,6 +313,8 @@ class Quantizer:
 
     def _assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
         """``assemble`` of what an op has allocated (the amax may follow): nothing is left to check."""
+        if not torch.compiler.is_compiling():
+            return wrap(self.tensor_cls, shape, dtype, self, buffers)
         named = dict(zip(self.keywords, buffers, strict=False))
         # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
         return self.tensor_cls(shape, dtype, self.canonical, **named)

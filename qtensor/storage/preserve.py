@@ -10,20 +10,13 @@ import torch
 from qtensor.errors import UnsupportedError, fail
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.rebuild import FLOATING, Handler, map_buffers, with_buffers
+from qtensor.storage.rebuild import FLOATING, Handler, map_buffers, same, with_buffers
 from qtensor.storage.views import VIEWS
-from qtensor.storage.write import copy_into, inherit_note, plain
+from qtensor.storage.write import copy_into, plain
 
 
 def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # By hand rather than with_buffers, and past the metaclass: detach is the hottest op, and they are a third of its cost.
-    t = args[0]
-    cls, quantizer = type(t), t._quantizer
-    named = {slot.keyword: getattr(t, slot.name) for slot in quantizer.slots}
-    shared = cls.__new__(cls, t.shape, t._context[1], quantizer, **named)
-    if t._view_note is not None:
-        inherit_note(shared, t)
-    return shared
+    return same(args[0])
 
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer);
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
-constexpr int ABI = 2;
+constexpr int ABI = 3;
 
 // Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 19 of them than a small tensor
 // takes to quantize.

@@ -17,9 +17,9 @@ struct QuantizeStep {
     i64 x_at, dtype, rows, cols;
     i64 row_at[4], column_at[4], scale_inv_at, scale_at, amax_at, seed_at;
 };
-struct DecodeStep {  // to float32
+struct DecodeStep {
     const Plan* plan;
-    i64 y_at, rows, cols;
+    i64 y_at, dtype, rows, cols;
     i64 row_at[3], column_at[3], scale_inv_at;
 };
 struct WidenStep {
@@ -121,9 +121,11 @@ struct Runner {
                                  : quantize_as<Float16>(*s.plan, c);
     }
     bool decode(const DecodeStep& s) const {
-        const DequantizeCall c{at[s.y_at], F32, 1, s.rows, s.cols, 0, s.rows, buffers(s.row_at), buffers(s.column_at),
+        const DequantizeCall c{at[s.y_at], i32(s.dtype), 1, s.rows, s.cols, 0, s.rows, buffers(s.row_at), buffers(s.column_at),
                                get<float>(s.scale_inv_at)};
-        return dequantize_as<Float32>(*s.plan, c);
+        return s.dtype == F32    ? dequantize_as<Float32>(*s.plan, c)
+               : s.dtype == BF16 ? dequantize_as<Bfloat16>(*s.plan, c)
+                                 : dequantize_as<Float16>(*s.plan, c);
     }
     void multiply(const MultiplyStep& s) const {
         const float one = 1.0f, zero = 0.0f;

@@ -49,7 +49,7 @@ class Program:
                 given,
                 len(scratch),
                 end,
-                _sgemm(),
+                _sgemm() if _MULTIPLY in steps[::_STEP_WORDS] else 0,
                 self._offsets.buffer_info()[0],
                 steps.buffer_info()[0],
             ),
@@ -242,8 +242,30 @@ class Builder:
             return known, kept_out
         y = self._decoded[*row, *column] = self._own(4 * count)
         factor = _ONE if codec.per_tensor else at[SHARED]
-        self._step(_DECODE, self._plan(site), y, site.rows, site.cols, *row, *column, factor)
+        self._decode(site, Source(y, torch.float32), row, column, factor)
         return y, kept_out
+
+    def _decode(
+        self, site: Site, y: Source, row: Sequence[int], column: Sequence[int], factor: int
+    ) -> None:
+        self._step(_DECODE, self._plan(site), y.at, DTYPES[y.dtype], site.rows, site.cols)
+        self._steps[-1] += (*row, *column, factor)
+
+    def decode(self, site: Site, at: Sequence[int], y: Source) -> None:
+        """The values of a quantized matrix, in the dtype of ``y``.
+
+        Args:
+            site: of the quantizer and the matrix's shape.
+            at: places of the buffers of ``native.read_slots``; others may be missing.
+            y: where to.
+        """
+        none = [_NOTHING] * 3
+        row, column = (none, at[4:7]) if site.side else (at[:3], none)
+        self._decode(site, y, row, column, at[SHARED])
+
+    def clear(self, at: int, size: int) -> None:
+        """Zeros in ``size`` bytes."""
+        self._step(_CLEAR, at, size)
 
     def multiply(self, a: Operand | Source, b: Operand | Source, result: Result) -> None:
         """A product, accumulated in float32 and rounded to the dtype of the result."""
