@@ -23,6 +23,7 @@ from qtensor.ops.plan import ForwardStep, Plan
 from qtensor.ops.routes import Routes
 
 _COMPUTED = ("the output", "extra outputs of each operation", "what save_ctx is to see")
+_LISTS = (tuple, list)
 _GRADIENTS = ("gradient of the input", "gradients of parameters", "gradients of extra inputs")
 
 
@@ -212,8 +213,10 @@ class Backward(NamedTuple):
 
 def _backward(run: Backward, dy: Any) -> Any:
     """The gradient of the input."""
-    plan, contexts, routes = run.ctx.plan, run.contexts, run.routes
-    for op, first, last, reader, is_plain in plan.backward:
+    ctx, contexts, routes = run.ctx, run.contexts, run.routes
+    counts, ops = ctx.n_parameters, ctx.fuser.ops
+    for step in ctx.plan.backward:
+        op, first, last, reader, is_plain, inputs, outputs = step
         run.begun.append(op)
         if reader >= 0:
             contexts[first].grad_input_request = contexts[reader].grad_output_request
@@ -221,15 +224,20 @@ def _backward(run: Backward, dy: Any) -> Any:
             result = op.op_backward(contexts[first], dy)
             if type(result) is not tuple or len(result) != 2:
                 result = parts(op, "op_backward", result, GRADIENTS)
-            dx, run.parameters[first] = result
+            dx, params = result
+            if type(params) not in _LISTS or len(params) != counts[first]:
+                params = gradients(op, params, counts[first])
+            run.parameters[first] = params
         else:
-            own, incoming = contexts[first : last + 1], routes.incoming(first, last)
+            own = contexts[first : last + 1]
+            incoming = routes.incoming(first, outputs) if outputs else [()] * len(own)
             result = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=incoming)
-            dx, params, extras = parts(op, "fuser_backward", result, _GRADIENTS)
-            listed(op, "fuser_backward", "gradients of each operation", params, len(own))
-            run.parameters.update(zip(range(first, last + 1), params, strict=True))
-            routes.outgoing(op, first, last, extras)
-        if dx is None and first > run.ctx.first:
+            dx, by_op, extras = parts(op, "fuser_backward", result, _GRADIENTS)
+            listed(op, "fuser_backward", "gradients of each operation", by_op, len(own))
+            for place, params in enumerate(by_op, first):
+                run.parameters[place] = gradients(ops[place], params, counts[place])
+            routes.outgoing(op, first, inputs, extras)
+        if dx is None and first > ctx.first:
             refuse_result(op, "backward", "return the gradient of its input", None)
         dy = dx
     return dy
@@ -281,13 +289,8 @@ class FuserFunction(torch.autograd.Function):
                 raise
         flat: list[Any] = []
         for place, count in enumerate(ctx.n_parameters):
-            if place < ctx.first:
-                flat += [None] * count
-                continue
-            found = run.parameters[place]
-            if type(found) not in (tuple, list) or len(found) != count:
-                found = gradients(ctx.fuser.ops[place], found, count)
-            flat += found
+            if count:
+                flat += run.parameters[place] if place >= ctx.first else (None,) * count
         needs_input = ctx.first == 0 and ctx.needs_input_grad[0]
         return (dx if needs_input else None, None, *flat, *run.routes.outside())
 

@@ -40,6 +40,10 @@ class BackwardStep(NamedTuple):
     reader: int
     """Place of the operation before it, where that gets its gradient as it asks for it; else -1."""
     is_plain: bool
+    inputs: Sequence[tuple[str | None, ...]]
+    """Channels of the extra inputs of each operation."""
+    outputs: Sequence[tuple[str | None, ...]]
+    """Likewise of the extra outputs, () where there are none at all."""
 
 
 class Plan:
@@ -67,6 +71,7 @@ class Plan:
                 *step,
                 step.first - 1 if step is not backward[-1] and reads[step.first - 1] else -1,
                 _inherits(step.op, "fuser_backward"),
+                *_channels(ops[step.first : step.last + 1]),
             )
             for step in backward
         ])
@@ -107,8 +112,7 @@ def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> 
     own, following = ops[first : last + 1], last + 1
     kind = type(op)
     base = BasicOperation if isinstance(op, BasicOperation) else FusedOperation
-    inputs = [channels(o.input_channels, o.num_extra_inputs) for o in own]
-    outputs = [channels(o.output_channels, o.num_extra_outputs) for o in own]
+    inputs, outputs = _channels(own)
     return ForwardStep(
         op,
         first,
@@ -117,8 +121,15 @@ def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> 
         _overrides(kind, base, "published_by_op") or _overrides(kind, BasicOperation, "published"),
         _form(op),
         inputs if any(inputs) else (),
-        outputs if any(outputs) else (),
+        outputs,
     )
+
+
+def _channels(ops: Sequence[BasicOperation]) -> tuple[Any, Any]:
+    """Channels of the extra inputs of operations, and of their extra outputs, () where there are none of these."""
+    outputs = [channels(op.output_channels, op.num_extra_outputs) for op in ops]
+    inputs = [channels(op.input_channels, op.num_extra_inputs) for op in ops]
+    return inputs, outputs if any(outputs) else ()
 
 
 def channels(given: tuple[str | None, ...], count: int) -> tuple[str | None, ...]:

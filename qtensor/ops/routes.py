@@ -27,32 +27,35 @@ class Routes:
         self.by_channel: dict[str, Any] = {}
         self.to_caller: dict[int, list[Any]] = {}
 
-    def incoming(self, first: int, last: int) -> list[tuple[Any, ...]]:
-        """Gradients of the extra outputs of the operations of a step."""
-        if not self.fuser.has_extra:
-            return [()] * (last - first + 1)
+    def incoming(
+        self, first: int, outputs: Sequence[tuple[str | None, ...]]
+    ) -> list[tuple[Any, ...]]:
+        """Gradients of the extra outputs of the operations of a step, by their channels."""
         return [
             tuple([
                 self.grads[place].pop(0) if channel is None else self.by_channel.get(channel)
-                for channel in self.fuser.output_channels[place]
+                for channel in names
             ])
-            for place in range(first, last + 1)
+            for place, names in enumerate(outputs, first)
         ]
 
-    def outgoing(self, op: Any, first: int, last: int, extras: Sequence[Sequence[Any]]) -> None:
-        """Take the gradients of the extra inputs of the operations of a step."""
-        if not self.fuser.has_extra:
-            return
-        name, count = "fuser_backward", last - first + 1
-        listed(op, name, "gradients of extra inputs of each operation", extras, count)
-        for offset, extra in enumerate(extras):
-            names = self.fuser.input_channels[first + offset]
-            if not names and isinstance(extra, (tuple, list)) and not extra:
+    def outgoing(
+        self,
+        op: Any,
+        first: int,
+        inputs: Sequence[tuple[str | None, ...]],
+        extras: Sequence[Sequence[Any]],
+    ) -> None:
+        """Take the gradients of the extra inputs of the operations of a step, by their channels."""
+        name = "fuser_backward"
+        listed(op, name, "gradients of extra inputs of each operation", extras, len(inputs))
+        for place, (names, extra) in enumerate(zip(inputs, extras, strict=True), first):
+            if not names and type(extra) is tuple and not extra:
                 continue
             listed(op, name, "gradients of its extra inputs", extra, len(names))
             for channel, grad in zip(names, extra, strict=True):
                 if channel is None:
-                    self.to_caller.setdefault(first + offset, []).append(grad)
+                    self.to_caller.setdefault(place, []).append(grad)
                 elif grad is not None:
                     known = self.by_channel.get(channel)
                     self.by_channel[channel] = grad if known is None else add(known, grad)

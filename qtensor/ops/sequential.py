@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,7 +17,7 @@ from qtensor.ops.checks import hooks_of, refuse_hooks
 from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
 
-_DERIVED = ("_groups", "_hooks")
+_DERIVED = ("_groups", "_only", "_hooks")
 """Attributes that follow from the modules."""
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -83,17 +83,19 @@ class Sequential(nn.Sequential):
         """Group neighbouring operations, and take note that they are this sequence's."""
         if not self.__dict__.get("_ready", False):
             return
-        groups: list[Any] = []
+        groups: Sequence[Any] = []
         run: list[Any] = []
         for place, module in enumerate(self):
             if not isinstance(module, FusibleOperation):
-                groups += [*self._fused(run), module]
+                groups = [*groups, *self._fused(run), module]
                 run = []
                 continue
             self._own(module, place)
             run.append(module)
         # Beside the submodules, not among them.
-        self.__dict__["_groups"] = (*groups, *self._fused(run))
+        self.__dict__["_groups"] = groups = (*groups, *self._fused(run))
+        alone = len(groups) == 1 and isinstance(groups[0], OperationFuser)
+        self.__dict__["_only"] = groups[0] if alone else None
         self.__dict__["_hooks"] = tuple([
             hooks for op in self._operations() for hooks in hooks_of(op)
         ])
@@ -267,7 +269,9 @@ class Sequential(nn.Sequential):
             fail("Sequential", "the input must be a tensor", type(input).__name__, "Pass one")
         if any(self.__dict__["_hooks"]):
             refuse_hooks(self._operations())
-        cast_to = _autocast_dtype(input)
+        cast_to, only = _autocast_dtype(input), self.__dict__["_only"]
+        if only is not None and cast_to is None and len(extra_inputs) == only.n_extra_inputs:
+            return only(input, *extra_inputs)
         x, taken = input, 0
         extra_outputs: list[Tensor] = []
         for group in self.__dict__["_groups"]:
