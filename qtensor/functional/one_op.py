@@ -7,13 +7,22 @@ so that it is in no program that runs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs
 from qtensor.functional.plan import LinearPlan, alignment, linear_plan
+from qtensor.library.packed import (
+    LINEAR_BACKWARD_PACKED,
+    LINEAR_FORWARD_PACKED,
+    Backward,
+    Forward,
+)
 from qtensor.recipes import compile_constant
+from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.version import fingerprint
 
 _LIBRARY = torch.library.Library("qtensor_composite", "DEF")
@@ -56,12 +65,63 @@ def code() -> str:
     return fingerprint()
 
 
+class PackedLinearFunction(torch.autograd.Function):
+    """``LinearFunction`` for what the ops of ``library.packed`` say."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inp: Tensor, weight: Tensor, bias: Tensor | None, forward: str, backward: str
+    ) -> Tensor:
+        """The product."""
+        x = inp if inp.ndim == 2 else inp.reshape(-1, inp.shape[-1])
+        out, saved = LINEAR_FORWARD_PACKED(x, weight, bias, forward)
+        ctx.save_for_backward(saved)
+        ctx.plan, ctx.shape = backward, inp.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return out if inp.ndim == 2 else out.view(*inp.shape[:-1], out.shape[-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients of (inp, weight, bias) and the texts."""
+        (saved,), shape = ctx.saved_tensors, ctx.shape
+        dy = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
+        found = LINEAR_BACKWARD_PACKED(dy, saved, shape[-1], ctx.plan)
+        plan = Backward(*ctx.plan.split("|"))
+        dgrad = found.pop(0) if plan.weight_kept else None
+        wgrad = found.pop(0) if plan.x_kept else None
+        grad_bias = found.pop(0) if plan.bias else None
+        if grad_bias is not None and grad_bias.dtype != ctx.bias_dtype:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        if dgrad is not None and len(shape) != 2:
+            dgrad = dgrad.view(shape)
+        return dgrad, wgrad, grad_bias, None, None
+
+
+def _packed_plans(
+    inp: Any, weight: Tensor, plan: LinearPlan, needs_bias: bool
+) -> tuple[str, str] | None:
+    """The texts of the packed ops, or None where they do not serve: on a GPU, parts of a buffer are tensors to be made."""
+    if not (inp.is_cpu and plan.input and plan.weight) or isinstance(inp, QuantizedTensorStorage):
+        return None
+    if not plan.grad_output or not (plan.saved_input or plan.saved_weight):
+        return None
+    dtype = str(weight.dtype).removeprefix("torch.")
+    forward = Forward(plan.input, plan.saved_input, plan.weight, plan.saved_weight)
+    bias = "bias" if needs_bias else ""
+    backward = Backward(plan.grad_output, plan.saved_input, plan.saved_weight, dtype, bias)
+    return "|".join(forward), "|".join(backward)
+
+
 def _linear(inp: Tensor, weight: Tensor, bias: Tensor | None, plan: str, code: str) -> Tensor:
     x, w, dy, saved_x, saved_w, override, dgrad, wgrad = plan.split("|")
     needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     args = LinearFwdArgs(inp, weight, bias, dgrad == "True", wgrad == "True", needs_bias)
     args.plan = LinearPlan(x, w, dy, _NONE, _NONE, override or None, saved_x, saved_w)
     args.dtype = inp.dtype
+    texts = _packed_plans(inp, weight, args.plan, needs_bias)
+    if texts is not None:
+        return PackedLinearFunction.apply(inp, weight, bias, *texts)  # type: ignore[no-any-return]
     out: Tensor = run_linear(args)[0]
     return out
 

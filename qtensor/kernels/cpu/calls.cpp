@@ -20,8 +20,8 @@ constexpr size_t MOST = 4096;  // calls that are remembered
 using Run = int (*)(const void* program, const void* addresses);
 
 // ---- what calls.py says -------------------------------------------------------------------------------------------------
-struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call
-    i64 tensor, offset;
+struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call, or behind output -1 - tensor
+    i64 tensor, offset;  // an offset below zero: nowhere
 };
 struct Lesson {
     const void* program;
@@ -121,19 +121,22 @@ struct Call {
 // The outputs; false where the program has no kernel.
 bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::Tensor>& outputs) {
     const Lesson& lesson = known.lesson;
-    std::vector<const void*> addresses;
-    addresses.reserve(lesson.places.size() + known.outputs.size());
-    for (const Place& p : lesson.places) {
-        const char* at = (const char*)call.at[size_t(p.tensor)];
-        addresses.push_back(at ? at + p.offset : nullptr);
-    }
-    outputs.reserve(known.outputs.size());
+    std::vector<const char*> made;
+    made.reserve(known.outputs.size()), outputs.reserve(known.outputs.size());
     for (const Output& o : known.outputs) {
         at::Tensor t = at::Tensor(at::detail::empty_strided_cpu(o.size, o.stride, o.dtype));
         void* data = t.mutable_data_ptr();
         if (lesson.cleared >> outputs.size() & 1) memset(data, 0, t.nbytes());
-        addresses.push_back(data);
+        made.push_back((const char*)data);
         outputs.push_back(std::move(t));
+    }
+    std::vector<const void*> addresses;
+    addresses.reserve(lesson.places.size());
+    for (const Place& p : lesson.places) {
+        const char* at = p.offset < 0   ? nullptr
+                         : p.tensor < 0 ? made[size_t(-1 - p.tensor)]
+                                        : (const char*)call.at[size_t(p.tensor)];
+        addresses.push_back(at ? at + p.offset : nullptr);
     }
     return op.run(lesson.program, addresses.data()) == 0;
 }
