@@ -40,11 +40,11 @@ def _handle() -> Any:
         from qtensor.kernels.cpu.sources import calls_recipe  # noqa: PLC0415
 
         handle = ctypes.CDLL(str(build(calls_recipe())))
-    except (QTensorError, OSError):
+        handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
+        handle.qt_learn.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
+    except (QTensorError, OSError, AttributeError):
         # The Python kernels give the same bytes.
         return None
-    handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
-    handle.qt_learn.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
     return handle
 
 
