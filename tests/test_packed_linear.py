@@ -56,6 +56,7 @@ def test_forward_keeps_the_same_bytes(case: FormatCase):
                 same(unpacked(OPS.linear_forward_packed(*args), args), expected)
             for _ in range(3):
                 same(unpacked(OPS.linear_forward_packed(*args), args), expected)
+            assert torch.equal(*(OPS.linear_forward_packed(*args)[1] for _ in range(2)))
             turned = args[0].t().contiguous().t(), args[1].t().contiguous().t(), *args[2:]
             same(unpacked(OPS.linear_forward_packed(*turned), args), expected)
 

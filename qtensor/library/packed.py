@@ -66,6 +66,16 @@ def _views(saved: Tensor, pieces: list[Piece]) -> list[Tensor]:
     ]
 
 
+def _gaps(pieces: list[Piece], count: int) -> list[tuple[int, int]]:
+    """What lies between the buffers: from where to where."""
+    found, end = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.offset > end:
+            found.append((end, piece.offset))
+        end = piece.offset + math.prod(piece.size) * piece.dtype.itemsize
+    return [*found, (end, count)] if end < count else found
+
+
 class Forward(NamedTuple):
     """What the text of ``linear_forward_packed`` says: see ``linear_forward``."""
 
@@ -101,7 +111,10 @@ def _forward_fill(
 ) -> None:
     p = Forward(*plan.split("|"))
     with below_autograd():
-        pieces, _ = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+        pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+        for start, end in _gaps(pieces, count):
+            # Equal calls give equal bytes.
+            outputs[1][start:end].zero_()
         whole = [outputs[0], *_views(outputs[1], pieces)]
         sides = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
         FILLS["linear_forward"](whole, *sides, bias, x.dtype)
@@ -111,18 +124,18 @@ def _forward_learn(
     outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, plan: str
 ) -> None:
     p = Forward(*plan.split("|"))
-    pieces, _ = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+    pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
     operands = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
     places = [(0, 0), (1, 0), (2, 0), *[NOWHERE] * 4]
     places += [(-1, 0), *((-2, piece.offset) for piece in pieces)]
-    padded = any(piece.padded for piece in pieces)
+    cleared = any(piece.padded for piece in pieces) or bool(_gaps(pieces, count))
     small.learn_forward(
         outputs,
         operands,
         bias,
         None,
         (None, None),
-        ("linear_forward_packed", places, (False, padded)),
+        ("linear_forward_packed", places, (False, cleared)),
     )
 
 
@@ -185,7 +198,7 @@ def _backward_learn(
     places += [(1, t.data_ptr() - start) for t in (*weight, *x)]
     places += [(-1 - i, 0) for i in range(len(outputs))]
     taken = ("linear_backward_packed", places)
-    small.learn_backward(outputs, dy, p.quantizer, sides, bool(p.bias), (None, None), taken)
+    small.learn_backward(outputs, dy, p.quantizer, sides, (bool(p.bias), None, None), taken)
 
 
 LINEAR_BACKWARD_PACKED = leaf_op(

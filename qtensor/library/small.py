@@ -418,14 +418,16 @@ def learn_backward(
     dy: Tensor,
     quantizer: str,
     saved: tuple[Saved, Saved],
-    bias: bool,
-    given: tuple[Tensor | None, Tensor | None],
+    given: tuple[bool, Tensor | None, Tensor | None],
     packed: tuple[str, calls.Places] | None = None,
 ) -> None:
-    """After a call of ``linear_backward`` through the dispatcher: see ``learn_forward``."""
+    """After a call of ``linear_backward`` through the dispatcher: see ``learn_forward``.
+
+    ``given``: whether the bias has a gradient; scales and seed.
+    """
     if not (dy.is_cpu and _taken(packed[0] if packed else "linear_backward", True)):
         return
-    key = _backward_key(outputs, dy.contiguous(), quantizer, saved, bias, given)
+    key = _backward_key(outputs, dy.contiguous(), quantizer, saved, given[0], given[1:])
     found = None if key is None else _PROGRAMS.get(key)
     x, weight = saved[0][0], saved[1][0]
     if found is None or None in (addresses(x, found.x), addresses(weight, found.weight)):
