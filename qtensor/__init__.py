@@ -13,6 +13,7 @@ from qtensor.library import fused as _fused
 from qtensor.library import gradient as _gradient
 from qtensor.library import grouped as _grouped
 from qtensor.library import norm as _norm
+from qtensor.library import packed as _packed
 from qtensor.library import pointwise as _pointwise
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -96,6 +97,7 @@ __all__ = [
     "_gradient",
     "_grouped",
     "_norm",
+    "_packed",
     "_pointwise",
     "autocast",
     "checkpoint",

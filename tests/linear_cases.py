@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from compile_helpers import ordinary
-from formats import FormatCase
+from formats import BY_NAME, FormatCase
 from torch import Tensor
 
 from qtensor.library.codec import parse
@@ -63,6 +63,61 @@ def backward_arguments(
     saved = (x, text, [m, k], weight, text, [n, k])
     dy = ordinary((m, n), dtypes[0], seed=3)
     return (dy, q.canonical, *saved, dtypes[1], dtypes[2], wanted[2], scales, seed)
+
+
+def packed_forward_arguments(
+    q: Any,
+    sizes: tuple[int, int, int] = (32, 64, 48),
+    kept: tuple[str, str] = ("columnwise", "columnwise"),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
+    bias: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The same for ``linear_forward_packed``; dtypes of input and weight."""
+    x, text, x_kept, weight, w_text, w_kept, bias, *_ = forward_arguments(
+        q, sizes, kept, (*dtypes, dtypes[0]), bias
+    )
+    return x, weight, bias, "|".join((text, x_kept, w_text, w_kept))
+
+
+def packed_backward_arguments(
+    q: Any,
+    sizes: tuple[int, int, int] = (32, 64, 48),
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
+) -> tuple[Any, ...]:
+    """The same for ``linear_backward_packed``; dtypes of dy and of the weight's gradient."""
+    kept = ("columnwise" if wanted[1] else "", "columnwise" if wanted[0] else "")
+    _, saved = torch.ops.qtensor.linear_forward_packed(*packed_forward_arguments(q, sizes, kept))
+    dtype = str(dtypes[1]).removeprefix("torch.")
+    texts = [kept_text(q, usage) for usage in kept]
+    plan = "|".join((q.canonical, *texts, dtype, "bias" if wanted[2] else ""))
+    return ordinary((sizes[0], sizes[1]), dtypes[0], seed=3), saved, sizes[2], plan
+
+
+def is_packable(q: Any) -> bool:
+    """Whether the packed ops take it: they are given no factors and no seeds."""
+    return not (q.needs_scale or q.stochastic_rounding)
+
+
+def linear_forward_packed(case: FormatCase) -> Iterator[Sample]:
+    """For opcheck."""
+    q = case.quantizer(columnwise=True)
+    if not is_packable(q):
+        q = BY_NAME["fp8"].quantizer(columnwise=True)
+    yield packed_forward_arguments(q), {}
+    yield packed_forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
+    yield packed_forward_arguments(q, (1, 32, 32), ("both", "")), {}
+    yield packed_forward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
+
+
+def linear_backward_packed(case: FormatCase) -> Iterator[Sample]:
+    """For opcheck."""
+    q = case.quantizer(columnwise=True)
+    if not is_packable(q):
+        q = BY_NAME["fp8"].quantizer(columnwise=True)
+    for wanted in ((True, True, True), (True, False, False), (False, True, False)):
+        yield packed_backward_arguments(q, wanted=wanted), {}
+    yield packed_backward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
 
 
 def linear_forward(case: FormatCase) -> Iterator[Sample]:

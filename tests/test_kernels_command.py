@@ -108,13 +108,14 @@ def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in (best, other):
         invoke("build", "--isa", isa)
     lines = [line.strip() for line in invoke("list").stdout.splitlines()]
-    states = {line.split()[0]: line for line in lines if line.startswith("cpu_")}
+    states = {line.split()[0]: line for line in lines if line.startswith(("cpu_", "op_"))}
+    assert "in use" in states["op_calls"]
     assert "in use" in states[f"cpu_{best}"]
     assert "current" in states[f"cpu_{other}"]
     assert any(line == f"cache: {tmp_path / 'cache'}" for line in lines)
     assert any(line == f"this CPU has: {', '.join(sources.usable_isas())}" for line in lines)
     monkeypatch.setenv("QTENSOR_CXX", str(script(tmp_path, COPY, name="newer")))
-    assert invoke("list").stdout.count("out of date") == 2
+    assert invoke("list").stdout.count("out of date") == 3
 
 
 def test_list_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +132,8 @@ def test_clean(tmp_path: Path, libraries: Path) -> None:
     invoke("build")
     done = invoke("clean")
     assert done.exit_code == 0
-    assert done.stdout == f"removed 1 library, 0.0 MB, from {tmp_path / 'cache'}\n"
-    assert not list(libraries.glob("cpu_*/*.so"))
+    assert done.stdout == f"removed 2 libraries, 0.0 MB, from {tmp_path / 'cache'}\n"
+    assert not list(libraries.glob("*/*.so"))
     assert invoke("clean").stdout.startswith("removed 0 libraries")
 
 

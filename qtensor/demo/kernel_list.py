@@ -42,9 +42,11 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     try:
         chosen = sources.choose_isa()
         paths = {isa: library_path(sources.recipe(isa)) for isa in sources.ISAS}
+        calls = library_path(sources.calls_recipe())
     except QTensorError as error:
         return {}, str(error)
-    return {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}, None
+    states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}
+    return states | {calls: "in use"}, None
 
 
 def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:

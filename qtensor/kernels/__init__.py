@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qtensor.errors import check
+from qtensor.errors import BuildError, check
 
 
 def build(isa: str | None = None) -> Path:
     """Compile the CPU kernels, where the cache does not have them yet: for an image, or before the first step.
+
+    With them come the C++ ops that call them, where torch's own headers can be compiled.
 
     Args:
         isa: "avx512", "avx2" or "baseline"; None is ``QTENSOR_CPU_ISA``, else the best that this CPU has. One that it
@@ -33,7 +36,10 @@ def build(isa: str | None = None) -> Path:
     known = ", ".join(sources.ISAS)
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
-    return build_library(sources.recipe(chosen))
+    library = build_library(sources.recipe(chosen))
+    with contextlib.suppress(BuildError):
+        build_library(sources.calls_recipe())
+    return library
 
 
 def build_gemms(

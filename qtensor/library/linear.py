@@ -297,7 +297,7 @@ def _backward_learn(
     seed: Tensor | None = None,
 ) -> None:
     saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
-    small.learn_backward(outputs, dy, quantizer, saved, bias, (scales, seed))
+    small.learn_backward(outputs, dy, quantizer, saved, (bias, scales, seed))
 
 
 LINEAR_BACKWARD = leaf_op(

@@ -242,6 +242,11 @@ def _forward_key(
     )
 
 
+def _outputs(count: int) -> list[tuple[int, int]]:
+    """The places of that many outputs."""
+    return [(-1 - i, 0) for i in range(count)]
+
+
 _FORWARD_PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (5, 0))
 """Of input, weight, bias, their scales and their seeds."""
 
@@ -274,18 +279,25 @@ def learn_forward(
     bias: Tensor | None,
     scales: Tensor | None,
     seeds: tuple[Tensor | None, Tensor | None],
+    packed: tuple[str, calls.Places, Sequence[bool]] | None = None,
 ) -> None:
-    """After a call of ``linear_forward`` through the dispatcher: calls like it are answered without Python."""
-    if not (outputs[0].is_cpu and _taken("linear_forward", False)):
+    """After a call of ``linear_forward`` through the dispatcher: calls like it are answered without Python.
+
+    ``packed``: (name, places, which outputs are cleared) of another op that this call was a part of.
+    """
+    if not (outputs[0].is_cpu and _taken(packed[0] if packed else "linear_forward", False)):
         return
     key = _forward_key(outputs, operands, bias, scales, seeds)
     program = None if key is None else _PROGRAMS.get(key)
     if program is None:
         return
+    if packed is not None:
+        calls.learn(program, *packed[1:])
+        return
     cleared = [False]
     for text in (operands[2], operands[5]):
         cleared += [slot.padded for slot in parse(text).slots] if text else []
-    calls.learn(program, _FORWARD_PLACES, cleared)
+    calls.learn(program, (*_FORWARD_PLACES, *_outputs(len(outputs))), cleared)
 
 
 def _new_forward(key: tuple[Any, ...]) -> Program | None:
@@ -406,22 +418,28 @@ def learn_backward(
     dy: Tensor,
     quantizer: str,
     saved: tuple[Saved, Saved],
-    bias: bool,
-    given: tuple[Tensor | None, Tensor | None],
+    given: tuple[bool, Tensor | None, Tensor | None],
+    packed: tuple[str, calls.Places] | None = None,
 ) -> None:
-    """After a call of ``linear_backward`` through the dispatcher: calls like it are answered without Python."""
-    if not (dy.is_cpu and _taken("linear_backward", True)):
+    """After a call of ``linear_backward`` through the dispatcher: see ``learn_forward``.
+
+    ``given``: whether the bias has a gradient; scales and seed.
+    """
+    if not (dy.is_cpu and _taken(packed[0] if packed else "linear_backward", True)):
         return
-    key = _backward_key(outputs, dy.contiguous(), quantizer, saved, bias, given)
+    key = _backward_key(outputs, dy.contiguous(), quantizer, saved, given[0], given[1:])
     found = None if key is None else _PROGRAMS.get(key)
     x, weight = saved[0][0], saved[1][0]
     if found is None or None in (addresses(x, found.x), addresses(weight, found.weight)):
         return
+    if packed is not None:
+        calls.learn(found.program, packed[1])
+        return
     last = 1 + len(x) + len(weight)
     of_weight = [(1 + len(x) + i, 0) for i in range(len(found.weight))]
     of_x = [(1 + i, 0) for i in range(len(found.x))]
-    places = [(0, 0), (last, 8), (last + 1, 0), *of_weight, *of_x]
-    calls.learn(found.program, places, [False] * len(outputs))
+    places = [(0, 0), (last, 8), (last + 1, 0), *of_weight, *of_x, *_outputs(len(outputs))]
+    calls.learn(found.program, places)
 
 
 def _new_backward(key: tuple[Any, ...]) -> _Backward | None:

@@ -15,7 +15,7 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
-from qtensor.functional.one_op import LINEAR, code, multiple_of, plan_text
+from qtensor.functional.one_op import LINEAR, plan_text
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
@@ -199,12 +199,15 @@ class QuantizedModule(nn.Module):
         training = torch.is_grad_enabled()
         dgrad, wgrad = training and inp.requires_grad, training and w.requires_grad
         text = plan_text(self._recipe_key(), roles, inp.dtype, dgrad, wgrad)
+        if not text:
+            return None
         rows, columns = w.shape
-        if not text or rows % multiple_of(text) or columns % multiple_of(text):
+        multiple = int(text.rpartition("|")[2])
+        if rows % multiple or columns % multiple:
             return None
         if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
             return None
-        return LINEAR(inp, w, getattr(self, bias) if bias else None, text, code())
+        return LINEAR(inp, w, getattr(self, bias) if bias else None, text)
 
     def _linear(
         self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None

@@ -4,8 +4,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
@@ -20,8 +22,8 @@ constexpr size_t MOST = 4096;  // calls that are remembered
 using Run = int (*)(const void* program, const void* addresses);
 
 // ---- what calls.py says -------------------------------------------------------------------------------------------------
-struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call
-    i64 tensor, offset;
+struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call, or behind output -1 - tensor
+    i64 tensor, offset;  // an offset below zero: nowhere
 };
 struct Lesson {
     const void* program;
@@ -46,11 +48,7 @@ struct Op {
     std::unordered_map<std::string, std::unique_ptr<Known>> known;
 };
 
-std::unordered_map<std::string, std::unique_ptr<Op>>& ops() {
-    static auto* all = new std::unordered_map<std::string, std::unique_ptr<Op>>;
-    return *all;
-}
-bool serving = true;
+std::atomic<bool> serving{true};
 thread_local std::optional<Lesson>* asked = nullptr;  // by the call whose Python kernel runs
 
 // The description of a call, all that its program depends on, and its tensors in order.
@@ -121,19 +119,22 @@ struct Call {
 // The outputs; false where the program has no kernel.
 bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::Tensor>& outputs) {
     const Lesson& lesson = known.lesson;
-    std::vector<const void*> addresses;
-    addresses.reserve(lesson.places.size() + known.outputs.size());
-    for (const Place& p : lesson.places) {
-        const char* at = (const char*)call.at[size_t(p.tensor)];
-        addresses.push_back(at ? at + p.offset : nullptr);
-    }
-    outputs.reserve(known.outputs.size());
+    std::vector<const char*> made;
+    made.reserve(known.outputs.size()), outputs.reserve(known.outputs.size());
     for (const Output& o : known.outputs) {
         at::Tensor t = at::Tensor(at::detail::empty_strided_cpu(o.size, o.stride, o.dtype));
         void* data = t.mutable_data_ptr();
         if (lesson.cleared >> outputs.size() & 1) memset(data, 0, t.nbytes());
-        addresses.push_back(data);
+        made.push_back((const char*)data);
         outputs.push_back(std::move(t));
+    }
+    std::vector<const void*> addresses;
+    addresses.reserve(lesson.places.size());
+    for (const Place& p : lesson.places) {
+        const char* at = p.offset < 0   ? nullptr
+                         : p.tensor < 0 ? made[size_t(-1 - p.tensor)]
+                                        : (const char*)call.at[size_t(p.tensor)];
+        addresses.push_back(at ? at + p.offset : nullptr);
     }
     return op.run(lesson.program, addresses.data()) == 0;
 }
@@ -196,13 +197,16 @@ extern "C" {
 
 // From now on calls of an op of qtensor come here first.
 void qt_take(const char* name, const void* run, int packs_first) {
-    auto& op = ops()[name];
-    if (op) return;
-    op = std::make_unique<Op>();
-    op->run = (Run)run;
-    op->packs_first = packs_first != 0;
+    static std::mutex mutex;
+    static auto* taken = new std::unordered_map<std::string, Op>;  // never freed: calls may come at the end of the process
+    std::scoped_lock lock(mutex);
+    const auto [place, fresh] = taken->try_emplace(name);
+    if (!fresh) return;
+    Op& op = place->second;
+    op.run = (Run)run;
+    op.packs_first = packs_first != 0;
     auto* library = new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(*op)));
+    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
 }
 
 // Tells the call whose Python kernel runs which program computes it. Program and whatever it points to stay where they are.
@@ -216,8 +220,6 @@ int qt_learn(const void* program, const void* places, i64 count, i64 cleared) {
 
 // Whether remembered programs serve; if not, every call goes to the Python kernels.
 int qt_serve(int on) {
-    const bool before = serving;
-    serving = on != 0;
-    return before;
+    return serving.exchange(on != 0);
 }
 }

@@ -24,7 +24,9 @@ _KEPT: list[Program] = []
 """What C++ holds addresses of."""
 
 Places = Sequence[tuple[int, int]]
-"""(tensor of the call, bytes behind its start) of each address of a program that is no output."""
+"""(tensor of the call, or -1 - the output; bytes behind its start) of each address of a program."""
+NOWHERE = (0, -1)
+"""The place of what a call does not have."""
 
 
 @functools.cache
@@ -38,11 +40,11 @@ def _handle() -> Any:
         from qtensor.kernels.cpu.sources import calls_recipe  # noqa: PLC0415
 
         handle = ctypes.CDLL(str(build(calls_recipe())))
-    except (QTensorError, OSError):
+        handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
+        handle.qt_learn.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
+    except (QTensorError, OSError, AttributeError):
         # The Python kernels give the same bytes.
         return None
-    handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
-    handle.qt_learn.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
     return handle
 
 
@@ -62,12 +64,12 @@ def take(name: str, packs_first: bool) -> bool:
     return True
 
 
-def learn(program: Program, places: Places, cleared: Sequence[bool]) -> None:
+def learn(program: Program, places: Places, cleared: Sequence[bool] = ()) -> None:
     """Have the call that C++ left to Python, and those like it, answered by a program from now on.
 
     Args:
         program: what computes it.
-        places: where its addresses come from, before those of the outputs.
+        places: where its addresses come from.
         cleared: which outputs start as zeros.
     """
     at = array("q", [word for place in places for word in place])

@@ -123,4 +123,4 @@ def calls_recipe() -> Recipe:
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
     unit = Unit(FOLDER / "calls.cpp", flags, "calls", include)
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return Recipe("cpu_calls", (unit,), find_cxx(), (), libraries, "CPU ops", 8.0)
+    return Recipe("op_calls", (unit,), find_cxx(), (), libraries, "CPU ops", 8.0)

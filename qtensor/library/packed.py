@@ -1,0 +1,211 @@
+"""The two directions of a small linear layer as ops of few arguments and results, for compiled programs.
+
+A program checks, keeps and hands on every tensor that lies between its forward and its backward, and converts every argument of
+an op. Here what is kept of both operands lies in one buffer, and what else is to be known in one text. The bytes are those of
+``linear_forward`` and ``linear_backward``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.kernels.cpu.calls import NOWHERE
+from qtensor.layout import Shape, buffer_shapes, round_up
+from qtensor.library import small
+from qtensor.library.codec import contiguous_strides, parse
+from qtensor.library.define import FILLS, below_autograd, leaf_op
+from qtensor.library.quantize import check_input
+
+_ALIGNED = 16
+
+
+class Piece(NamedTuple):
+    """A buffer within the one that is kept: size, strides, dtype, bytes in front of it, and whether it is padded."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    padded: bool
+
+
+def _pieces(x_kept: str, x_shape: Shape, w_kept: str, w_shape: Shape) -> tuple[list[Piece], int]:
+    """The pieces of both operands (those of the input first), and the bytes that they take.
+
+    The weight's come first in memory: their sizes are known where those of the input are symbols.
+    """
+    end, found = 0, []
+    for text, shape in ((w_kept, w_shape), (x_kept, x_shape)):
+        slots = parse(text).slots if text else ()
+        part = []
+        for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
+            stride = contiguous_strides(size)
+            part.append(Piece(tuple(size), stride, slot.dtype, end, slot.padded))
+            end = end + round_up(math.prod(size) * slot.dtype.itemsize, _ALIGNED)
+        found.append(part)
+    return [*found[1], *found[0]], end
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_pieces(
+    x_kept: str, x_shape: torch.Size, w_kept: str, w_shape: torch.Size
+) -> tuple[list[Piece], int]:
+    return _pieces(x_kept, x_shape, w_kept, w_shape)
+
+
+def _views(saved: Tensor, pieces: list[Piece]) -> list[Tensor]:
+    """The buffers within the one that is kept."""
+    return [
+        saved.view(p.dtype).as_strided(p.size, p.stride, p.offset // p.dtype.itemsize)
+        for p in pieces
+    ]
+
+
+def _gaps(pieces: list[Piece], count: int) -> list[tuple[int, int]]:
+    """What lies between the buffers: from where to where."""
+    found, end = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.offset > end:
+            found.append((end, piece.offset))
+        end = piece.offset + math.prod(piece.size) * piece.dtype.itemsize
+    return [*found, (end, count)] if end < count else found
+
+
+class Forward(NamedTuple):
+    """What the text of ``linear_forward_packed`` says: see ``linear_forward``."""
+
+    x_quantizer: str
+    x_kept: str
+    weight_quantizer: str
+    weight_kept: str
+
+
+class Backward(NamedTuple):
+    """What the text of ``linear_backward_packed`` says: see ``linear_backward``; "" where nothing is kept."""
+
+    quantizer: str
+    x_kept: str
+    weight_kept: str
+    weight_dtype: str
+    bias: str
+
+
+def _forward_alloc(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str) -> list[Tensor]:
+    p = Forward(*plan.split("|"))
+    for t, text in ((x, p.x_quantizer), (weight, p.weight_quantizer)):
+        check_input(t, parse(text).format)
+    size = (x.shape[0], weight.shape[0])
+    out = torch.empty_strided(size, (size[1], 1), dtype=x.dtype, device=x.device)
+    pieces, count = _pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+    make = torch.zeros if any(piece.padded for piece in pieces) else torch.empty
+    return [out, make(count, dtype=torch.uint8, device=x.device)]
+
+
+def _forward_fill(
+    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, plan: str
+) -> None:
+    p = Forward(*plan.split("|"))
+    with below_autograd():
+        pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+        for start, end in _gaps(pieces, count):
+            # Equal calls give equal bytes.
+            outputs[1][start:end].zero_()
+        whole = [outputs[0], *_views(outputs[1], pieces)]
+        sides = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
+        FILLS["linear_forward"](whole, *sides, bias, x.dtype)
+
+
+def _forward_learn(
+    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, plan: str
+) -> None:
+    p = Forward(*plan.split("|"))
+    pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+    operands = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
+    places = [(0, 0), (1, 0), (2, 0), *[NOWHERE] * 4]
+    places += [(-1, 0), *((-2, piece.offset) for piece in pieces)]
+    cleared = any(piece.padded for piece in pieces) or bool(_gaps(pieces, count))
+    small.learn_forward(
+        outputs,
+        operands,
+        bias,
+        None,
+        (None, None),
+        ("linear_forward_packed", places, (False, cleared)),
+    )
+
+
+LINEAR_FORWARD_PACKED = leaf_op(
+    "linear_forward_packed(Tensor x, Tensor weight, Tensor? bias, str plan) -> Tensor[]",
+    _forward_alloc,
+    _forward_fill,
+    learn=_forward_learn,
+)
+"""``linear_forward`` in the dtype of ``x`` under a plan (``Forward``, joined by "|"): [the product, what is kept]."""
+
+
+def _backward_saved(
+    dy: Tensor, saved: Tensor, columns: int, plan: str
+) -> tuple[Backward, list[Tensor], list[Tensor]]:
+    """The plan, and the buffers of input and weight."""
+    p = Backward(*plan.split("|"))
+    x_shape, w_shape = torch.Size((dy.shape[0], columns)), torch.Size((dy.shape[1], columns))
+    pieces, _ = _known_pieces(p.x_kept, x_shape, p.weight_kept, w_shape)
+    views = _views(saved, pieces)
+    count = len(parse(p.x_kept).slots) if p.x_kept else 0
+    return p, views[:count], views[count:]
+
+
+def _backward_alloc(dy: Tensor, saved: Tensor, columns: int, plan: str) -> list[Tensor]:
+    p = Backward(*plan.split("|"))
+    check_input(dy, parse(p.quantizer).format)
+    rows, width = dy.shape
+    sizes: list[tuple[tuple[int, ...], torch.dtype]] = []
+    if p.weight_kept:
+        sizes.append(((rows, columns), dy.dtype))
+    if p.x_kept:
+        sizes.append(((width, columns), getattr(torch, p.weight_dtype)))
+    if p.bias:
+        sizes.append(((width,), dy.dtype))
+    return [
+        torch.empty_strided(size, contiguous_strides(size), dtype=dtype, device=dy.device)
+        for size, dtype in sizes
+    ]
+
+
+def _backward_fill(
+    outputs: list[Tensor], dy: Tensor, saved: Tensor, columns: int, plan: str
+) -> None:
+    with below_autograd():
+        p, x, weight = _backward_saved(dy, saved, columns, plan)
+        sides = (x, p.x_kept, (dy.shape[0], columns), weight, p.weight_kept)
+        dtypes = (dy.dtype, getattr(torch, p.weight_dtype))
+        width = (dy.shape[1], columns)
+        FILLS["linear_backward"](outputs, dy, p.quantizer, *sides, width, *dtypes, bool(p.bias))
+
+
+def _backward_learn(
+    outputs: list[Tensor], dy: Tensor, saved: Tensor, columns: int, plan: str
+) -> None:
+    p, x, weight = _backward_saved(dy, saved, columns, plan)
+    sides = (x, p.x_kept, (dy.shape[0], columns)), (weight, p.weight_kept, (dy.shape[1], columns))
+    start = saved.data_ptr()
+    places = [(0, 0), NOWHERE, NOWHERE]
+    places += [(1, t.data_ptr() - start) for t in (*weight, *x)]
+    places += [(-1 - i, 0) for i in range(len(outputs))]
+    taken = ("linear_backward_packed", places)
+    small.learn_backward(outputs, dy, p.quantizer, sides, (bool(p.bias), None, None), taken)
+
+
+LINEAR_BACKWARD_PACKED = leaf_op(
+    "linear_backward_packed(Tensor dy, Tensor saved, SymInt columns, str plan) -> Tensor[]",
+    _backward_alloc,
+    _backward_fill,
+    learn=_backward_learn,
+)
+"""``linear_backward`` from what ``linear_forward_packed`` kept of operands with that many columns, under a plan (``Backward``,
+joined by "|"); the gradient of the input is in the dtype of ``dy``."""

@@ -1,0 +1,155 @@
+"""The packed ops of a linear layer: the bytes of those that keep buffers one by one, and what compiled layers keep."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from formats import FormatCase
+from linear_cases import (
+    backward_arguments,
+    forward_arguments,
+    is_packable,
+    packed_backward_arguments,
+    packed_forward_arguments,
+)
+from test_linear_ops import FLOATS, every_format, quantizers, same, serves_here
+from test_native_calls import answers, by_cpp  # noqa: F401 - a fixture
+from test_wgrad_scheduling import SAVED
+from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
+
+from qtensor.kernels.cpu import calls
+from qtensor.library.codec import parse
+from qtensor.library.packed import Forward, _pieces, _views
+
+OPS = torch.ops.qtensor
+SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (1, 32, 32), (300, 256, 288))
+PACKED = ("current", "blockwise", "mxfp8")
+
+
+def unpacked(outputs: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The product and the buffers."""
+    x, weight, _, plan = args
+    p = Forward(*plan.split("|"))
+    pieces, count = _pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+    assert outputs[1].shape == (count,)
+    assert outputs[1].dtype == torch.uint8
+    return [outputs[0], *_views(outputs[1], pieces)]
+
+
+@every_format
+def test_forward_keeps_the_same_bytes(case: FormatCase):
+    kept = itertools.cycle(itertools.product(("", "rowwise", "columnwise", "both"), repeat=2))
+    dtypes = itertools.cycle(itertools.product(FLOATS, repeat=2))
+    for q, sizes in itertools.product(filter(is_packable, quantizers(case)), SIZES):
+        for bias in (None, torch.randn(sizes[1])):
+            some, kinds = next(kept), next(dtypes)
+            args = packed_forward_arguments(q, sizes, some, kinds, bias)
+            expected = OPS.linear_forward(
+                *forward_arguments(q, sizes, some, (*kinds, kinds[0]), bias)
+            )
+            with calls.left_to_python():
+                same(unpacked(OPS.linear_forward_packed(*args), args), expected)
+            for _ in range(3):
+                same(unpacked(OPS.linear_forward_packed(*args), args), expected)
+            assert torch.equal(*(OPS.linear_forward_packed(*args)[1] for _ in range(2)))
+            turned = args[0].t().contiguous().t(), args[1].t().contiguous().t(), *args[2:]
+            same(unpacked(OPS.linear_forward_packed(*turned), args), expected)
+
+
+@every_format
+def test_backward_gives_the_same_bytes(case: FormatCase):
+    wanted = [w for w in itertools.product((True, False), repeat=3) if any(w[:2])]
+    dtypes = itertools.cycle(itertools.product(FLOATS, repeat=2))
+    for q, sizes in itertools.product(filter(is_packable, quantizers(case)), SIZES):
+        for some in wanted:
+            kinds = next(dtypes)
+            args = packed_backward_arguments(q, sizes, some, kinds)
+            expected = OPS.linear_backward(*backward_arguments(q, sizes, some, (kinds[0], *kinds)))
+            with calls.left_to_python():
+                same(OPS.linear_backward_packed(*args), expected)
+            for _ in range(3):
+                same(OPS.linear_backward_packed(*args), expected)
+            turned = args[0].t().contiguous().t()
+            same(OPS.linear_backward_packed(turned, *args[1:]), expected)
+
+
+@every_format
+def test_cpp_answers_them(case: FormatCase, answers, monkeypatch):  # noqa: F811
+    q = case.quantizer(columnwise=True)
+    if not is_packable(q):
+        pytest.skip(reason="the packed ops are given no factors and no seeds")
+    if not serves_here(case):
+        pytest.skip(reason="programs do not have the format")
+    by_cpp(OPS.linear_forward_packed, packed_forward_arguments(q), monkeypatch)
+    by_cpp(OPS.linear_backward_packed, packed_backward_arguments(q), monkeypatch)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", PACKED)
+def test_a_compiled_layer_keeps_one_buffer_and_frees_it(recipe):
+    module, x = build("linear"), torch.randn(40, WIDTH)
+    call, _ = compiled(module)
+    saved, alive = [], []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.dtype == torch.uint8:
+            saved.append(t.nbytes)
+            alive.append(weakref.ref(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), region(RECIPES[recipe]()):
+        out = call(x.clone().requires_grad_())
+    assert len(saved) == 1
+    exact = SAVED[recipe]
+    assert exact <= saved[0] < exact + 4 * 16
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert [ref() for ref in alive] == [None]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", PACKED)
+@pytest.mark.parametrize("shape", [(40, WIDTH), (2, 5, WIDTH), (WIDTH,), (0, WIDTH)])
+def test_shapes(recipe, shape):
+    eager, traced = twins("linear")
+    call, _ = compiled(traced)
+    x = torch.randn(shape)
+    chosen = RECIPES[recipe]()
+    assert_same(step(call, traced, x, chosen), step(eager, eager, x, chosen))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+def test_what_needs_no_gradient(frozen):
+    eager, traced = twins("linear")
+    results = []
+    for module, call in ((eager, eager), (traced, compiled(traced)[0])):
+        if frozen != "input":
+            getattr(module, frozen).requires_grad_(False)
+        x = torch.linspace(-2, 2, 40 * WIDTH).view(40, WIDTH).requires_grad_(frozen != "input")
+        with region(RECIPES["current"]()):
+            out = call(x)
+        (out * out).sum().backward()
+        grads = [t.grad for t in (x, module.weight, module.bias)]
+        results.append([out.detach(), *(g for g in grads if g is not None)])
+        assert len(results[-1]) == 3
+    assert_same(*results)
+
+
+def test_pieces_do_not_overlap():
+    for text in ("mxfp8(columnwise=True)", "fp8(columnwise=True)", "nvfp4(columnwise=True)"):
+        pieces, count = _pieces(text, (33, 96), text, (64, 96))
+        assert len(pieces) == 2 * len(parse(text).slots)
+        ends = 0
+        for piece in sorted(pieces, key=lambda p: p.offset):
+            assert piece.offset >= ends
+            assert piece.offset % 16 == 0
+            ends = piece.offset + torch.Size(piece.size).numel() * piece.dtype.itemsize
+        assert ends <= count
