@@ -1,7 +1,8 @@
 """Small tensors quantized and decoded by one native call whose arguments are ready: what is left is to allocate.
 
 What a call of the ops takes beside that grows with nothing: looking facts up, allocating through the dispatcher, packing
-sizes. Here it is done once for a quantizer, a shape and a dtype, and kept.
+sizes. Here it is done once for a quantizer, a shape and a dtype, and kept: at the second call of that kind, since a shape that
+never comes again is not worth it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def quantized(
     """New buffers of ``codec`` in slot order (and the amax that delayed scaling returns) from a small tensor.
 
     Returns:
-        None for what has to go the long way: large tensors, those that are not contiguous, given maxima, a dtype or
-        format without a kernel, what needs the reference's checks.
+        None for what has to go the long way: the first call of its kind, large tensors, those that are not contiguous,
+        given maxima, a dtype or format without a kernel, what needs the reference's checks.
     """
     if type(x) not in _PLAIN or x.layout is not _STRIDED or amax:
         return None
@@ -76,6 +77,8 @@ def quantized(
     try:
         encoder = _ENCODERS[key]
     except KeyError:
+        if _is_first(key):
+            return None
         encoder = _remember(_ENCODERS, key, _new_encoder(codec, x.shape, x.dtype))
     if encoder is None or not (x.is_cpu and x.is_contiguous()):
         return None
@@ -134,12 +137,15 @@ def dequantized(
         dtype: of the result.
 
     Returns:
-        None for what has to go the long way: large tensors, views of buffers, a dtype or format without a kernel.
+        None for what has to go the long way: the first call of its kind, large tensors, views of buffers, a dtype or
+        format without a kernel.
     """
     key = codec.canonical, tuple(shape), dtype
     try:
         decoder = _DECODERS[key]
     except KeyError:
+        if _is_first((*key, "decode")):
+            return None
         decoder = _remember(_DECODERS, key, _new_decoder(codec, torch.Size(shape), dtype))
     if decoder is None:
         return None
@@ -175,6 +181,17 @@ def _site(codec: Any, shape: torch.Size) -> Site | None:
     if shape.numel() > native.ONE_THREAD or isinstance(native.library(), str):
         return None
     return site_of(codec, shape)
+
+
+_met: dict[Any, None] = {}
+
+
+def _is_first(key: Any) -> bool:
+    """Whether a call of that kind was never met, which is remembered."""
+    if key in _met:
+        return False
+    _remember(_met, key, None)
+    return True
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
