@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
-from qtensor.kernels.cpu.program import Builder, Source
+from qtensor.kernels.cpu.program import Builder, Program, Source
 from qtensor.layout import Shape, contiguous_strides
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -37,6 +37,7 @@ _empty: Callable[[Any, Any, torch.dtype], Tensor] = getattr(
 
 
 class _Encoder(NamedTuple):
+    program: Program
     run: Callable[..., bool]
     """Takes addresses: x, scale, seed, the outputs."""
     outputs: tuple[Buffer, ...]
@@ -47,6 +48,7 @@ class _Encoder(NamedTuple):
 
 
 class _Decoder(NamedTuple):
+    program: Program
     run: Callable[..., bool]
     """Takes addresses: the buffers, the result."""
     reads: tuple[tuple[int, torch.Size, torch.dtype], ...]
@@ -82,7 +84,7 @@ def quantized(
         encoder = _remember(_ENCODERS, key, _new_encoder(codec, x.shape, x.dtype))
     if encoder is None or not (x.is_cpu and x.is_contiguous()):
         return None
-    run, sizes, scaled, seeded = encoder
+    _, run, sizes, scaled, seeded = encoder
     if scale is None and seed is None and not scaled:
         outputs = [_empty(*size) for size in sizes]
         done = run(x.data_ptr(), 0, 0, *[t.data_ptr() for t in outputs])
@@ -120,8 +122,9 @@ def _new_encoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Encoder 
         call["amax"] = builder.given()
         outputs.append(((1,), (1,), torch.float32))
     builder.quantize(codec, site, Source(x, dtype), kept, call)
+    program = builder.build()
     return _Encoder(
-        builder.build().run, tuple(outputs), codec.needs_scale, codec.stochastic_rounding
+        program, program.run, tuple(outputs), codec.needs_scale, codec.stochastic_rounding
     )
 
 
@@ -149,7 +152,7 @@ def dequantized(
         decoder = _remember(_DECODERS, key, _new_decoder(codec, torch.Size(shape), dtype))
     if decoder is None:
         return None
-    run, reads, output = decoder
+    _, run, reads, output = decoder
     at = []
     for slot, size, kind in reads:
         t = buffers[slot]
@@ -173,7 +176,8 @@ def _new_decoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Decoder 
             reads.append((slot, size, kind))
     builder.decode(site, at, Source(builder.given(), dtype))
     output = tuple(shape), contiguous_strides(shape), dtype
-    return _Decoder(builder.build().run, tuple(reads), output)
+    program = builder.build()
+    return _Decoder(program, program.run, tuple(reads), output)
 
 
 def _site(codec: Any, shape: torch.Size) -> Site | None:
