@@ -97,8 +97,9 @@ def test_the_ops_ask_the_kernels(case: FormatCase, dtype: torch.dtype, served: l
     # One row: a small product is a program of its own, which asks nobody.
     row = case.quantize(rand(1, 64, dtype=dtype))
     qtensor.gemm(row, q, layout="TN")
-    assert len(served) == 5
-    assert all(served)
+    # One that declines hands over to the next: kernels for small tensors decline what they have not met.
+    assert served.count(True) == 5
+    assert served[-1]
 
 
 @pytest.fixture
@@ -125,13 +126,16 @@ def test_a_format_outside_the_list_falls_to_the_reference(
     x, codec = rand(33, 50), outside()
     assert native.supports(codec, x.dtype) == "outside has no native kernel"
     q = codec.quantize(x)
+    assert served == [False, False]
     twice = BY_NAME["mxfp8"].quantize(x * 2)
-    assert served[:2] == [False, False]
+    assert served[-1]
     assert_same_bytes(q._rowwise_data, twice._rowwise_data)
     assert_same_bytes(q._rowwise_scale_inv, twice._rowwise_scale_inv)
-    assert_same_bytes(q.dequantize(), twice.dequantize())
-    # Of the first, the kernels for small tensors and those for any; of the second, the former serve.
-    assert served == [False, False, True, False, False, True]
+    served.clear()
+    values = q.dequantize()
+    assert served == [False, False]
+    assert_same_bytes(values, twice.dequantize())
+    assert served[-1]
 
 
 def test_nothing_is_written_where_the_reference_has_to() -> None:

@@ -33,16 +33,25 @@ def small(rows: int = 32, cols: int = 64, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
+def quantized(
+    codec: Any, x: Tensor, scale: Any = None, amax: Any = None, seed: Any = None
+) -> list[Tensor] | None:
+    """The second call of its kind: the first goes the long way."""
+    tiny.quantized(codec, x, scale, amax, seed)
+    return tiny.quantized(codec, x, scale, amax, seed)
+
+
 def check(codec: Any, x: Tensor, call: dict[str, Any]) -> None:
     """Buffers and values of one native call beside the reference arithmetic."""
     want = by_reference(codec, x, **call)
-    got = tiny.quantized(codec, x, call.get("scale"), None, call.get("seed"))
+    got = quantized(codec, x, **call)
     assert got is not None, f"not served: {codec.canonical}, {tuple(x.shape)}, {x.dtype}"
     assert_same_buffers(codec, got, want)
     buffers = want[: len(codec.slots)]
     values = codec.decode(by_name(codec, buffers), tuple(x.shape))
     for dtype in DTYPES:
-        decoded = tiny.dequantized(codec, buffers, x.shape, dtype)
+        for _ in range(2):
+            decoded = tiny.dequantized(codec, buffers, x.shape, dtype)
         assert decoded is not None
         assert decoded.is_contiguous()
         assert_same_floats(decoded, values.to(dtype), f"values, {dtype}")
@@ -70,7 +79,7 @@ def test_padding_is_zero() -> None:
     for _ in range(20):
         dirty = [torch.full((128, 4), 0xA5, dtype=torch.uint8) for _ in range(8)]
         del dirty
-        scales = tiny.quantized(codec, torch.ones(3, 40), None, None, None)[1]
+        scales = quantized(codec, torch.ones(3, 40))[1]
         assert scales.shape == (128, 4)
         assert scales.view(torch.uint8)[3:].count_nonzero() == 0
         assert scales.view(torch.uint8)[:, 2:].count_nonzero() == 0
@@ -81,32 +90,46 @@ def test_what_goes_the_long_way(name: str) -> None:
     codec = qtensor.quantizer(name)
     x = small()
     for other in (x.t(), x[:, ::2], x.double(), x.to_sparse(), x.to("meta"), torch.empty(0, 64)):
-        assert tiny.quantized(codec, other, None, None, None) is None
-    assert tiny.quantized(codec, x, torch.ones(1), None, None) is None
-    assert tiny.quantized(codec, x, None, [torch.ones(1)], None) is None
+        assert quantized(codec, other) is None
+    assert quantized(codec, x) is not None
+    assert quantized(codec, x, torch.ones(1)) is None
+    assert quantized(codec, x, None, [torch.ones(1)]) is None
     buffers = codec(x).buffers()
+    for dtype in (torch.float32, torch.float64):
+        tiny.dequantized(codec, buffers, (32, 64), dtype)
     assert tiny.dequantized(codec, buffers, (32, 64), torch.float64) is None
+    assert tiny.dequantized(codec, buffers, (32, 64), torch.float32) is not None
     turned = [b.t().contiguous().t() if b.ndim == 2 else b for b in buffers]
     assert tiny.dequantized(codec, turned, (32, 64), torch.float32) is None
     assert tiny.dequantized(codec, [b.to("meta") for b in buffers], (32, 64), torch.float32) is None
     large = torch.zeros(native.ONE_THREAD // 64 + 1, 64)
-    assert tiny.quantized(codec, large, None, None, None) is None
+    assert quantized(codec, large) is None
 
 
 def test_delayed_scaling_needs_its_scale() -> None:
     codec, x = qtensor.quantizer("fp8_delayed"), small()
     for scale in (None, torch.ones(2), torch.ones(1, dtype=torch.float64)):
-        assert tiny.quantized(codec, x, scale, None, None) is None
+        assert quantized(codec, x, scale) is None
+
+
+def test_a_kind_that_comes_once_is_not_prepared() -> None:
+    codec, x = qtensor.quantizer("mxfp6"), small(29, 37)
+    known = len(tiny._ENCODERS), len(tiny._DECODERS)
+    codec(x).dequantize()
+    assert (len(tiny._ENCODERS), len(tiny._DECODERS)) == known
+    codec(x).dequantize()
+    assert (len(tiny._ENCODERS), len(tiny._DECODERS)) == (known[0] + 1, known[1] + 1)
 
 
 def test_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = qtensor.quantizer("mxfp4")
     x = small(31, 32)
     want = codec(x)
+    assert quantized(codec, x) is not None
     monkeypatch.setattr(native, "library", lambda: "switched off")
     for known in ({}, tiny._ENCODERS):
         monkeypatch.setattr(tiny, "_ENCODERS", known)
-        assert tiny.quantized(codec, x, None, None, None) is None
+        assert quantized(codec, x) is None
         got = codec(x)
         for a, b in zip(got.buffers(), want.buffers(), strict=True):
             assert_same_bytes(a, b)

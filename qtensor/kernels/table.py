@@ -115,7 +115,7 @@ def quantized(
     seed: Tensor | None,
 ) -> list[Tensor] | None:
     """What the op ``quantize`` returns, for a small tensor; None where its outputs have to be allocated and filled."""
-    backend = _backend(x)
+    backend = BACKENDS.get("cpu" if x.is_cpu else x.device.type)
     if backend is None or backend.quantized is None:
         return None
     return backend.quantized(codec, x, scale, amax, seed)
@@ -125,7 +125,7 @@ def dequantized(
     codec: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
 ) -> Tensor | None:
     """What the op ``dequantize`` returns, for a small tensor; None where its output has to be allocated and filled."""
-    backend = _backend(buffers[0])
+    backend = BACKENDS.get("cpu" if buffers[0].is_cpu else buffers[0].device.type)
     if backend is None or backend.dequantized is None:
         return None
     return backend.dequantized(codec, buffers, shape, dtype)

@@ -39,7 +39,7 @@ template <class D, int A, bool Gated>
 struct ActivatedRows : Producer {
     const ActivationCall& c;
     explicit ActivatedRows(const ActivationCall& call) : c(call) {}
-    void rows(i64 begin, i64 end, void* out) override {
+    void rows(i64 begin, i64 end, void* out, bool) override {
         using T = typename D::T;
         for (i64 r = begin; r < end; r++) {
             const T* a = (const T*)c.x + r * c.stride;

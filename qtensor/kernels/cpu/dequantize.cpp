@@ -9,17 +9,17 @@ constexpr i64 TILE = 256;
 
 // f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y.
 template <class T, class F>
-static void by_transposed_tiles(const DequantizeCall& c, const F& f) {
-    const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
+static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f) {
+    constexpr i64 WIDE = 64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
+    const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + WIDE - 1) / WIDE;
     parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-        T* turned = new T[size_t(TILE * TILE)];
+        alignas(64) T turned[WIDE * TILE];
         for (i64 t = a; t < b; t++) {
-            const i64 r = t / across * TILE, k = t % across * TILE;
-            const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+            const i64 r = t / across * TILE, k = t % across * WIDE;
+            const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < WIDE ? c.cols - k : WIDE;
             f(turned, n, k, width, r, n);
-            transpose<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n);
+            turn<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
         }
-        delete[] turned;
     });
 }
 
@@ -146,7 +146,7 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
         const Sink s = source_of(p, c.column, c.cols, c.rows, true);
         if constexpr (B == 128) return turned_blocks<D, E>(c, s, stream);
         const i64 stride = line_bytes(c.rows, rotated);
-        by_transposed_tiles<T>(c, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+        by_transposed_tiles<T>(c, stream, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;
             const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes), lines, n, stride, out, ld, line, at / B};
             Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));

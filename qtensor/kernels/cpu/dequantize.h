@@ -319,6 +319,13 @@ struct LineDecoder {
             for (int j = 0; j < 4; j++) store(wide + at + j * W, v[j] * spread<Float32, B>(factor, at, j) * spread<Float32, B>(global, at, j));
         }
         rotate<true>(wide, p.signs);
+#if QT_ISA == 512
+        if constexpr (D::id != F32) {
+            for (int at = 0; at < W * B; at += 2 * W)
+                store(y + at, words_of<D>(load<VF>(wide + at), load<VF>(wide + at + W)));
+            return;
+        }
+#endif
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             for (int j = 0; j < 4; j++)

@@ -30,16 +30,17 @@ struct Fused {
         return fit < unit ? unit : fit / unit * unit;
     }
 
-    // f(call for the band, call for the band alone) for each.
+    // f(call for the band, call for the band alone) for each; `again`: the bands have been made before.
     template <class F>
-    void bands(const F& f) const {
+    void bands(bool again, const F& f) const {
         parallel((c.rows + height - 1) / height, 1, c.threads, [&](i64 a, i64 b) {
             T* kept = (T*)c.x;
             T* buffer = kept ? nullptr : new (std::align_val_t(64)) T[size_t(height * c.cols)];
-            for (i64 band = a; band < b; band++) {
-                const i64 begin = band * height, end = begin + height < c.rows ? begin + height : c.rows;
+            for (i64 i = a; i < b; i++) {
+                // What was read last is still in the cache.
+                const i64 band = again ? a + b - 1 - i : i, begin = band * height, end = begin + height < c.rows ? begin + height : c.rows;
                 T* at = kept ? kept + begin * c.cols : buffer;
-                producer.rows(begin, end, at);
+                producer.rows(begin, end, at, again);
                 QuantizeCall part = c;
                 part.stride = c.cols, part.threads = 1, part.begin = begin, part.end = end;
                 part.x = (const void*)(uintptr_t(at) - uintptr_t(begin * c.cols) * sizeof(T));
@@ -60,7 +61,7 @@ struct Fused {
     void tensor() {
         i32 found = 0;
         const bool own = !c.scale && !c.row.given;
-        if (own) bands([&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
+        if (own) bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
         const Float8Quantizer<D, E> whole(p, c, false);
         const float scale = c.scale ? *c.scale : whole.scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
@@ -70,7 +71,7 @@ struct Fused {
             Float8Quantizer<D, E>(p, c, stream).with_factor(factor, odd || found >= INF_BITS);
             return;
         }
-        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+        bands(own, [&](const QuantizeCall& part, const QuantizeCall& alone) {
             int safe = own ? found >= INF_BITS : -1;
             if (c.amax_out && !own) {
                 const i32 top = amax_tensor<D>(alone, false);
@@ -85,7 +86,7 @@ struct Fused {
     template <class E>
     void rows() {
         Float8Quantizer<D, E>(p, c, stream).given_rows();
-        bands([&](const QuantizeCall& part, const QuantizeCall&) { Float8Quantizer<D, E>(p, part, stream).encode_rows(); });
+        bands(false, [&](const QuantizeCall& part, const QuantizeCall&) { Float8Quantizer<D, E>(p, part, stream).encode_rows(); });
     }
 
     template <class E, int B, int Codes>
@@ -99,7 +100,7 @@ struct Fused {
     void blocks() {
         using Band = Quantizer<E, B, Codes>;
         if (p.scale != SCALE_E4M3) {
-            bands([&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
+            bands(false, [&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
             return;
         }
         // Square blocks have one maximum, whichever direction asks.
@@ -108,7 +109,7 @@ struct Fused {
         i32 of_rows = 0, of_columns = 0;
         const bool wanted = (row && !first.given && !p.row_scaled) || (column && !c.column.given);
         if (wanted)
-            bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+            bands(false, [&](const QuantizeCall& part, const QuantizeCall& alone) {
                 Band band(p, part, stream);
                 if (row && !first.given) raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
                 if (column && !c.column.given) raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
@@ -131,7 +132,7 @@ struct Fused {
             all.encode();
             return;
         }
-        bands([&](const QuantizeCall& part, const QuantizeCall& alone) {
+        bands(wanted, [&](const QuantizeCall& part, const QuantizeCall& alone) {
             Band band(p, part, stream);
             band.row.global = along_rows, band.column.global = along_columns;
             if (p.row_scaled) {

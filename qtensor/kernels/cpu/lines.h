@@ -349,7 +349,7 @@ struct LineQuantizer {
     void codes(const T* x, int s, u8* target, bool stream) {
         // Packed codes leave in pieces too small to go around the cache one by one.
         u8* out = stream && Codes > 1 ? scattered : target;
-        codes_to(*this, x, s, out, stream);
+        codes_to(*this, x, s, out, stream && out == target);  // what went around the cache takes long to read back
         if (out != target) put_bytes(target, out, W * strips.bytes, true);
     }
     INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream) {

@@ -84,9 +84,22 @@ struct Norm {
         });
         if (stream) fence();
     }
-    void band(i64 begin, i64 end, Y* y) const {
-        for (i64 r = begin; r < end; r++)
-            rows_forward(row_of(r), y + (r - begin) * c.cols, r, r + 1 < end ? row_of(r + 1) : row_of(r), false);
+    void band(i64 begin, i64 end, Y* y, bool again) const {
+        for (i64 r = begin; r < end; r++) {
+            const T *x = row_of(r), *next = r + 1 < end ? row_of(r + 1) : x;
+            const float mean = c.mean ? c.mean[r] : 0.0f, rstd = c.rstd[r];
+            // A NaN is kept without its sign and payload, so it is found anew.
+            if (again && mean == mean && rstd == rstd)
+                row_out(x, y + (r - begin) * c.cols, mean, rstd, next, false);
+            else
+                rows_forward(x, y + (r - begin) * c.cols, r, next, false);
+        }
+    }
+    void row_out(const T* x, Y* y, float mean, float rstd, const T* next, bool stream) const {
+        if (c.bias)
+            rows_out<true>(x, y, mean, rstd, next, stream && aligned(y));
+        else
+            rows_out<false>(x, y, mean, rstd, next, stream && aligned(y));
     }
     void rows_forward(const T* x, Y* y, i64 r, const T* next, bool stream) const {
         float mean = 0.0f;
@@ -107,10 +120,7 @@ struct Norm {
         });
         const float variance = add_halves<pairs>(acc) / float(c.cols) + c.eps, rstd = 1.0f / sqrtf(variance);
         c.rstd[r] = rstd == rstd ? rstd : bits<float>(0x7fc00000);
-        if (c.bias)
-            rows_out<true>(x, y, mean, rstd, next, stream && aligned(y));
-        else
-            rows_out<false>(x, y, mean, rstd, next, stream && aligned(y));
+        row_out(x, y, mean, rstd, next, stream);
     }
     template <bool Bias>
     INLINE void rows_out(const Norm& n, const T* x, Y* y, float mean, float rstd, const T* next, bool stream) {
@@ -243,7 +253,7 @@ template <class D, class DY>
 struct NormRows : Producer {
     Norm<D, DY> norm;
     explicit NormRows(const NormCall& c) : norm(c) {}
-    void rows(i64 begin, i64 end, void* out) override { norm.band(begin, end, (typename DY::T*)out); }
+    void rows(i64 begin, i64 end, void* out, bool again) override { norm.band(begin, end, (typename DY::T*)out, again); }
 };
 template <class D>
 Producer* norm_rows_as(const NormCall& c) {

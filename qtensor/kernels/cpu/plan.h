@@ -105,6 +105,7 @@ struct ActivationCall {
 
 // What a fused kernel quantizes, made a few rows at a time.
 struct Producer {
-    virtual void rows(i64 begin, i64 end, void* out) = 0;  // out holds only these, one behind the other
+    // out holds only these, one behind the other; `again`: they have been made before.
+    virtual void rows(i64 begin, i64 end, void* out, bool again) = 0;
     virtual ~Producer() = default;
 };

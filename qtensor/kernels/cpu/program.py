@@ -10,7 +10,7 @@ import ctypes
 import functools
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ _NOTHING, _ONE, _FIRST = range(3)
 class Program:
     """Steps, ready to run over addresses in the order of ``Builder.given``, 0 for none."""
 
-    __slots__ = ("_header", "_offsets", "_pack", "_plans", "_steps", "address")
+    __slots__ = ("_header", "_offsets", "_pack", "_plans", "_steps", "address", "run")
 
     def __init__(
         self, steps: array[int], given: int, scratch: Sequence[int], plans: list[Any]
@@ -54,15 +54,15 @@ class Program:
                 steps.buffer_info()[0],
             ),
         )
-        self._pack = struct.Struct(f"={given}q").pack
-        self.address = self._header.buffer_info()[0]
+        self._pack = pack = struct.Struct(f"={given}q").pack
+        self.address = address = self._header.buffer_info()[0]
 
-    def run(self, *addresses: int) -> bool:
+        def run(*addresses: int) -> bool:
+            kernels = native.library()
+            return type(kernels) is not str and kernels.run(address, pack(*addresses)) == 0  # type: ignore[union-attr]
+
+        self.run: Callable[..., bool] = run
         """Run the steps; False, with nothing of the call's written, where there are no kernels."""
-        kernels = native.library()
-        if isinstance(kernels, str):
-            return False
-        return kernels.run(self.address, self._pack(*addresses)) == 0
 
 
 @functools.cache

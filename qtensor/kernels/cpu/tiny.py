@@ -1,7 +1,8 @@
 """Small tensors quantized and decoded by one native call whose arguments are ready: what is left is to allocate.
 
 What a call of the ops takes beside that grows with nothing: looking facts up, allocating through the dispatcher, packing
-sizes. Here it is done once for a quantizer, a shape and a dtype, and kept.
+sizes. Here it is done once for a quantizer, a shape and a dtype, and kept: at the second call of that kind, since a shape that
+never comes again is not worth it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
-from qtensor.kernels.cpu.program import Builder, Source
+from qtensor.kernels.cpu.program import Builder, Program, Source
 from qtensor.layout import Shape, contiguous_strides
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -36,6 +37,7 @@ _empty: Callable[[Any, Any, torch.dtype], Tensor] = getattr(
 
 
 class _Encoder(NamedTuple):
+    program: Program
     run: Callable[..., bool]
     """Takes addresses: x, scale, seed, the outputs."""
     outputs: tuple[Buffer, ...]
@@ -46,6 +48,7 @@ class _Encoder(NamedTuple):
 
 
 class _Decoder(NamedTuple):
+    program: Program
     run: Callable[..., bool]
     """Takes addresses: the buffers, the result."""
     reads: tuple[tuple[int, torch.Size, torch.dtype], ...]
@@ -67,8 +70,8 @@ def quantized(
     """New buffers of ``codec`` in slot order (and the amax that delayed scaling returns) from a small tensor.
 
     Returns:
-        None for what has to go the long way: large tensors, those that are not contiguous, given maxima, a dtype or
-        format without a kernel, what needs the reference's checks.
+        None for what has to go the long way: the first call of its kind, large tensors, those that are not contiguous,
+        given maxima, a dtype or format without a kernel, what needs the reference's checks.
     """
     if type(x) not in _PLAIN or x.layout is not _STRIDED or amax:
         return None
@@ -76,10 +79,12 @@ def quantized(
     try:
         encoder = _ENCODERS[key]
     except KeyError:
+        if _is_first(key):
+            return None
         encoder = _remember(_ENCODERS, key, _new_encoder(codec, x.shape, x.dtype))
     if encoder is None or not (x.is_cpu and x.is_contiguous()):
         return None
-    run, sizes, scaled, seeded = encoder
+    _, run, sizes, scaled, seeded = encoder
     if scale is None and seed is None and not scaled:
         outputs = [_empty(*size) for size in sizes]
         done = run(x.data_ptr(), 0, 0, *[t.data_ptr() for t in outputs])
@@ -117,8 +122,9 @@ def _new_encoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Encoder 
         call["amax"] = builder.given()
         outputs.append(((1,), (1,), torch.float32))
     builder.quantize(codec, site, Source(x, dtype), kept, call)
+    program = builder.build()
     return _Encoder(
-        builder.build().run, tuple(outputs), codec.needs_scale, codec.stochastic_rounding
+        program, program.run, tuple(outputs), codec.needs_scale, codec.stochastic_rounding
     )
 
 
@@ -134,16 +140,19 @@ def dequantized(
         dtype: of the result.
 
     Returns:
-        None for what has to go the long way: large tensors, views of buffers, a dtype or format without a kernel.
+        None for what has to go the long way: the first call of its kind, large tensors, views of buffers, a dtype or
+        format without a kernel.
     """
     key = codec.canonical, tuple(shape), dtype
     try:
         decoder = _DECODERS[key]
     except KeyError:
+        if _is_first((*key, "decode")):
+            return None
         decoder = _remember(_DECODERS, key, _new_decoder(codec, torch.Size(shape), dtype))
     if decoder is None:
         return None
-    run, reads, output = decoder
+    _, run, reads, output = decoder
     at = []
     for slot, size, kind in reads:
         t = buffers[slot]
@@ -167,7 +176,8 @@ def _new_decoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Decoder 
             reads.append((slot, size, kind))
     builder.decode(site, at, Source(builder.given(), dtype))
     output = tuple(shape), contiguous_strides(shape), dtype
-    return _Decoder(builder.build().run, tuple(reads), output)
+    program = builder.build()
+    return _Decoder(program, program.run, tuple(reads), output)
 
 
 def _site(codec: Any, shape: torch.Size) -> Site | None:
@@ -175,6 +185,17 @@ def _site(codec: Any, shape: torch.Size) -> Site | None:
     if shape.numel() > native.ONE_THREAD or isinstance(native.library(), str):
         return None
     return site_of(codec, shape)
+
+
+_met: dict[Any, None] = {}
+
+
+def _is_first(key: Any) -> bool:
+    """Whether a call of that kind was never met, which is remembered."""
+    if key in _met:
+        return False
+    _remember(_met, key, None)
+    return True
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> Any:

@@ -5,29 +5,41 @@
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 512
-// N vectors of which 4 parts of 16 bytes are transposed side by side: 16 rows to 16 columns of each part.
-INLINE void turn_parts(__m512i a[16]) {
-    __m512i b[16];
+template <class T>
+INLINE __m512i low_of(__m512i a, __m512i b) {
+    return sizeof(T) == 1 ? _mm512_unpacklo_epi8(a, b) : sizeof(T) == 2 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpacklo_epi32(a, b);
+}
+template <class T>
+INLINE __m512i high_of(__m512i a, __m512i b) {
+    return sizeof(T) == 1 ? _mm512_unpackhi_epi8(a, b) : sizeof(T) == 2 ? _mm512_unpackhi_epi16(a, b) : _mm512_unpackhi_epi32(a, b);
+}
+// N vectors of which 4 parts of 16 bytes are transposed side by side: N rows to N columns of each part.
+template <class T, int N>
+INLINE void turn_parts(__m512i a[N]) {
+    __m512i b[N];
 #pragma GCC unroll 4
-    for (int round = 0; round < 4; round++) {
+    for (int round = 1; round < N; round *= 2) {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            b[2 * i] = _mm512_unpacklo_epi8(a[i], a[i + 8]);
-            b[2 * i + 1] = _mm512_unpackhi_epi8(a[i], a[i + 8]);
+        for (int i = 0; i < N / 2; i++) {
+            b[2 * i] = low_of<T>(a[i], a[i + N / 2]);
+            b[2 * i + 1] = high_of<T>(a[i], a[i + N / 2]);
         }
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) a[i] = b[i];
+        for (int i = 0; i < N; i++) a[i] = b[i];
     }
 }
-static void turn_64(const u8* x, i64 ldx, u8* y, i64 ldy, bool stream) {
-    alignas(64) u8 turned[64 * 64];  // line i: columns i, 16 + i, 32 + i, 48 + i of 16 rows
+// A square whose rows are vectors.
+template <class T>
+static void turn_square(const T* x, i64 ldx, T* y, i64 ldy, bool stream) {
+    constexpr int N = 16 / sizeof(T);
+    alignas(64) u8 turned[4 * N * 64];  // line i: columns i, N + i, 2 N + i, 3 N + i of N rows
     for (int part = 0; part < 4; part++) {
-        __m512i a[16];
-        for (int i = 0; i < 16; i++) a[i] = load<__m512i>(x + (16 * part + i) * ldx);
-        turn_parts(a);
-        for (int i = 0; i < 16; i++) store(turned + (4 * i + part) * 64, a[i]);
+        __m512i a[N];
+        for (int i = 0; i < N; i++) a[i] = load<__m512i>(x + (N * part + i) * ldx);
+        turn_parts<T, N>(a);
+        for (int i = 0; i < N; i++) store(turned + (4 * i + part) * 64, a[i]);
     }
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < N; i++) {
         __m512i a[4], b[4];
         for (int k = 0; k < 4; k++) a[k] = load<__m512i>(turned + (4 * i + k) * 64);
         for (int k = 0; k < 2; k++) {
@@ -35,12 +47,27 @@ static void turn_64(const u8* x, i64 ldx, u8* y, i64 ldy, bool stream) {
             b[2 * k + 1] = _mm512_shuffle_i64x2(a[2 * k], a[2 * k + 1], 0xee);
         }
         for (int k = 0; k < 2; k++) {
-            store_bytes(y + (32 * k + i) * ldy, (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0x88), stream);
-            store_bytes(y + (32 * k + 16 + i) * ldy, (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0xdd), stream);
+            store_bytes((u8*)(y + (2 * N * k + i) * ldy), (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0x88), stream);
+            store_bytes((u8*)(y + (2 * N * k + N + i) * ldy), (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0xdd), stream);
         }
     }
 }
 #endif
+
+// x (rows, cols) to y (cols, rows), whole lines of y at a time.
+template <class T>
+static void turn(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols, bool stream) {
+    constexpr int N = 64 / sizeof(T);
+    i64 r = 0, c = 0;
+#if QT_ISA == 512
+    stream = stream && ((uintptr_t(y) | uintptr_t(ldy * i64(sizeof(T)))) & 63) == 0;
+    for (; r + N <= rows; r += N) {
+        for (c = 0; c + N <= cols; c += N) turn_square<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, stream);
+        if (c < cols) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, N, cols - c);
+    }
+#endif
+    for (c = 0; c < cols; c += N) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, rows - r, cols - c < N ? cols - c : N);
+}
 
 // x (rows, cols) to y (cols, rows); `scratch`: rows * cols bytes.
 static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols, bool stream, u8* scratch) {
@@ -49,7 +76,7 @@ static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols,
     const bool aligned = stream && ((uintptr_t(y) | uintptr_t(ldy)) & 63) == 0;
     for (; r + 64 <= rows; r += 64) {
         i64 c = 0;
-        for (; c + 64 <= cols; c += 64) turn_64(x + r * ldx + c, ldx, y + c * ldy + r, ldy, aligned);
+        for (; c + 64 <= cols; c += 64) turn_square<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, aligned);
         if (c < cols) transpose<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, 64, cols - c);
     }
 #endif
