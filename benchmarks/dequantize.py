@@ -1,6 +1,6 @@
 """Dequantizing: every format to bfloat16 and float32, beside the copy that bounds it and the same job in peers.
 
-``python -m benchmarks.dequantize [--quick] [--peers NAMES] [--threads N] [--output DIR]``
+``python -m benchmarks.dequantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
 """
 
 from __future__ import annotations

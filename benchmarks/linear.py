@@ -1,6 +1,6 @@
 """Linear layers on quantized weights: weight-only and both operands quantized, beside ``nn.Linear`` in bfloat16.
 
-``python -m benchmarks.linear [--quick] [--peers NAMES] [--threads N] [--output DIR]``
+``python -m benchmarks.linear [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
 """
 
 from __future__ import annotations

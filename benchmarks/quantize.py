@@ -1,6 +1,6 @@
 """Quantizing: every format and its main options, beside the copy that bounds it and the same job in peers.
 
-``python -m benchmarks.quantize [--quick] [--peers NAMES] [--threads N] [--output DIR]``
+``python -m benchmarks.quantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All benchmarks, each in a process of its own, then the plot.
 
-``python -m benchmarks.run [--quick] [--peers NAMES] [--threads N] [--output DIR]``. Quick: within three
+``python -m benchmarks.run [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``. Quick: within three
 minutes on two cores, files ``*_quick``, which are not committed. ``--seconds`` is for each benchmark.
 """
 
@@ -32,6 +32,7 @@ def command(name: str, options: Any) -> list[str]:
     if name == "plot":
         return words
     words += ["--peers", options.peers]
+    words += ["--sizes", options.sizes] if options.sizes else []
     # Overhead is that of one thread unless asked otherwise; the others take all cores.
     words += ["--threads", str(options.threads)] if options.threads else []
     return words + (["--seconds", str(seconds)] if seconds is not None else [])

@@ -33,6 +33,8 @@ class Settings:
     seconds: float | None = None
     """For all rows; those that would begin later are named as not measured."""
     began: float = field(default_factory=time.monotonic)
+    sizes: tuple[str, ...] = ()
+    """The only ones that are measured; all of them if empty."""
 
     @property
     def bursts(self) -> int:
@@ -63,6 +65,7 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     made.add_argument("--seconds", type=float, default=None, help="begin no row after this long")
+    made.add_argument("--sizes", default="", help="these alone, comma-separated: 8192x8192")
     return made
 
 
@@ -85,6 +88,7 @@ def settings(options: argparse.Namespace) -> Settings:
         absent,
         options.output,
         options.seconds,
+        sizes=tuple(peer_names(options.sizes)),
     )
 
 

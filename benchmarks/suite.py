@@ -85,6 +85,8 @@ def collect(
     """
     results = Results()
     for spec in plan:
+        if settings.sizes and spec.size not in settings.sizes:
+            continue
         if settings.out_of_time():
             results.note(f"out of time after {settings.seconds:g} s", labels(spec))
             continue

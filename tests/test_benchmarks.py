@@ -291,6 +291,22 @@ def test_no_row_begins_when_time_is_over():
     assert results.lines() == ["out of time after -1 s: `mxfp8` (16x32 bfloat16)"]
 
 
+def test_only_the_sizes_that_were_asked_for():
+    chosen = settings.settings(
+        settings.parser("quantize", "").parse_args([
+            "--quick",
+            "--peers",
+            "none",
+            "--sizes",
+            "4x32",
+        ])
+    )
+    wanted = dataclasses.replace(MXFP8, shape=(4, 32))
+    results = suite.collect([MXFP8, wanted], quantize.build, lambda cell, t: {}, chosen)
+    assert [row["size"] for row in results.rows] == ["4x32"]
+    assert results.lines() == []
+
+
 def test_the_timer_takes_turns_and_restores_the_threads():
     order = []
     before = torch.get_num_threads()
