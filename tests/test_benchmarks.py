@@ -292,15 +292,9 @@ def test_no_row_begins_when_time_is_over():
 
 
 def test_only_the_sizes_that_were_asked_for():
-    chosen = settings.settings(
-        settings.parser("quantize", "").parse_args([
-            "--quick",
-            "--peers",
-            "none",
-            "--sizes",
-            "4x32",
-        ])
-    )
+    words = ["--quick", "--peers", "none", "--sizes", "4x32"]
+    words += ["--threads", str(torch.get_num_threads())]
+    chosen = settings.parse("quantize", "", words)
     wanted = dataclasses.replace(MXFP8, shape=(4, 32))
     results = suite.collect([MXFP8, wanted], quantize.build, lambda cell, t: {}, chosen)
     assert [row["size"] for row in results.rows] == ["4x32"]
