@@ -465,3 +465,26 @@ def test_explain_needs_an_input_where_none_follows_from_the_operations():
     with pytest.raises(QTensorError, match="the operations do not say which input they take"):
         ops.Sequential(ops.GELU()).explain()
     assert ops.Sequential(ops.GELU()).explain(data()).rows[0].forward == "GELU"
+
+
+class Told(ops.BasicOperation):
+    """Keeps what its forward was told of gradients."""
+
+    def op_forward(self, ctx, input_, *, next_op_input_request=None):
+        self.__dict__.setdefault("told", []).append(ctx.input_requires_grad)
+        return input_ * 1.0
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, []
+
+
+def test_a_single_form_is_told_whether_its_input_needs_a_gradient():
+    alone, behind = Told(), Told()
+    sequence = ops.Sequential(alone, ops.Bias(8), behind)
+    x = torch.randn(2, 8)
+    sequence(x)
+    sequence(x.requires_grad_())
+    with torch.no_grad():
+        sequence(x)
+    assert alone.told == [False, True, False]
+    assert behind.told == [True, True, False]

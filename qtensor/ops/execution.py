@@ -34,7 +34,6 @@ class Wiring:
         ops: basic operations.
         input_channels, output_channels: a channel or None for each extra tensor of each operation.
         asking: places of the operations that may ask for their gradient in a format.
-        has_extra: there are any.
         n_extra_inputs: those that the caller passes.
         n_extra_outputs: those of each operation that the caller gets.
     """
@@ -43,7 +42,6 @@ class Wiring:
     input_channels: list[tuple[str | None, ...]]
     output_channels: list[tuple[str | None, ...]]
     asking: tuple[int, ...]
-    has_extra: bool
     n_extra_inputs: int
     n_extra_outputs: list[int]
 
@@ -137,7 +135,10 @@ def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Reques
     own, ctxs = run.call.kwargs[first : last + 1], run.contexts[first : last + 1]
     extra = _given(run, inputs) if inputs else [()] * len(own)
     if form == "single":
-        ctxs = ctxs or [OperationContext() for _ in own]
+        if not ctxs:
+            ctxs = [OperationContext() for _ in own]
+            for ctx in ctxs:
+                ctx.input_requires_grad = False
         result = op.fuser_forward(
             ctxs,
             x,

@@ -82,7 +82,6 @@ class OperationFuser(Wiring):
         self.output_channels = [
             channels(op.output_channels, op.num_extra_outputs) for op in self.ops
         ]
-        self.has_extra = any([*self.input_channels, *self.output_channels])
         self.n_extra_inputs = self._connect()
         self.n_extra_outputs = [names.count(None) for names in self.output_channels]
 
