@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from compile_helpers import ordinary
-from formats import BY_NAME, FormatCase
+from formats import FormatCase
 from torch import Tensor
 
 from qtensor.library.codec import parse
@@ -73,10 +73,10 @@ def packed_forward_arguments(
     bias: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The same for ``linear_forward_packed``; dtypes of input and weight."""
-    x, text, x_kept, weight, w_text, w_kept, bias, *_ = forward_arguments(
+    x, text, x_kept, weight, w_text, w_kept, bias, _, *rest = forward_arguments(
         q, sizes, kept, (*dtypes, dtypes[0]), bias
     )
-    return x, weight, bias, "|".join((text, x_kept, w_text, w_kept))
+    return x, weight, bias, "|".join((text, x_kept, w_text, w_kept)), *rest
 
 
 def packed_backward_arguments(
@@ -87,23 +87,17 @@ def packed_backward_arguments(
 ) -> tuple[Any, ...]:
     """The same for ``linear_backward_packed``; dtypes of dy and of the weight's gradient."""
     kept = ("columnwise" if wanted[1] else "", "columnwise" if wanted[0] else "")
-    _, saved = torch.ops.qtensor.linear_forward_packed(*packed_forward_arguments(q, sizes, kept))
+    found = torch.ops.qtensor.linear_forward_packed(*packed_forward_arguments(q, sizes, kept))
     dtype = str(dtypes[1]).removeprefix("torch.")
     texts = [kept_text(q, usage) for usage in kept]
     plan = "|".join((q.canonical, *texts, dtype, "bias" if wanted[2] else ""))
-    return ordinary((sizes[0], sizes[1]), dtypes[0], seed=3), saved, sizes[2], plan
-
-
-def is_packable(q: Any) -> bool:
-    """Whether the packed ops take it: they are given no factors and no seeds."""
-    return not (q.needs_scale or q.stochastic_rounding)
+    dy = ordinary((sizes[0], sizes[1]), dtypes[0], seed=3)
+    return dy, found[1], sizes[2], plan, *call_values(q)
 
 
 def linear_forward_packed(case: FormatCase) -> Iterator[Sample]:
     """For opcheck."""
     q = case.quantizer(columnwise=True)
-    if not is_packable(q):
-        q = BY_NAME["fp8"].quantizer(columnwise=True)
     yield packed_forward_arguments(q), {}
     yield packed_forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
     yield packed_forward_arguments(q, (1, 32, 32), ("both", "")), {}
@@ -113,8 +107,6 @@ def linear_forward_packed(case: FormatCase) -> Iterator[Sample]:
 def linear_backward_packed(case: FormatCase) -> Iterator[Sample]:
     """For opcheck."""
     q = case.quantizer(columnwise=True)
-    if not is_packable(q):
-        q = BY_NAME["fp8"].quantizer(columnwise=True)
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         yield packed_backward_arguments(q, wanted=wanted), {}
     yield packed_backward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}

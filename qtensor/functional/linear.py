@@ -38,6 +38,12 @@ from qtensor.library.direct import direct
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
 from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
+from qtensor.library.packed import (
+    LINEAR_BACKWARD_PACKED,
+    LINEAR_FORWARD_PACKED,
+    backward_text,
+    forward_text,
+)
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.library.small import backward_is_native, forward_is_native
 from qtensor.storage.registry import lookup
@@ -105,8 +111,22 @@ def _reads_input_itself(args: LinearFwdArgs) -> bool:
     return args.save_original_input and args.plan.backward_override is None
 
 
+def _in_one_buffer(args: LinearFwdArgs, x: Tensor) -> _Products:
+    """``_in_one_call`` where what is kept of both operands is one tensor: it stands as the first of theirs."""
+    plan, (x_seed, w_seed, _) = args.plan, args.seeds
+    text = forward_text(plan.input, plan.saved_input, plan.weight, plan.saved_weight)
+    scales = None if args.delayed is None else args.delayed.scales
+    found = LINEAR_FORWARD_PACKED(x, args.weight, args.bias, text, scales, x_seed, w_seed)
+    out, kept, *amaxes = found
+    inp = Operand([kept], plan.saved_input, x.shape) if plan.saved_input else None
+    weight = Operand([] if inp else [kept], plan.saved_weight, args.weight.shape)
+    return out, inp, weight if plan.saved_weight else None, [], amaxes
+
+
 def _in_one_call(args: LinearFwdArgs, x: Tensor) -> _Products:
     """Both operands quantized and multiplied by one op."""
+    if args.packs:
+        return _in_one_buffer(args, x)
     plan, seeds = args.plan, args.seeds
     x_kept = "" if _reads_input_itself(args) else plan.saved_input
     w_kept = plan.weight if args.cache_weight else plan.saved_weight
@@ -236,7 +256,7 @@ def _linear_setup_ctx(
     bwd.inp_quantizer = ctx_attrs.get("inp_quantizer", "")
     bwd.weight_quantizer = ctx_attrs.get("weight_quantizer", "")
     bwd.requantize_input = ctx_attrs.get("requantize_input", False)
-    bwd.parallel = fwd.parallel
+    bwd.parallel, bwd.packed = fwd.parallel, fwd.packs
     wgrad, delayed = fwd.wgrad, fwd.delayed
     main_grad = token = None
     if wgrad is not None and fwd.weight_requires_grad:
@@ -251,13 +271,13 @@ def _restored(
 ) -> LinearBwdArgs:
     """A copy of the arguments around the saved tensors."""
     *operands, main_grad, token, seed, scales, ticket, cell, cell_step = saved
-    inp, weight = operands[: bwd.n_inp], operands[bwd.n_inp :]
+    inp, weight, kept = operands[: bwd.n_inp], operands[bwd.n_inp :], bwd.weight_quantizer
     shape = bwd.inp_shape if bwd.inp_quantizer == "" else bwd.rows_shape
     delayed = None if scales is None else DelayedCall(scales, ticket, cell, cell_step)
     return bwd.with_tensors(
         grad,
         Operand(inp, bwd.inp_quantizer, shape) if inp else None,
-        Operand(weight, bwd.weight_quantizer, bwd.weight_shape) if weight else None,
+        Operand(weight, kept, bwd.weight_shape) if weight or kept else None,
         (main_grad, token, delayed, seed, made),
     )
 
@@ -322,29 +342,44 @@ def _gradients(
     return wgrad, dgrad, bias_gradient(matrix) if has_bias else None, amax
 
 
+def _from_one_buffer(args: LinearBwdArgs, matrix: Tensor, scales: Tensor | None) -> list[Tensor]:
+    """What ``linear_backward`` returns, from what ``_in_one_buffer`` kept."""
+    plan, bias = args.plan, args.bias_requires_grad
+    text = backward_text(
+        plan.grad_output, plan.saved_input, plan.saved_weight, args.weight_dtype, bias
+    )
+    (kept,) = args.inp.buffers if args.inp is not None else args.weight.buffers  # type: ignore[union-attr]
+    columns = args.weight_shape[1]
+    return LINEAR_BACKWARD_PACKED(matrix, kept, columns, text, scales, args.seed)
+
+
 def _gradients_at_once(
     args: LinearBwdArgs, matrix: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The same by one op."""
     inp = args.inp if args.weight_requires_grad and args.inp is not None else _ABSENT
     weight = args.weight if args.inp_requires_grad and args.weight is not None else _ABSENT
-    found = linear_backward(
-        matrix,
-        args.plan.grad_output,
-        inp.buffers,
-        inp.canonical,
-        inp.shape,
-        weight.buffers,
-        weight.canonical,
-        weight.shape,
-        args.dtype,
-        args.weight_dtype,
-        args.bias_requires_grad,
-        args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None,
-        args.seed,
-    )
-    second = 1 if weight.buffers else 0
-    third = second + 1 if inp.buffers else second
+    scales = args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None
+    if args.packed:
+        found = _from_one_buffer(args, matrix, scales)
+    else:
+        found = linear_backward(
+            matrix,
+            args.plan.grad_output,
+            inp.buffers,
+            inp.canonical,
+            inp.shape,
+            weight.buffers,
+            weight.canonical,
+            weight.shape,
+            args.dtype,
+            args.weight_dtype,
+            args.bias_requires_grad,
+            scales,
+            args.seed,
+        )
+    second = 1 if weight.canonical else 0
+    third = second + 1 if inp.canonical else second
     fourth = third + 1 if args.bias_requires_grad else third
     return (
         found[second] if third > second else None,

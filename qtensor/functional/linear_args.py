@@ -83,6 +83,8 @@ class LinearFwdArgs:
     """One element; non-zero leaves the workspace as it is."""
     # what is saved
     save_original_input: bool = False
+    packs: bool = False
+    """What is kept of both operands lies in one tensor: the fewer, the less a compiled program does about them."""
     # parallelism
     parallel: Parallel | None = None
     # weight-gradient scheduling
@@ -111,6 +113,7 @@ class LinearFwdArgs:
             self.cache_weight,
             self.noop,
             self.save_original_input,
+            self.packs,
             self.parallel,
             self.wgrad,
             self.made,
@@ -157,6 +160,8 @@ class LinearBwdArgs:
     n_weight: int = 0
     requantize_input: bool = False
     """The saved input is the original one."""
+    packed: bool = False
+    """What was saved of both operands is the one buffer of the first."""
     # parallelism and weight-gradient scheduling
     parallel: Parallel | None = None
     overwrite_main_grad: bool = False
@@ -192,6 +197,7 @@ class LinearBwdArgs:
             self.n_inp,
             self.n_weight,
             self.requantize_input,
+            self.packed,
             self.parallel,
             self.overwrite_main_grad,
             self.postpone_key,

@@ -23,7 +23,13 @@ def draw_seeds(
     like: Tensor, draws: Tensor, stochastic: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """A seed (1,) for each of input, weight and gradient that is rounded at random."""
-    seeds = draw(like, draws, sum(stochastic))
+    return split_seeds(draw(like, draws, sum(stochastic)), stochastic)
+
+
+def split_seeds(
+    seeds: Tensor, stochastic: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The seeds of ``draw`` by who takes them."""
     place, found = 0, []
     for wanted in stochastic:
         found.append(seeds[place : place + 1] if wanted else None)

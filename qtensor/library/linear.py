@@ -57,7 +57,8 @@ def _alloc_part(x: Tensor, quantizer: str, kept: str) -> list[Tensor]:
     return alloc_outputs(parse(kept), x) if kept else []
 
 
-def _alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
+def alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
+    """Memory for the amax (1,) of an ``x`` that is quantized under delayed scaling; [] for other quantizers."""
     if not parse(quantizer).returns_amax:
         return []
     return [torch.empty_strided((1,), (1,), dtype=torch.float32, device=x.device)]
@@ -80,8 +81,8 @@ def _forward_alloc(
         _matrix(x.shape[0], weight.shape[0], dtype, x.device),
         *_alloc_part(x, x_quantizer, x_kept),
         *_alloc_part(weight, weight_quantizer, weight_kept),
-        *_alloc_amax(x, x_quantizer),
-        *_alloc_amax(weight, weight_quantizer),
+        *alloc_amax(x, x_quantizer),
+        *alloc_amax(weight, weight_quantizer),
     ]
 
 
@@ -239,7 +240,7 @@ def _backward_alloc(
         outputs.append(_matrix(dy.shape[1], x_shape[1], weight_dtype, dy.device))
     if bias:
         outputs.append(torch.empty_strided(dy.shape[1:], (1,), dtype=dy.dtype, device=dy.device))
-    return [*outputs, *_alloc_amax(dy, quantizer)]
+    return [*outputs, *alloc_amax(dy, quantizer)]
 
 
 def _backward_fill(

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu.calls import NOWHERE
 from qtensor.layout import Shape, buffer_shapes, round_up
 from qtensor.library import small
 from qtensor.library.codec import contiguous_strides, parse
 from qtensor.library.define import FILLS, below_autograd, leaf_op
+from qtensor.library.linear import alloc_amax
 from qtensor.library.quantize import check_input
 
 _ALIGNED = 16
@@ -95,7 +95,28 @@ class Backward(NamedTuple):
     bias: str
 
 
-def _forward_alloc(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str) -> list[Tensor]:
+def forward_text(x_quantizer: str, x_kept: str, weight_quantizer: str, weight_kept: str) -> str:
+    """The plan of ``linear_forward_packed``: see ``Forward``."""
+    return "|".join(Forward(x_quantizer, x_kept, weight_quantizer, weight_kept))
+
+
+def backward_text(
+    quantizer: str, x_kept: str, weight_kept: str, weight_dtype: torch.dtype, bias: bool
+) -> str:
+    """The plan of ``linear_backward_packed``: see ``Backward``."""
+    dtype = str(weight_dtype).removeprefix("torch.")
+    return "|".join(Backward(quantizer, x_kept, weight_kept, dtype, "bias" if bias else ""))
+
+
+def _forward_alloc(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: str,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
+) -> list[Tensor]:
     p = Forward(*plan.split("|"))
     for t, text in ((x, p.x_quantizer), (weight, p.weight_quantizer)):
         check_input(t, parse(text).format)
@@ -103,11 +124,19 @@ def _forward_alloc(x: Tensor, weight: Tensor, bias: Tensor | None, plan: str) ->
     out = torch.empty_strided(size, (size[1], 1), dtype=x.dtype, device=x.device)
     pieces, count = _pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
     make = torch.zeros if any(piece.padded for piece in pieces) else torch.empty
-    return [out, make(count, dtype=torch.uint8, device=x.device)]
+    amaxes = alloc_amax(x, p.x_quantizer) + alloc_amax(weight, p.weight_quantizer)
+    return [out, make(count, dtype=torch.uint8, device=x.device), *amaxes]
 
 
 def _forward_fill(
-    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, plan: str
+    outputs: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: str,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
 ) -> None:
     p = Forward(*plan.split("|"))
     with below_autograd():
@@ -115,37 +144,47 @@ def _forward_fill(
         for start, end in _gaps(pieces, count):
             # Equal calls give equal bytes.
             outputs[1][start:end].zero_()
-        whole = [outputs[0], *_views(outputs[1], pieces)]
+        whole = [outputs[0], *_views(outputs[1], pieces), *outputs[2:]]
         sides = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
-        FILLS["linear_forward"](whole, *sides, bias, x.dtype)
+        FILLS["linear_forward"](whole, *sides, bias, x.dtype, scales, x_seed, weight_seed)
 
 
 def _forward_learn(
-    outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, plan: str
+    outputs: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: str,
+    scales: Tensor | None = None,
+    x_seed: Tensor | None = None,
+    weight_seed: Tensor | None = None,
 ) -> None:
     p = Forward(*plan.split("|"))
     pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
     operands = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
-    places = [(0, 0), (1, 0), (2, 0), *[NOWHERE] * 4]
-    places += [(-1, 0), *((-2, piece.offset) for piece in pieces)]
+    kept = [(-2, piece.offset) for piece in pieces]
+    amaxes = [(-1 - i, 0) for i in range(2, len(outputs))]
+    places = [*small.FORWARD_PLACES, (-1, 0), *kept, *amaxes]
     cleared = any(piece.padded for piece in pieces) or bool(_gaps(pieces, count))
     small.learn_forward(
         outputs,
         operands,
         bias,
-        None,
-        (None, None),
+        scales,
+        (x_seed, weight_seed),
         ("linear_forward_packed", places, (False, cleared)),
     )
 
 
 LINEAR_FORWARD_PACKED = leaf_op(
-    "linear_forward_packed(Tensor x, Tensor weight, Tensor? bias, str plan) -> Tensor[]",
+    "linear_forward_packed(Tensor x, Tensor weight, Tensor? bias, str plan, "
+    "Tensor? scales=None, Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
     _forward_alloc,
     _forward_fill,
     learn=_forward_learn,
 )
-"""``linear_forward`` in the dtype of ``x`` under a plan (``Forward``, joined by "|"): [the product, what is kept]."""
+"""``linear_forward`` in the dtype of ``x`` under a plan (``Forward``, joined by "|"): [the product, what is kept, the amaxes of delayed
+scaling]."""
 
 
 def _backward_saved(
@@ -160,7 +199,14 @@ def _backward_saved(
     return p, views[:count], views[count:]
 
 
-def _backward_alloc(dy: Tensor, saved: Tensor, columns: int, plan: str) -> list[Tensor]:
+def _backward_alloc(
+    dy: Tensor,
+    saved: Tensor,
+    columns: int,
+    plan: str,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> list[Tensor]:
     p = Backward(*plan.split("|"))
     check_input(dy, parse(p.quantizer).format)
     rows, width = dy.shape
@@ -171,38 +217,52 @@ def _backward_alloc(dy: Tensor, saved: Tensor, columns: int, plan: str) -> list[
         sizes.append(((width, columns), getattr(torch, p.weight_dtype)))
     if p.bias:
         sizes.append(((width,), dy.dtype))
-    return [
+    found = [
         torch.empty_strided(size, contiguous_strides(size), dtype=dtype, device=dy.device)
         for size, dtype in sizes
     ]
+    return [*found, *alloc_amax(dy, p.quantizer)]
 
 
 def _backward_fill(
-    outputs: list[Tensor], dy: Tensor, saved: Tensor, columns: int, plan: str
+    outputs: list[Tensor],
+    dy: Tensor,
+    saved: Tensor,
+    columns: int,
+    plan: str,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     with below_autograd():
         p, x, weight = _backward_saved(dy, saved, columns, plan)
         sides = (x, p.x_kept, (dy.shape[0], columns), weight, p.weight_kept)
         dtypes = (dy.dtype, getattr(torch, p.weight_dtype))
-        width = (dy.shape[1], columns)
-        FILLS["linear_backward"](outputs, dy, p.quantizer, *sides, width, *dtypes, bool(p.bias))
+        rest = ((dy.shape[1], columns), *dtypes, bool(p.bias), scales, seed)
+        FILLS["linear_backward"](outputs, dy, p.quantizer, *sides, *rest)
 
 
 def _backward_learn(
-    outputs: list[Tensor], dy: Tensor, saved: Tensor, columns: int, plan: str
+    outputs: list[Tensor],
+    dy: Tensor,
+    saved: Tensor,
+    columns: int,
+    plan: str,
+    scales: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     p, x, weight = _backward_saved(dy, saved, columns, plan)
     sides = (x, p.x_kept, (dy.shape[0], columns)), (weight, p.weight_kept, (dy.shape[1], columns))
     start = saved.data_ptr()
-    places = [(0, 0), NOWHERE, NOWHERE]
+    places = [(0, 0), (2, 8), (3, 0)]
     places += [(1, t.data_ptr() - start) for t in (*weight, *x)]
     places += [(-1 - i, 0) for i in range(len(outputs))]
     taken = ("linear_backward_packed", places)
-    small.learn_backward(outputs, dy, p.quantizer, sides, (bool(p.bias), None, None), taken)
+    small.learn_backward(outputs, dy, p.quantizer, sides, (bool(p.bias), scales, seed), taken)
 
 
 LINEAR_BACKWARD_PACKED = leaf_op(
-    "linear_backward_packed(Tensor dy, Tensor saved, SymInt columns, str plan) -> Tensor[]",
+    "linear_backward_packed(Tensor dy, Tensor saved, SymInt columns, str plan, "
+    "Tensor? scales=None, Tensor? seed=None) -> Tensor[]",
     _backward_alloc,
     _backward_fill,
     learn=_backward_learn,

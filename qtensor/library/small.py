@@ -247,7 +247,7 @@ def _outputs(count: int) -> list[tuple[int, int]]:
     return [(-1 - i, 0) for i in range(count)]
 
 
-_FORWARD_PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (5, 0))
+FORWARD_PLACES = ((0, 0), (1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (5, 0))
 """Of input, weight, bias, their scales and their seeds."""
 
 
@@ -297,7 +297,7 @@ def learn_forward(
     cleared = [False]
     for text in (operands[2], operands[5]):
         cleared += [slot.padded for slot in parse(text).slots] if text else []
-    calls.learn(program, (*_FORWARD_PLACES, *_outputs(len(outputs))), cleared)
+    calls.learn(program, (*FORWARD_PLACES, *_outputs(len(outputs))), cleared)
 
 
 def _new_forward(key: tuple[Any, ...]) -> Program | None:

@@ -15,8 +15,8 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
-from qtensor.functional.one_op import LINEAR, plan_text
-from qtensor.functional.operands import draw_seeds
+from qtensor.functional.one_op import LINEAR, one_op
+from qtensor.functional.operands import draw, draw_seeds
 from qtensor.functional.parallel import Parallel, check_input
 from qtensor.functional.plan import (
     LinearPlan,
@@ -198,16 +198,25 @@ class QuantizedModule(nn.Module):
         w = getattr(self, weight)
         training = torch.is_grad_enabled()
         dgrad, wgrad = training and inp.requires_grad, training and w.requires_grad
-        text = plan_text(self._recipe_key(), roles, inp.dtype, dgrad, wgrad)
-        if not text:
-            return None
+        key = self._recipe_key()
+        layer = one_op(key, roles, inp.dtype, dgrad, wgrad)
         rows, columns = w.shape
-        multiple = int(text.rpartition("|")[2])
-        if rows % multiple or columns % multiple:
+        if not layer.text or rows % layer.multiple or columns % layer.multiple:
             return None
         if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
             return None
-        return LINEAR(inp, w, getattr(self, bias) if bias else None, text)
+        b = getattr(self, bias) if bias else None
+        if not (layer.seeds or layer.delayed):
+            return LINEAR(inp, w, b, layer.text)[0]
+        state, seeds, delayed = self._states[weight], None, None
+        if layer.seeds:
+            seeds = draw(inp, state.draws, layer.seeds)
+        if layer.delayed:
+            module, _, name = roles.partition("/")
+            delayed = list(state.delayed.begin(key, module, name, self.training))
+        out, *amaxes = LINEAR(inp, w, b, layer.text, seeds, delayed)
+        self._record(amaxes, weight, layer.first)
+        return out
 
     def _linear(
         self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
@@ -241,7 +250,7 @@ class QuantizedModule(nn.Module):
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(w.shape)
-        self._record(amaxes, weight, args.plan)
+        self._record(amaxes, weight, 0 if args.plan.delayed[0] else 1)
         wgrad = args.wgrad
         if wgrad is not None and wgrad.main_grad is not None:
             out = reporting(out, state.report)
@@ -282,10 +291,9 @@ class QuantizedModule(nn.Module):
         if scheduled and args.weight_requires_grad:
             args.wgrad = self._wgrad(args.weight, state, options)
 
-    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
-        """The maxima of input and weight into the state of delayed scaling."""
+    def _record(self, amaxes: list[Tensor], weight: str, first: int) -> None:
+        """The maxima of input and weight, or of the weight alone, into the state of delayed scaling."""
         if amaxes and self.training:
-            first = 0 if plan.delayed[0] else 1
             self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:

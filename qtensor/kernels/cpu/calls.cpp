@@ -23,7 +23,7 @@ using Run = int (*)(const void* program, const void* addresses);
 
 // ---- what calls.py says -------------------------------------------------------------------------------------------------
 struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call, or behind output -1 - tensor
-    i64 tensor, offset;  // an offset below zero: nowhere
+    i64 tensor, offset;
 };
 struct Lesson {
     const void* program;
@@ -131,9 +131,7 @@ bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::
     std::vector<const void*> addresses;
     addresses.reserve(lesson.places.size());
     for (const Place& p : lesson.places) {
-        const char* at = p.offset < 0   ? nullptr
-                         : p.tensor < 0 ? made[size_t(-1 - p.tensor)]
-                                        : (const char*)call.at[size_t(p.tensor)];
+        const char* at = p.tensor < 0 ? made[size_t(-1 - p.tensor)] : (const char*)call.at[size_t(p.tensor)];
         addresses.push_back(at ? at + p.offset : nullptr);
     }
     return op.run(lesson.program, addresses.data()) == 0;

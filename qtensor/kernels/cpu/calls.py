@@ -25,8 +25,6 @@ _KEPT: list[Program] = []
 
 Places = Sequence[tuple[int, int]]
 """(tensor of the call, or -1 - the output; bytes behind its start) of each address of a program."""
-NOWHERE = (0, -1)
-"""The place of what a call does not have."""
 
 
 @functools.cache
