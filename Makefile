@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs-check check-kernels bench overhead clean
+.PHONY: help demo test test-all lint format docs-check check-kernels bench overhead wheel clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
@@ -28,6 +28,7 @@ help:
 	@echo "make docs-check  are the generated documents up to date?"
 	@echo "make check-kernels  nvcc's front end over every GEMM (minutes; CHECK_ARGS=\"--arch sm_90a\")"
 	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
+	@echo "make wheel       a wheel for this platform with the CPU kernels compiled, in dist/"
 	@echo "make overhead    host overhead beside torchao alone"
 	@echo "make clean       remove $(VENV), build output and caches"
 
@@ -64,6 +65,9 @@ bench: $(VENV)/.bench.stamp
 
 overhead: $(VENV)/.bench.stamp
 	$(QUIET_CORES) $(BIN)/python -m benchmarks.overhead
+
+wheel: $(VENV)/.demo.stamp
+	$(BIN)/python scripts/build_wheel.py
 
 clean:
 	rm -rf $(VENV) build dist qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

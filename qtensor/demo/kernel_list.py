@@ -11,7 +11,7 @@ from rich.table import Table
 from qtensor.build import Built, cache_dir, library_path, list_built
 from qtensor.cutlass_gemm.library import built_specs
 from qtensor.errors import QTensorError
-from qtensor.kernels.cpu import sources
+from qtensor.kernels.cpu import prebuilt, sources
 
 
 def show_kernels(console: Console) -> None:
@@ -32,6 +32,9 @@ def show_kernels(console: Console) -> None:
     else:
         console.print("No kernels are built. Run: qtensor kernels build")
     console.print(f"cache: {escape(str(cache_dir()))}", soft_wrap=True)
+    came = [isa for isa in sources.ISAS if prebuilt.find(isa)]
+    if came:
+        console.print(f"compiled with the package: {', '.join(came)}", soft_wrap=True)
     console.print(f"this CPU has: {', '.join(sources.usable_isas())}", soft_wrap=True)
     if problem:
         console.print(f"[yellow]{escape(problem)}[/]", soft_wrap=True)

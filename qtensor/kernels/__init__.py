@@ -13,7 +13,7 @@ from qtensor.errors import BuildError, check
 
 
 def build(isa: str | None = None) -> Path:
-    """Compile the CPU kernels, where the cache does not have them yet: for an image, or before the first step.
+    """Compile the CPU kernels, where neither package nor cache has them yet: for an image, or before the first step.
 
     With them come the C++ ops that call them, where torch's own headers can be compiled.
 
@@ -30,13 +30,13 @@ def build(isa: str | None = None) -> Path:
     """
     # Only those who build need compilers and the cache.
     from qtensor.build import build as build_library  # noqa: PLC0415
-    from qtensor.kernels.cpu import sources  # noqa: PLC0415
+    from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
 
     chosen = sources.choose_isa() if isa is None else isa
     known = ", ".join(sources.ISAS)
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
-    library = build_library(sources.recipe(chosen))
+    library = prebuilt.provide(chosen)
     with contextlib.suppress(BuildError):
         build_library(sources.calls_recipe())
     return library

@@ -63,10 +63,10 @@ def library() -> Library | str:
         return "switched off by QTENSOR_NATIVE=0"
     try:
         # Only a process that computes needs the compiler cache.
-        from qtensor.build import build  # noqa: PLC0415
-        from qtensor.kernels.cpu.sources import choose_isa, recipe  # noqa: PLC0415
+        from qtensor.kernels.cpu.prebuilt import provide  # noqa: PLC0415
+        from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
 
-        return Library(str(build(recipe(choose_isa()))))
+        return Library(str(provide(choose_isa())))
     except (QTensorError, OSError) as error:
         reason = str(error)
     warnings.warn(

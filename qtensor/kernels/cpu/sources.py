@@ -79,27 +79,36 @@ def choose_isa() -> str:
     return wanted
 
 
-def recipe(isa: str) -> Recipe:
-    """What ``qtensor.build`` compiles: each kernel for each dtype of its input, and the C interface.
-
-    Raises:
-        CompilerNotFound: there is no C++ compiler.
-    """
+def units(isa: str) -> tuple[Unit, ...]:
+    """What is compiled: each kernel for each dtype of its input, and the C interface."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    units = [
+    found = [
         Unit(FOLDER / f"{name}.cpp", flags, name)
         for name in ("entry", "linear", "program", "state")
     ]
     for source in ("quantize", "dequantize", "norm", "activation"):
         for dtype in ("Float32", "Bfloat16", "Float16"):
             dtype_flags = (*flags, f"-DQT_DTYPE={dtype}")
-            units.append(Unit(FOLDER / f"{source}.cpp", dtype_flags, f"{source}_{dtype}"))
-    headers = tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
+            found.append(Unit(FOLDER / f"{source}.cpp", dtype_flags, f"{source}_{dtype}"))
+    return tuple(found)
+
+
+def headers() -> tuple[Path, ...]:
+    """What the sources include."""
+    return tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
+
+
+def recipe(isa: str) -> Recipe:
+    """What ``qtensor.build`` compiles for an instruction set.
+
+    Raises:
+        CompilerNotFound: there is no C++ compiler.
+    """
     return Recipe(
         f"cpu_{isa}",
-        tuple(units),
+        units(isa),
         find_cxx(),
-        headers,
+        headers(),
         _OPENMP,
         title="native CPU kernels",
         effort=60.0,
