@@ -466,6 +466,10 @@ def _new_backward(key: tuple[Any, ...]) -> _Backward | None:
         call["amax"] = builder.given()
     if not codec.needs_scale:
         del call["scale"]
+    if codec.rowwise and site.scale_inv is not None:
+        # Both directions hold the same codes, and the products read their values once.
+        codec = codec.with_usage(rowwise=True, columnwise=False)
+        site = serves(codec, shape) or site
     gradient = builder.quantize(codec, site, dy, {}, call)
     if weight is not None:
         builder.multiply(gradient, weight, Result("NN", (shape[0], w_shape[1], shape[1]), outs[0]))

@@ -57,6 +57,8 @@ struct Call {
     std::vector<const void*> at;
     at::Tensor packed;
 
+    Call() { key.reserve(384), at.reserve(12); }
+
     void word(i64 value) { key.append((const char*)&value, sizeof value); }
     bool tensor(const at::Tensor& t, bool pack) {
         if (!t.defined()) return nothing();
