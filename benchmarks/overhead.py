@@ -57,6 +57,8 @@ class Case:
     limit_us: float | None = None
     """Absolute target; without one the target is torchao's time."""
     has_target: bool = True
+    plain: Callable[[], Any] | None = None
+    """The same layer of torch in high precision, in the same run."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Row:
     """None for a row without a target."""
     spread: str
     """Quartiles of ours."""
+    least: float
+    """The shortest burst of ours."""
+    plain: float | None = None
+    """``nn.Linear``, in turns with ours."""
+    plain_least: float | None = None
 
 
 def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
@@ -139,14 +146,15 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
 def training_cases() -> Iterator[Case]:
     """A tiny linear layer, forward and backward, by several recipes."""
     group = f"training, Linear({training.SIZE}, {training.SIZE}), {training.SIZE} tokens"
-    for recipe, name, ours, theirs, limit in training.jobs():
-        yield Case(group, f"{recipe}, {name}", ours, theirs, limit, has_target=limit is not None)
+    for recipe, name, ours, theirs, plain, limit in training.jobs():
+        has_target = limit is not None
+        yield Case(group, f"{recipe}, {name}", ours, theirs, limit, has_target, plain)
 
 
 def block_cases() -> Iterator[Case]:
     """An MLP block as a module and as a sequence of operations."""
     group = f"training, MLP block of {training.SIZE}, {training.SIZE} tokens"
-    for label, name, ours, _, _ in training.block_jobs():
+    for label, name, ours in training.block_jobs():
         yield Case(group, f"{label}, {name}", ours, None, None, has_target=False)
 
 
@@ -168,11 +176,15 @@ def compile_rows(repeats: int) -> list[Row]:
 
 
 def measure_case(case: Case, bursts: int, threads: int) -> Row:
-    """Both calls in one run, burst by burst in turns."""
-    functions = {"ours": case.ours} | ({"theirs": case.theirs} if case.theirs else {})
+    """All calls in one run, burst by burst in turns."""
+    calls = {"ours": case.ours, "theirs": case.theirs, "plain": case.plain}
+    functions = {name: call for name, call in calls.items() if call is not None}
     timings = measure(functions, bursts, threads=threads)
-    ours, theirs = timings["ours"], timings.get("theirs")
+    ours, theirs, plain = timings["ours"], timings.get("theirs"), timings.get("plain")
     row = _row(case.group, case.name, ours, theirs, case.limit_us, "us")
+    if plain is not None:
+        least = round(plain.least_us, 2)
+        row = dataclasses.replace(row, plain=round(plain.median_us, 2), plain_least=least)
     return row if case.has_target else dataclasses.replace(row, target="", met=None)
 
 
@@ -191,6 +203,7 @@ def _row(
         target,
         None if bound is None else median <= bound,
         f"{ours.low_us:.2f} to {ours.high_us:.2f}",
+        round(ours.least_us, 2),
     )
 
 
@@ -221,19 +234,23 @@ def markdown(rows: list[Row], here: Mapping[str, Any], bursts: int, notes: Seque
         machine.sentence(here),
         "",
         f"Median microseconds a call over {bursts} bursts, the two libraries in turns within one run. "
-        "Ratio: ours / torchao's, so below 1 is faster. bfloat16 input, rowwise data, default options.",
+        "Ratio: ours / torchao's, so below 1 is faster. *least*: the shortest burst, what the call takes where nothing else "
+        "runs. *nn.Linear*: torch's own layer, in turns with ours: median (least). bfloat16 input, rowwise data, default "
+        "options; training in float32.",
         "",
-        "| | case | qtensor | quartiles | torchao | ratio | target | met |",
-        "|---|---|---:|---:|---:|---:|---|---|",
+        "| | case | qtensor | least | quartiles | torchao | ratio | nn.Linear | target | met |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|---|",
     ]
     group = ""
     for row in rows:
         head, group = ("" if row.group == group else row.group), row.group
         other = "" if row.torchao is None else f"{row.torchao:.2f}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        plain = "" if row.plain is None else f"{row.plain:.1f} ({row.plain_least:.1f})"
         verdict = {True: "yes", False: "**no**", None: ""}[row.met]
         lines.append(
-            f"| {head} | `{row.name}` | {row.ours:.2f} | {row.spread} | {other} | {ratio} | {row.target} | {verdict} |"
+            f"| {head} | `{row.name}` | {row.ours:.2f} | {row.least:.2f} | {row.spread} | {other} | {ratio} | {plain} "
+            f"| {row.target} | {verdict} |"
         )
     lines += ["", f"{sum(met)} of {len(met)} targets met.", ""]
     lines += ["Not measured, or measured by what stands in:", "", *(f"- {text}" for text in notes)]

@@ -37,6 +37,8 @@ class Timing:
     bursts: int
     calls: int
     """In each burst."""
+    least_us: float
+    """The shortest burst: what the machine does where nothing else runs."""
 
 
 def measure(
@@ -90,7 +92,7 @@ def quiet(threads: int) -> Iterator[None]:
 def summary(samples: list[float], calls: int = 1) -> Timing:
     """Median and quartiles; a single sample is all three."""
     low, median, high = statistics.quantiles(samples * (1 + (len(samples) == 1)), n=4)
-    return Timing(median, low, high, len(samples), calls)
+    return Timing(median, low, high, len(samples), calls, min(samples))
 
 
 def _calibrate(function: Callable[[], Any]) -> int:

@@ -29,8 +29,9 @@ RECIPES = (
     recipes.NVFP4BlockScaling(),
 )
 
-Job = tuple[str, str, Callable[[], Any], Callable[[], Any] | None, float | None]
-"""(recipe, what is timed, ours, torchao's, limit in microseconds)."""
+Call = Callable[[], Any]
+Job = tuple[str, str, Call, Call | None, Call | None, float | None]
+"""(recipe, what is timed, ours, torchao's, ``nn.Linear``'s, limit in microseconds)."""
 
 
 def peer_layer(module: nn.Module) -> nn.Module | None:
@@ -47,7 +48,7 @@ def peer_layer(module: nn.Module) -> nn.Module | None:
     return converted
 
 
-def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Call, Call]:
     """Forward, and forward with backward."""
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     dy = torch.ones(SIZE, SIZE)
@@ -62,15 +63,16 @@ def jobs() -> Iterator[Job]:
         theirs = (None, None) if other is None else _calls(wrap(other))
         prefix = "compiled " if compiled else ""
         names = (f"{prefix}forward", f"{prefix}forward + backward")
-        for name, call in zip(names, _calls(wrap(nn.Linear(SIZE, SIZE))), strict=True):
-            yield "nn.Linear", name, call, None, None
+        plain = _calls(wrap(nn.Linear(SIZE, SIZE)))
+        for name, call in zip(names, plain, strict=True):
+            yield "nn.Linear", name, call, None, None, None
         for recipe in RECIPES:
             label = type(recipe).__name__
             own = _calls(wrap(qtensor.Linear(SIZE, SIZE, recipe=recipe)))
             current = label == "Float8CurrentScaling"
             for i, name in enumerate(names):
                 limit = LIMITS_US[name] if current else None
-                yield label, name, own[i], theirs[i] if current else None, limit
+                yield label, name, own[i], theirs[i] if current else None, plain[i], limit
 
 
 class _Residual(nn.Module):
@@ -104,15 +106,15 @@ def blocks() -> dict[str, nn.Module]:
     }
 
 
-def block_jobs() -> Iterator[Job]:
-    """Every timed call of the blocks."""
+def block_jobs() -> Iterator[tuple[str, str, Call]]:
+    """(recipe and block, what is timed, call) of every timed call of the blocks."""
     for recipe in RECIPES[:3]:
         region = qtensor.autocast(recipe=recipe)
         for name, block in blocks().items():
             forward, both = _calls(region(block))
             label = f"{type(recipe).__name__}, {name}"
-            yield label, "forward", forward, None, None
-            yield label, "forward + backward", both, None, None
+            yield label, "forward", forward
+            yield label, "forward + backward", both
 
 
 def compile_seconds(make: Callable[[], nn.Module | None]) -> tuple[float, float] | None:

@@ -33,16 +33,12 @@ class OneOp(NamedTuple):
     Attributes:
         text: of the plan, "" where the op does not serve.
         multiple: what features must be multiples of.
-        seeds: how many the call draws.
-        delayed: it takes part in delayed scaling.
-        first: where its maxima go in the history.
+        takes_state: the op is given seeds, or the factors of delayed scaling.
     """
 
     text: str
     multiple: int = 1
-    seeds: int = 0
-    delayed: bool = False
-    first: int = 0
+    takes_state: bool = False
 
 
 @compile_constant
@@ -66,8 +62,7 @@ def one_op(key: str, roles: str, dtype: torch.dtype, dgrad: bool, wgrad: bool) -
     texts = (plan.input, plan.weight, plan.grad_output, plan.saved_input, plan.saved_weight)
     flags = (_digits((dgrad, wgrad)), _digits(plan.delayed), _digits(plan.stochastic))
     text = "|".join((*texts, plan.backward_override or "", *flags, fingerprint()))
-    delayed, first = any(plan.delayed), 0 if plan.delayed[0] else 1
-    return OneOp(text, plan.multiple, sum(plan.stochastic), delayed, first)
+    return OneOp(text, plan.multiple, any(plan.delayed) or any(plan.stochastic))
 
 
 def _digits(flags: tuple[bool, ...]) -> str:

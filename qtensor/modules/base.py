@@ -206,16 +206,17 @@ class QuantizedModule(nn.Module):
         if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
             return None
         b = getattr(self, bias) if bias else None
-        if not (layer.seeds or layer.delayed):
+        if not layer.takes_state:
             return LINEAR(inp, w, b, layer.text)[0]
+        module, _, name = roles.partition("/")
+        plan = linear_plan(key, module, name, dgrad, wgrad)
         state, seeds, delayed = self._states[weight], None, None
-        if layer.seeds:
-            seeds = draw(inp, state.draws, layer.seeds)
-        if layer.delayed:
-            module, _, name = roles.partition("/")
+        if any(plan.stochastic):
+            seeds = draw(inp, state.draws, sum(plan.stochastic))
+        if any(plan.delayed):
             delayed = list(state.delayed.begin(key, module, name, self.training))
         out, *amaxes = LINEAR(inp, w, b, layer.text, seeds, delayed)
-        self._record(amaxes, weight, layer.first)
+        self._record(amaxes, weight, plan)
         return out
 
     def _linear(
@@ -250,7 +251,7 @@ class QuantizedModule(nn.Module):
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
             state.workspace_shape = tuple(w.shape)
-        self._record(amaxes, weight, 0 if args.plan.delayed[0] else 1)
+        self._record(amaxes, weight, args.plan)
         wgrad = args.wgrad
         if wgrad is not None and wgrad.main_grad is not None:
             out = reporting(out, state.report)
@@ -291,9 +292,10 @@ class QuantizedModule(nn.Module):
         if scheduled and args.weight_requires_grad:
             args.wgrad = self._wgrad(args.weight, state, options)
 
-    def _record(self, amaxes: list[Tensor], weight: str, first: int) -> None:
-        """The maxima of input and weight, or of the weight alone, into the state of delayed scaling."""
+    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
+        """The maxima of input and weight into the state of delayed scaling."""
         if amaxes and self.training:
+            first = 0 if plan.delayed[0] else 1
             self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
