@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.errors import DtypeError, QTensorError, check, fail
 
 # Nothing here calls it; importing it registers the ops of norms and activations.
 from qtensor.library import fused as _fused  # noqa: F401
 from qtensor.library.codec import codec_class, codec_names
+from qtensor.library.constant import compile_constant
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
-from qtensor.quantizers.options import CALL_ARGUMENTS
+from qtensor.quantizers.autograd import quantize_traced
+from qtensor.quantizers.options import CALL_ARGUMENTS, GIVEN
 from qtensor.storage.base import QuantizedTensorStorage
 
 Format = str | Quantizer
@@ -67,6 +70,28 @@ def _built(cls: type[Quantizer], **options: Any) -> Quantizer:
     return cls(**options)
 
 
+def _pop_call(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the call, out of the options."""
+    return {name: options.pop(name) for name in CALL_ARGUMENTS if name in options}
+
+
+@compile_constant
+def _text(fmt: str, *options: tuple[str, bool | str]) -> str | None:
+    """The canonical text, a constant of a compiled region; None where there is an error to raise."""
+    try:
+        return quantizer(fmt, **dict(options)).canonical
+    except QTensorError:
+        return None
+
+
+def _text_of(fmt: str, options: dict[str, Any]) -> str | None:
+    """``_text``, or None where an option is a number: it may be a symbol."""
+    for value in options.values():
+        if type(value) is not bool and type(value) is not str:
+            return None
+    return _text(fmt, *options.items())
+
+
 def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
     """Quantize a tensor: ``qtensor.quantize(x, "nvfp4")``.
 
@@ -83,7 +108,12 @@ def quantize(x: Tensor, fmt: Format, **options: Any) -> Any:
     Raises:
         QTensorError: bad format, option, dtype or argument.
     """
-    call = {name: options.pop(name) for name in CALL_ARGUMENTS if name in options}
+    call = _pop_call(options) if options else {}
+    if is_compiling() and isinstance(fmt, str) and "out" not in call:
+        text = _text_of(fmt, options) if options else _text(fmt)
+        if text is not None:
+            given = [call.get(name) for name in GIVEN] if call else (None, None, None, None)
+            return quantize_traced(text, x, *given)
     return quantizer(fmt, **options).quantize(x, **call)
 
 

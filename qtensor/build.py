@@ -71,7 +71,7 @@ class Recipe:
         headers: files that the sources include; only their contents count, ``-I`` is up to the flags.
         link_flags: what follows the objects when linking.
         title: what is compiled, as the notice says it: ``CPU kernels``.
-        effort: seconds that one processor takes, for the notice; 0 where nobody measured it.
+        effort: seconds that one free processor takes, for the notice; 0 where nobody measured it.
 
     Raises:
         QTensorError: no unit, a name that is no plain file name, or two units of one name.
@@ -350,7 +350,9 @@ def _remove_stale(root: Path) -> None:
 def _make(recipe: Recipe, key: str, entry: Path, tell: Callable[[str], None]) -> None:
     op = f"build[{recipe.name}]"
     jobs = parallel_jobs(len(recipe.units))
-    seconds = f"about {max(1, round(recipe.effort / jobs))} s; " if recipe.effort else ""
+    # Twice as long where other work goes on beside, or the processor is slow.
+    least = max(1, round(recipe.effort / jobs))
+    seconds = f"{least} to {2 * least} s; " if recipe.effort else ""
     tell(f"qtensor: compiling its {recipe.title} (once, {seconds}cached in {entry.parent})")
     work = Path(tempfile.mkdtemp(prefix=_WORK, dir=entry.parent))
     try:

@@ -54,6 +54,22 @@ with loaded(Library(sys.argv[1])):
 print("compared")
 """
 
+BY_CPP = """
+import sys
+import pytest
+import qtensor.build
+from native_cases import loaded
+from qtensor.kernels.cpu import calls
+from qtensor.kernels.cpu.native import Library
+
+qtensor.build.build = lambda recipe: sys.argv[2]
+with loaded(Library(sys.argv[1])):
+    assert calls.take("quantize", True)
+    sys.exit(pytest.main(["-qs", "-p", "no:cacheprovider", *sys.argv[3:]]))
+"""
+CALLS = ("test_native_small_ops.py", "test_native_calls.py", "test_packed_linear.py")
+"""What C++ answers without Python, byte by byte."""
+
 
 def sanitizer() -> str:
     """The runtime of AddressSanitizer, which has to be loaded before everything else."""
@@ -82,7 +98,8 @@ def sanitized(recipe: Recipe) -> Recipe:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
-        "LD_PRELOAD": sanitizer(),
+        # A sanitizer looks for the runtime of C++ at its start, to see exceptions.
+        "LD_PRELOAD": f"{sanitizer()} libstdc++.so.6",
         # CPython and torch free little at exit. Torch's allocator asks for huge blocks at times.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
@@ -102,6 +119,18 @@ def test_the_kernels_stay_inside_their_buffers() -> None:
     done = run(PROGRAM, str(library), str(CASES))
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout == "compared\n"
+    assert "runtime error" not in done.stderr
+
+
+@pytest.mark.slow
+def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
+    sanitizer()
+    isa = "avx2" if "avx2" in sources.usable_isas() else "baseline"
+    libraries = [build(sanitized(r)) for r in (sources.recipe(isa), sources.calls_recipe())]
+    files = [str(ROOT / "tests" / name) for name in CALLS]
+    done = run(BY_CPP, *map(str, libraries), *files)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert "no compiler, or a torch without its headers" not in done.stdout
     assert "runtime error" not in done.stderr
 
 

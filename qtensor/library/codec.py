@@ -12,6 +12,7 @@ from torch import Tensor
 from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shapes, contiguous_strides
+from qtensor.library.constant import forget_constants
 
 
 class Codec(Protocol):
@@ -109,6 +110,7 @@ def register_codec(name: str, cls: type) -> None:
     _CODECS[name] = cls
     parse.cache_clear()
     _known_layouts.cache_clear()
+    forget_constants()
 
 
 def codec_class(name: str) -> type:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
+from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
-from qtensor.library.define import LIBRARY, below_autograd, leaf_op
+from qtensor.library.define import FILLS, LIBRARY, below_autograd, leaf_op
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -82,10 +83,18 @@ def _dequantize_at_once(
     return table.dequantized(parse(quantizer), buffers, shape, dtype)
 
 
+def _dequantize_learn(
+    out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
+) -> None:
+    if FILLS["dequantize"] is _dequantize_fill:
+        tiny.learn_dequantized(parse(quantizer), buffers, shape, dtype)
+
+
 DEQUANTIZE = leaf_op(
     "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
     _dequantize_alloc,
     _dequantize_fill,
+    learn=_dequantize_learn,
     at_once=_dequantize_at_once,
 )
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""

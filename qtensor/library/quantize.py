@@ -7,8 +7,9 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
+from qtensor.kernels.cpu import tiny
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
-from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.define import FILLS, below_autograd, leaf_op
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,6 +93,18 @@ def _quantize_at_once(
     return table.quantized(parse(quantizer), x, scale, amax, seed)
 
 
+def _quantize_learn(
+    outputs: list[Tensor],
+    x: Tensor,
+    quantizer: str,
+    scale: Tensor | None = None,
+    amax: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    if FILLS["quantize"] is _quantize_fill:
+        tiny.learn_quantized(parse(quantizer), x, scale, amax, seed)
+
+
 def _quantize_inplace_fill(
     _: None,
     x: Tensor,
@@ -151,6 +164,7 @@ QUANTIZE = leaf_op(
     "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None) -> Tensor[]",
     _quantize_alloc,
     _quantize_fill,
+    learn=_quantize_learn,
     at_once=_quantize_at_once,
 )
 """High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""

@@ -1,13 +1,22 @@
-"""The straight-through gradient of quantize."""
+"""A call of a quantizer, with its straight-through gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from qtensor.layout import Shape
+from qtensor.library.direct import direct
 from qtensor.library.quantize import QUANTIZE
+from qtensor.quantizers.calls import check_call, prepare
+from qtensor.quantizers.facts import facts_of
+from qtensor.storage.rebuild import wrap
+
+_buffers = direct(QUANTIZE, 0)
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -23,8 +32,8 @@ class QuantizeFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """The tensor, and the amax for delayed scaling."""
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
-        tensor = quantizer._assemble(buffers, x.shape, x.dtype)
-        return tensor, *buffers[len(quantizer.slots) :]
+        tensor = assembled(quantizer, buffers, x.shape, x.dtype)
+        return tensor, *buffers[len(quantizer.keywords) :]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -35,3 +44,62 @@ class QuantizeFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         """The gradient of the tensor is that of the input."""
         return grad, None, None, None, None
+
+
+def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+    """The tensor around what an op has allocated (the amax may follow): nothing is left to check.
+
+    Args:
+        quantizer: the value; in a compiled region, its facts will do.
+        buffers: in slot order.
+        shape: the logical shape.
+        dtype: the nominal dtype.
+    """
+    if not is_compiling():
+        return wrap(quantizer.tensor_cls, shape, dtype, quantizer, buffers)
+    return _assembled(quantizer, buffers, shape, dtype)
+
+
+def _assembled(facts: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+    """``assembled`` in a compiled region."""
+    named = {keyword: buffers[i] for i, keyword in enumerate(facts.keywords)}
+    # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
+    return facts.tensor_cls(shape, dtype, facts.canonical, **named)
+
+
+def quantized(
+    quantizer: Any,
+    x: Tensor,
+    scale: Tensor | None,
+    generator: torch.Generator | Tensor | None,
+    group: Any,
+) -> tuple[Any, ...]:
+    """The tensor, and the amax for delayed scaling."""
+    seed = amax = None
+    if quantizer.stochastic_rounding or generator is not None or group is not None:
+        seed, amax = prepare(quantizer, x.detach(), generator, group)
+    if x.requires_grad and torch.is_grad_enabled():
+        return QuantizeFunction.apply(x, quantizer, scale, amax, seed)
+    buffers = _buffers(x, quantizer.canonical, scale, amax, seed)
+    tensor = assembled(quantizer, buffers, x.shape, x.dtype)
+    return tensor, *buffers[len(quantizer.keywords) :]
+
+
+def quantize_traced(
+    canonical: str,
+    x: Any,
+    scale: Tensor | None,
+    generator: torch.Generator | Tensor | None,
+    group: Any,
+    noop_flag: Tensor | None,
+) -> Any:
+    """``Quantizer.quantize`` without ``out`` in a compiled region, of the quantizer that a text names."""
+    facts = facts_of(canonical)
+    is_alone = scale is None and generator is None and group is None and noop_flag is None
+    if is_alone and not facts.needs_more and isinstance(x, Tensor) and not x.is_nested:
+        if not x.requires_grad:
+            # All that most calls need, once more: each name that is read is guarded.
+            return _assembled(facts, QUANTIZE(x, canonical), x.shape, x.dtype)
+    else:
+        check_call(facts, x, scale, noop_flag, None)
+    return quantized(facts, x, scale, generator, group)[0]

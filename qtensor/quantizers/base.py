@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
 from qtensor.library.codec import alloc_slots, parse, register_codec
-from qtensor.library.direct import direct
-from qtensor.library.quantize import QUANTIZE, QUANTIZE_
-from qtensor.quantizers.autograd import QuantizeFunction
+from qtensor.library.quantize import QUANTIZE_
+from qtensor.quantizers.autograd import assembled, quantize_traced, quantized
 from qtensor.quantizers.calls import (
     as_shape,
     check_buffers,
@@ -36,10 +36,7 @@ from qtensor.quantizers.options import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
-from qtensor.storage.rebuild import wrap
 from qtensor.storage.tensor import QuantizedTensor
-
-_buffers = direct(QUANTIZE, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +139,10 @@ class Quantizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return parse, (self.canonical,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as of every value: what holds copies (guards of compiled graphs do) finds it equal at a glance."""
+        return self
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
@@ -260,8 +261,11 @@ class Quantizer:
             }
             refuse_gradient(self, x)
             return self.update_quantized(x, out, noop_flag=noop_flag, **call)
+        if is_compiling():
+            given = scale, generator, amax_reduction_group, noop_flag
+            return quantize_traced(self.canonical, x, *given)
         check_call(self, x, scale, noop_flag, None)
-        return self._quantize(x, scale, generator, amax_reduction_group)[0]
+        return quantized(self, x, scale, generator, amax_reduction_group)[0]
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[Any, Tensor]:
         """Delayed scaling: the tensor and its amax, float32 (1,), to be recorded in the amax history.
@@ -278,23 +282,8 @@ class Quantizer:
                 UnsupportedError,
             )
         check_call(self, x, scale, None, None)
-        tensor, amax = self._quantize(x, scale, None, None)
+        tensor, amax = quantized(self, x, scale, None, None)
         return tensor, amax
-
-    def _quantize(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        generator: torch.Generator | Tensor | None,
-        group: Any,
-    ) -> tuple[Any, ...]:
-        seed = amax = None
-        if self.stochastic_rounding or generator is not None or group is not None:
-            seed, amax = prepare(self, x.detach(), generator, group)
-        if x.requires_grad and torch.is_grad_enabled():
-            return QuantizeFunction.apply(x, self, scale, amax, seed)
-        buffers = _buffers(x, self.canonical, scale, amax, seed)
-        return self._assemble(buffers, x.shape, x.dtype), *buffers[len(self.slots) :]
 
     def assemble(
         self, buffers: Sequence[Tensor], shape: Shape | int, dtype: torch.dtype, bare: bool = False
@@ -312,12 +301,8 @@ class Quantizer:
         return self._assemble(buffers, shape, dtype)
 
     def _assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
-        """``assemble`` of what an op has allocated (the amax may follow): nothing is left to check."""
-        if not torch.compiler.is_compiling():
-            return wrap(self.tensor_cls, shape, dtype, self, buffers)
-        named = dict(zip(self.keywords, buffers, strict=False))
-        # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
-        return self.tensor_cls(shape, dtype, self.canonical, **named)
+        """``assemble`` of what an op has allocated."""
+        return assembled(self, buffers, shape, dtype)
 
     def update_quantized(
         self,

@@ -17,6 +17,8 @@ PLAIN_TYPES = (bool, int, float, str)
 
 CALL_ARGUMENTS = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
 """Arguments of a call, which are often mistaken for options."""
+GIVEN = ("scale", "generator", "amax_reduction_group", "noop_flag")
+"""Those that go with a call for a new tensor."""
 
 
 def refuse_unknown(format_name: str, names: tuple[str, ...], given: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,27 +18,13 @@ import torch
 
 from qtensor.errors import DtypeError, fail
 from qtensor.library.codec import parse
+from qtensor.library.constant import compile_constant as compile_constant
 from qtensor.quantizers import Quantizer
 
 TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
 """What a quantizer can be asked for. The last two are results; they are quantized only where a caller asks for it."""
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
-
-
-def compile_constant(function: Callable[..., Any]) -> Any:
-    """``function`` of plain values, cached; in a compiled region its result is a constant of the graph.
-
-    ``torch.compiler.assume_constant_result`` marks a function so, and imports Dynamo, which takes two seconds.
-    """
-    cached = functools.lru_cache(maxsize=4096)(function)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        return cached(*args)
-
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call
 
 
 class Format(enum.Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from qtensor.layout import Shape
 from qtensor.library.codec import Codec
 from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
 from qtensor.library.direct import direct
+from qtensor.storage.rebuild import wrap
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 
@@ -263,12 +264,29 @@ def make_context(storage: QuantizedTensorStorage) -> Context:
     return (type(storage).__qualname__, storage.dtype, quantizer, quantizer.scale_layout)
 
 
-def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **kwargs: Any) -> Any:
-    """A storage or tensor from its inner buffers and flatten context.
+class _Known(NamedTuple):
+    """A context that was checked, and what it says."""
+
+    context: Context
+    cls: Any
+    names: list[str]
+    note: ViewNote | None
+
+
+_KNOWN: dict[int, _Known] = {}
+"""By identity: a compiled graph brings the same object with every tensor, and a value takes longer to hash than a tensor to make."""
+_MOST = 4096
+
+
+def _known(context: Context) -> _Known:
+    """A context as ``unflatten`` takes it.
 
     Raises:
-        QTensorError: the context is not one that flattening makes, or the buffers are not those it describes.
+        QTensorError: it is not one that flattening makes.
     """
+    found = _KNOWN.get(id(context))
+    if found is not None and found.context is context:
+        return found
     if not isinstance(context, tuple) or len(context) != 4 or not isinstance(context[0], str):
         raise QTensorError(
             "unflatten: the context must be (qualname, dtype, quantizer, scale layout); "
@@ -277,9 +295,8 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
     name, dtype, quantizer, layout = context
     cls = lookup(name)
     slots = getattr(quantizer, "slots", None)
-    expected = [slot.name for slot in slots] if slots is not None else None
     if (
-        expected is None
+        slots is None
         or not isinstance(dtype, torch.dtype)
         or not str(layout).startswith(quantizer.scale_layout)
     ):
@@ -287,16 +304,31 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape, **k
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
             f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ returned."
         )
-    if list(inner) != expected or cls.spec is not quantizer.spec:
+    note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
+    if len(_KNOWN) >= _MOST:
+        _KNOWN.clear()
+    found = _KNOWN[id(context)] = _Known(context, cls, [slot.name for slot in slots], note)
+    return found
+
+
+def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> Any:
+    """A storage or tensor from its inner buffers and flatten context.
+
+    Raises:
+        QTensorError: the context is not one that flattening makes, or the buffers are not those it describes.
+    """
+    _, cls, names, note = _known(context)
+    name, dtype, quantizer, _ = context
+    if list(inner) != names or cls.spec is not quantizer.spec:
         raise QTensorError(
-            f"unflatten[{name}]: the buffers must be {expected} of {quantizer.spec.name}; got {list(inner)} "
+            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; got {list(inner)} "
             f"of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ named."
         )
-    tensor = cls(outer_size, dtype, quantizer, **kwargs, **{k[1:]: v for k, v in inner.items()})
-    note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
+    if not issubclass(cls, Tensor):
+        return cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
+    tensor = wrap(cls, outer_size, dtype, quantizer, [*inner.values()], context)
     if note is not None:
         tensor._view_note = note
-        tensor._context = context
     return tensor
 
 

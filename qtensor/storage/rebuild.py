@@ -21,14 +21,22 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def wrap(
-    cls: Any, shape: Shape, dtype: torch.dtype, quantizer: Any, buffers: Sequence[Tensor]
+    cls: Any,
+    shape: Shape,
+    dtype: torch.dtype,
+    quantizer: Any,
+    buffers: Sequence[Tensor],
+    context: Any = None,
 ) -> Any:
-    """``cls(...)`` around buffers in slot order, which nobody has to check: in half the time. More tensors may follow."""
+    """``cls(...)`` around buffers in slot order, which nobody has to check: in half the time. More tensors may follow.
+
+    ``context``: the flatten context, where there is one already.
+    """
     t = _make(cls, shape, None, None, None, dtype, _STRIDED, buffers[0].device)
     for (name, _), buffer in zip(quantizer.attributes, buffers, strict=False):
         setattr(t, name, buffer)
     t._quantizer = quantizer
-    t._context = (cls.__qualname__, dtype, quantizer, quantizer.scale_layout)
+    t._context = context or (cls.__qualname__, dtype, quantizer, quantizer.scale_layout)
     return t
 
 

@@ -39,6 +39,7 @@ struct Output {
 struct Known {
     Lesson lesson;
     std::vector<Output> outputs;
+    bool alone;  // the op returns a tensor, not a list
 };
 
 struct Op {
@@ -141,12 +142,9 @@ bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::
 
 // A lesson and the outputs that the Python kernel has made.
 std::unique_ptr<Known> learned(Lesson lesson, const IValue& outputs) {
-    auto known = std::make_unique<Known>(Known{std::move(lesson), {}});
-    const auto list = outputs.toTensorList();
-    for (size_t i = 0; i < list.size(); i++) {
-        const at::Tensor t = list.get(i);
-        known->outputs.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
-    }
+    auto known = std::make_unique<Known>(Known{std::move(lesson), {}, outputs.isTensor()});
+    const auto list = known->alone ? std::vector{outputs.toTensor()} : outputs.toTensorVector();
+    for (const at::Tensor& t : list) known->outputs.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
     return known;
 }
 
@@ -177,7 +175,7 @@ class Kernel : public c10::OperatorKernel {
             std::vector<at::Tensor> outputs;
             if (answer(op_, *known, call, outputs)) {
                 torch::jit::drop(*stack, count);
-                torch::jit::push(*stack, IValue(std::move(outputs)));
+                torch::jit::push(*stack, known->alone ? IValue(std::move(outputs[0])) : IValue(std::move(outputs)));
                 return;
             }
         }

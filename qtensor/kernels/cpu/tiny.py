@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import calls, native
+from qtensor.kernels.cpu.calls import NOWHERE
 from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
 from qtensor.kernels.cpu.program import Builder, Program, Source
 from qtensor.layout import Shape, contiguous_strides
@@ -89,9 +90,7 @@ def quantized(
         outputs = [_empty(*size) for size in sizes]
         done = run(x.data_ptr(), 0, 0, *[t.data_ptr() for t in outputs])
         return outputs if done else None
-    if (scale is not None) != scaled or not (
-        _is_one(scale, torch.float32) and _is_one(seed, torch.int64)
-    ):
+    if not _are_given(encoder, scale, seed):
         return None
     outputs = [_empty(*size) for size in sizes]
     scale_at = 0 if scale is None else scale.data_ptr()
@@ -100,9 +99,33 @@ def quantized(
     return outputs if done else None
 
 
+def _are_given(encoder: _Encoder, scale: Tensor | None, seed: Tensor | None) -> bool:
+    """Whether a call brings what the program reads, as it reads it."""
+    if (scale is not None) != encoder.scaled:
+        return False
+    return _is_one(scale, torch.float32) and _is_one(seed, torch.int64)
+
+
 def _is_one(t: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether a kernel can read the one element of ``t``, or there is none."""
     return t is None or (type(t) in _PLAIN and t.is_cpu and t.dtype is dtype and t.numel() == 1)
+
+
+def learn_quantized(
+    codec: Any,
+    x: Tensor,
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+    seed: Tensor | None,
+) -> None:
+    """After a call of the op through the dispatcher, the second of its kind or a later one: C++ answers those like it."""
+    encoder = _ENCODERS.get((codec.canonical, x.shape, x.dtype)) if x.is_cpu else None
+    if encoder is None or amax is not None or not _are_given(encoder, scale, seed):
+        return
+    if type(x) in _PLAIN and x.is_contiguous() and calls.take("quantize", True):
+        seed_at = (3, 0) if encoder.seeded else NOWHERE
+        outputs = [(-1 - i, 0) for i in range(len(encoder.outputs))]
+        calls.learn(encoder.program, ((0, 0), (1, 0), seed_at, *outputs))
 
 
 def _new_encoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Encoder | None:
@@ -152,15 +175,34 @@ def dequantized(
         decoder = _remember(_DECODERS, key, _new_decoder(codec, torch.Size(shape), dtype))
     if decoder is None:
         return None
-    _, run, reads, output = decoder
+    at = _addresses(decoder, buffers)
+    if at is None:
+        return None
+    y = _empty(*decoder.output)
+    return y if decoder.run(*at, y.data_ptr()) else None
+
+
+def _addresses(decoder: _Decoder, buffers: Sequence[Tensor]) -> list[int] | None:
+    """Where the buffers are that a program reads; None where one is not that of a whole tensor."""
     at = []
-    for slot, size, kind in reads:
+    for slot, size, kind in decoder.reads:
         t = buffers[slot]
         if t.shape != size or t.dtype is not kind or not (t.is_cpu and t.is_contiguous()):
             return None
         at.append(t.data_ptr())
-    y = _empty(*output)
-    return y if run(*at, y.data_ptr()) else None
+    return at
+
+
+def learn_dequantized(
+    codec: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
+) -> None:
+    """After a call of the op through the dispatcher: see ``learn_quantized``."""
+    decoder = _DECODERS.get((codec.canonical, tuple(shape), dtype)) if buffers[0].is_cpu else None
+    if decoder is None or _addresses(decoder, buffers) is None:
+        return
+    if calls.take("dequantize", False):
+        places = [(slot, 0) for slot, _, _ in decoder.reads]
+        calls.learn(decoder.program, (*places, (-1, 0)))
 
 
 def _new_decoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Decoder | None:

@@ -1,0 +1,32 @@
+"""Values that a compiled graph takes for granted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_CACHES: list[Any] = []
+
+
+def forget_constants() -> None:
+    """Work all constants out anew: what texts name has changed. Graphs that are compiled keep theirs."""
+    for cached in _CACHES:
+        cached.cache_clear()
+
+
+def compile_constant(function: Callable[..., Any]) -> Any:
+    """``function`` of plain values, cached; in a compiled region its result is a constant of the graph.
+
+    Dynamo guards nothing that it reads of the result: what decides must be in the arguments.
+    ``torch.compiler.assume_constant_result`` marks a function so, and imports Dynamo, which takes two seconds.
+    """
+    cached = functools.lru_cache(maxsize=4096)(function)
+    _CACHES.append(cached)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return cached(*args)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,176 @@
+"""Small calls of the ops ``quantize`` and ``dequantize`` that C++ answers without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formats import DTYPES, FormatCase, assert_same_bytes, formats, usages
+from native_cases import (
+    SHAPES,
+    assert_same_buffers,
+    assert_same_floats,
+    by_reference,
+    call_of,
+    data,
+)
+from test_linear_ops import serves_here
+from torch import Tensor
+
+import qtensor
+from qtensor.kernels.cpu import calls, native
+from qtensor.library.codec import by_name
+from qtensor.library.define import FILLS
+
+OPS = ("quantize", "dequantize")
+QUANTIZE, DEQUANTIZE = torch.ops.qtensor.quantize, torch.ops.qtensor.dequantize
+
+
+@pytest.fixture(autouse=True)
+def answers() -> None:
+    """Skip where there are no kernels, or no C++ that calls them."""
+    if isinstance(native.library(), str) or not all(
+        calls.take(name, name == "quantize") for name in OPS
+    ):
+        pytest.skip(reason="no compiler, or a torch without its headers")
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Calls an op whose Python kernel fails."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the Python kernel")
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            for name in OPS:
+                patch.setitem(FILLS, name, refuse)
+            return op(*args, **kwargs)
+
+    return call
+
+
+def twice(op: Any, *args: Any, **kwargs: Any) -> None:
+    """The first call of a kind is forgotten, the second is remembered."""
+    for _ in range(2):
+        op(*args, **kwargs)
+
+
+def check(refusing: Any, codec: Any, x: Tensor, call: dict[str, Any]) -> None:
+    """What C++ answers beside the reference arithmetic: bytes, sizes, strides, dtypes."""
+    want = by_reference(codec, x, **call)
+    twice(QUANTIZE, x, codec.canonical, **call)
+    got = refusing(QUANTIZE, x, codec.canonical, **call)
+    assert_same_buffers(codec, got, want)
+    assert [t.stride() for t in got] == [t.stride() for t in want]
+    buffers = want[: len(codec.slots)]
+    values = codec.decode(by_name(codec, buffers), tuple(x.shape))
+    for dtype in DTYPES:
+        twice(DEQUANTIZE, buffers, codec.canonical, x.shape, dtype)
+        decoded = refusing(DEQUANTIZE, buffers, codec.canonical, x.shape, dtype)
+        assert decoded.is_contiguous()
+        assert_same_floats(decoded, values.to(dtype), f"values, {dtype}")
+
+
+@formats
+@usages
+def test_bytes_of_every_shape(case: FormatCase, rowwise: bool, columnwise: bool, refusing) -> None:
+    if not serves_here(case):
+        pytest.skip(reason="no kernel has the format")
+    codec = case.quantizer(rowwise=rowwise, columnwise=columnwise)
+    for i, shape in enumerate(SHAPES):
+        check(refusing, codec, data("wide", shape, DTYPES[i % 3]), call_of(case, {}))
+
+
+@formats
+def test_bytes_of_every_option(case: FormatCase, refusing) -> None:
+    if not serves_here(case):
+        pytest.skip(reason="no kernel has the format")
+    for options in case.each_option():
+        codec = case.quantizer(columnwise=True, **options)
+        check(refusing, codec, data("wide", (33, 72), torch.bfloat16), call_of(case, options))
+
+
+def test_values_are_read_at_every_call(refusing) -> None:
+    """A program is remembered, not its tensors: new values, scales and seeds count."""
+    for name, options in (("fp8_delayed", {}), ("nvfp4", {"stochastic_rounding": True})):
+        codec = qtensor.quantizer(name, **options)
+        x, call = data("wide", (16, 32), torch.float32), call_of(name, options)
+        twice(QUANTIZE, x, codec.canonical, **call)
+        found = []
+        for factor in range(1, 4):
+            now = {key: value * factor for key, value in call.items()}
+            found.append(refusing(QUANTIZE, x + factor, codec.canonical, **now))
+            assert_same_buffers(codec, found[-1], by_reference(codec, x + factor, **now))
+        assert not all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_input_of_any_strides(dtype: torch.dtype, refusing) -> None:
+    x = data("wide", (40, 96), dtype)
+    twice(QUANTIZE, x, "mxfp8")
+    for other in (x.t().contiguous().t(), x.repeat(1, 2)[:, ::2], x[:1].expand(40, 96)):
+        want = QUANTIZE(other.contiguous(), "mxfp8")
+        for a, b in zip(refusing(QUANTIZE, other, "mxfp8"), want, strict=True):
+            assert_same_bytes(a, b)
+
+
+def test_what_is_left_to_python() -> None:
+    """Dtypes, sizes, given maxima and turned buffers that no program takes, now and after many calls."""
+    x = data("wide", (32, 64), torch.float32)
+    codec = qtensor.quantizer("fp8")
+    text, buffers = codec.canonical, codec(x).buffers()
+    blocks = qtensor.quantizer("mxfp8")(x).buffers()
+    turned = [b.t().contiguous().t() for b in blocks]
+    large = data("wide", (native.ONE_THREAD // 64 + 1, 64), torch.bfloat16)
+    for op, args in (
+        (QUANTIZE, (large, text)),
+        (QUANTIZE, (x[:0], text)),
+        (QUANTIZE, (x, text, None, [torch.ones(1)])),
+        (DEQUANTIZE, (buffers, text, (32, 64), torch.float64)),
+        (DEQUANTIZE, (turned, "mxfp8", (32, 64), torch.float32)),
+    ):
+        with calls.left_to_python():
+            want = op(*args)
+        for _ in range(4):
+            found = op(*args)
+            for a, b in zip(*((t if op is QUANTIZE else [t]) for t in (found, want)), strict=True):
+                assert_same_bytes(a, b)
+
+
+def test_errors_keep_their_types() -> None:
+    x = data("wide", (32, 64), torch.float32)
+    for _ in range(4):
+        QUANTIZE(x, "fp8_delayed", torch.ones(1))
+        with pytest.raises(qtensor.QTensorError):
+            QUANTIZE(x, "fp8_delayed")
+        with pytest.raises(qtensor.QTensorError, match="float32, bfloat16 or float16"):
+            QUANTIZE(x.double(), "mxfp8")
+
+
+def test_a_fill_that_is_replaced_first_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ remembers no call that a backend of somebody else's has answered."""
+    x, asked = data("wide", (5, 288), torch.float32), []
+    for name in OPS:
+        fill = FILLS[name]
+        monkeypatch.setitem(
+            FILLS, name, lambda *args, name=name, fill=fill: (asked.append(name), fill(*args))[1]
+        )
+    for _ in range(4):
+        DEQUANTIZE(QUANTIZE(x, "mxfp8"), "mxfp8", x.shape, torch.float32)
+    assert asked == [*OPS] * 4
+
+
+def test_autograd_and_inference_mode() -> None:
+    x = data("wide", (32, 64), torch.float32)
+    twice(QUANTIZE, x, "mxfp8")
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in QUANTIZE(x, "mxfp8"))
+    assert not any(t.is_inference() for t in QUANTIZE(x, "mxfp8"))
+    meta = QUANTIZE(x.to("meta"), "mxfp8")
+    assert [(t.shape, t.dtype, t.is_meta) for t in meta] == [
+        (t.shape, t.dtype, True) for t in QUANTIZE(x, "mxfp8")
+    ]
