@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import calls, native
-from qtensor.kernels.cpu.calls import NOWHERE
 from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
 from qtensor.kernels.cpu.program import Builder, Program, Source
 from qtensor.layout import Shape, contiguous_strides
@@ -123,9 +122,8 @@ def learn_quantized(
     if encoder is None or amax is not None or not _are_given(encoder, scale, seed):
         return
     if type(x) in _PLAIN and x.is_contiguous() and calls.take("quantize", True):
-        seed_at = (3, 0) if encoder.seeded else NOWHERE
         outputs = [(-1 - i, 0) for i in range(len(encoder.outputs))]
-        calls.learn(encoder.program, ((0, 0), (1, 0), seed_at, *outputs))
+        calls.learn(encoder.program, ((0, 0), (1, 0), (3, 0), *outputs))
 
 
 def _new_encoder(codec: Any, shape: torch.Size, dtype: torch.dtype) -> _Encoder | None:
