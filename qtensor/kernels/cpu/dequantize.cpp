@@ -27,11 +27,11 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f
 template <class F>
 static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     const i64 across = (c.cols + TILE - 1) / TILE;
-    u8* codes = new (std::align_val_t(64)) u8[size_t(2 * TILE * TILE)];
+    u8* codes = new (std::align_val_t(64)) u8[size_t(TILE * TILE)];
     for (i64 t = a; t < b; t++) {
         const i64 r = t / across * TILE, k = t % across * TILE;
         const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
-        turn_bytes(c.column.data + k * c.rows + c.first + r, c.rows, codes, TILE, width, n, false, codes + TILE * TILE);
+        turn_bytes(c.column.data + k * c.rows + c.first + r, c.rows, codes, TILE, width, n, false);
         for (i64 i = 0; i < n; i++) f(codes + i * TILE, r + i, k, width);
     }
     operator delete[](codes, std::align_val_t(64));

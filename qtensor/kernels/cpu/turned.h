@@ -15,7 +15,6 @@ struct TurnedQuantizer {
     const Plan& p;
     GlobalLanes global;
     alignas(64) u8 codes[LINES * GROUP];
-    alignas(64) u8 scratch[LINES * GROUP];
     alignas(64) u8 narrow_factors[BLOCKS][GROUP];
     alignas(64) u8 turned_factors[GROUP][BLOCKS];
 
@@ -31,7 +30,7 @@ struct TurnedQuantizer {
         for (i64 k = 0; k < cols; k += GROUP) {
             for (i64 b = 0; b < n / B; b++)
                 if (!block(x + b * B * stride + k, stride, int(b), column0 + k, block0 + b)) return false;
-            turn_bytes(codes, GROUP, out + k * out_stride, out_stride, n / Codes, GROUP, d.nontemporal, scratch);
+            turn_bytes(codes, GROUP, out + k * out_stride, out_stride, n / Codes, GROUP, d.nontemporal);
             if (nv) put_narrow(column0 + k, block0, n / B);
         }
         return true;
