@@ -47,11 +47,15 @@ static void decode_by_table(const u8* codes, i64 n, const ValueTable<D, E>& t, u
     }
 }
 
-// Whether 2^k keeps every value of an element normal, where the bits of factors are those of positive powers of two.
+// Factors that are not positive powers of two which keep every value of an element normal.
+template <class E>
+INLINE VI unfit_exponents(VI factor) {
+    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23), most = all((254 + 127 - (E::max_bits >> 23)) << 23);
+    return (VI)(factor < least) | (VI)(factor > most) | (VI)((factor & all(0x7fffff)) != all(0));
+}
 template <class E>
 INLINE bool fits_exponents(VI factor) {
-    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23), most = all((254 + 127 - (E::max_bits >> 23)) << 23);
-    return !any((VI)(factor < least) | (VI)(factor > most) | (VI)((factor & all(0x7fffff)) != all(0)));
+    return !any(unfit_exponents<E>(factor));
 }
 INLINE VI exponent_steps(VI factor) { return (factor >> 16) - all(127 << 7); }  // what is added to a bfloat16, in the low halves
 // Words times powers of two; zeros, infinities and NaN stay.

@@ -96,6 +96,14 @@ static void decode_one(const u8* codes, i64 n, float factor, typename D::T* y, b
     decode_run<D, E>(codes, n, four, 0, y, stream);
 }
 
+// GROUP codes of row k of the rows that share bytes: 4-bit codes beside those of another row, or codes as they are.
+template <int Joined>
+INLINE VB joined_codes(VB bytes, int k) {
+    if (Joined == 1) return bytes;
+    const VI nibbles = (VI)(k ? (VH)bytes >> 4 : (VH)bytes) & all(0x0f0f0f0f);
+    return (VB)nibbles;
+}
+
 // Factors of columns in the lanes' order; powers of two are added to exponents where that is the same.
 template <class D, class E>
 struct ColumnFactors {
@@ -115,37 +123,83 @@ struct ColumnFactors {
                     const i64 k = g * GROUP + position<D>(j, i);
                     lanes[4 * g + j][i] = k < cols ? of(k) : 1.0f;
                 }
-#if QT_ISA == 512
-        pow2 = D::id == BF16;
-        for (i64 i = 0; pow2 && i < (cols + GROUP - 1) / GROUP * 4; i++) pow2 = fits_exponents<E>((VI)lanes[i]);
-#endif
+        check(cols);
     }
-    void run(const u8* codes, i64 n, T* y, bool stream) const {
-#if QT_ISA == 512
-        if constexpr (D::id == BF16)
-            if (pow2) return by_steps(codes, n, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
-#endif
-        decode_run<D, E>(codes, n, lanes, 1, y, stream);
-    }
-#if QT_ISA == 512
-    void by_steps(const u8* codes, i64 n, T* y, bool stream) const {
-        for (i64 i = 0; i < n; i += GROUP) {
-            look_ahead<GROUP>(codes + i);
-            const __mmask64 real = n - i < GROUP ? (1ull << (n - i)) - 1 : ~0ull;
-            VH w[2];
-            words<E>((VB)_mm512_maskz_loadu_epi8(real, codes + i), elements, w);
-            for (int h = 0; h < 2; h++) {
-                // Even columns in the low halves, odd ones in the high halves, as the words have them.
-                const VI even = exponent_steps((VI)lanes[i / W + 2 * h]), odd = exponent_steps((VI)lanes[i / W + 2 * h + 1]);
-                const __m512i v = with_exponent<E>((__m512i)w[h], (__m512i)((even & all(0xffff)) | odd << 16));
-                if (n - i >= GROUP)
-                    store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
-                else
-                    _mm512_mask_storeu_epi16(y + i + h * 2 * W, u32(real >> 32 * h), v);
+    // Codes of E8M0 or E4M3 that lie side by side.
+    template <bool Exponents>
+    void fill_codes(i64 cols, const u8* codes) {
+        for (i64 k = 0; k < cols; k += GROUP) {
+            u8 last[GROUP] = {};
+            const u8* from = codes + k;
+            if (cols - k < GROUP) memcpy(last, from, size_t(cols - k)), from = last;
+            VF* v = lanes + k / W;
+            if (Exponents) {
+                VI c[4];
+                widen_group<D>(from, c);
+                for (int j = 0; j < 4; j++) {
+                    const VI f = c[j] == all(0) ? all(0x00400000) : c[j] << 23;
+                    v[j] = (VF)(c[j] == all(255) ? all(0x7fc00000) : f);
+                }
+            } else {
+                decode_group<D, FE4M3>(load<VB>(from), table<FE4M3>(), v);
             }
         }
+        if (Exponents) check(cols);
     }
+    void check([[maybe_unused]] i64 cols) {
+#if QT_ISA == 512
+        VI odd{};
+        for (i64 i = 0; i < (cols + GROUP - 1) / GROUP * 4; i++) odd = odd | unfit_exponents<E>((VI)lanes[i]);
+        pow2 = D::id == BF16 && !any(odd);
 #endif
+    }
+    // Joined: see joined_codes. Where `second` is given, values are multiplied by it, too.
+    template <int Joined = 1>
+    void run(const u8* codes, i64 n, T* y, bool stream, int k = 0, const VF* second = nullptr) const {
+        stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
+        for (i64 i = 0; i < n; i += GROUP) {
+            look_ahead<GROUP>(codes + i);
+            const i64 real = n - i;
+            if (real >= GROUP) {
+                group<Joined>(codes + i, i / W, y + i, stream, k, second);
+                continue;
+            }
+            u8 c[GROUP] = {};
+            T out[GROUP];
+            memcpy(c, codes + i, size_t(real));
+            group<Joined>(c, i / W, out, false, k, second);
+            memcpy(y + i, out, sizeof(T) * size_t(real));
+        }
+    }
+    template <int Joined>
+    INLINE void group_of(const ColumnFactors& q, const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
+        const VB c = joined_codes<Joined>(load<VB>(codes), k);
+        const VF* f = q.lanes + at;
+#if QT_ISA == 512
+        if constexpr (D::id == BF16) {
+            if (q.pow2) {
+                VH w[2];
+                words<E>(c, q.elements, w);
+                for (int h = 0; h < 2; h++) {
+                    // Even columns in the low halves, odd ones in the high halves, as the words have them.
+                    const VI even = exponent_steps((VI)f[2 * h]), odd = exponent_steps((VI)f[2 * h + 1]);
+                    const __m512i v = with_exponent<E>((__m512i)w[h], (__m512i)((even & all(0xffff)) | odd << 16));
+                    store_bytes((u8*)(y + h * 2 * W), (VB)v, stream);
+                }
+                return;
+            }
+        }
+#endif
+        VF v[4];
+        decode_group<D, E>(c, q.elements, v);
+        for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
+        for (int j = 0; second && j < 4; j++) v[j] = v[j] * second[at + j];
+        store_group<D>(y, v, stream);
+    }
+    template <int Joined>
+    void group(const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) const {
+        group_of<Joined>(*this, codes, at, y, stream, k, second);
+    }
     const Table<E>& elements = table<E>();
 };
 
