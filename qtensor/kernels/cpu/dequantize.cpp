@@ -147,7 +147,9 @@ static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
         by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
             const i64 block = (c.first + r) / 128;
             if (block != known_block || k != known_column)
-                factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
+                s.line_stride == 1 && !s.tiles && !s.shift
+                    ? factors.fill_floats(n, (const float*)s.base + s.at(s, k, block))
+                    : factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
             known_block = block, known_column = k;
             factors.run(codes, n, (T*)c.y + r * c.cols + k, stream);
         });
@@ -178,8 +180,11 @@ static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, boo
                 }
                 transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
             }
-            if (r % NV == 0) factors.template fill_codes<false>(n, turned + r % TILE / NV * TILE);
             const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
+            if (r % NV == 0) {
+                factors.template fill_codes<false>(n, turned + r % TILE / NV * TILE);
+                factors.multiply(n, second);
+            }
             factors.template run<2>(codes, n, (T*)c.y + r * c.cols + k, stream, int(r % 2), second);
         });
     });

@@ -110,6 +110,9 @@ struct ColumnFactors {
     using T = typename D::T;
     VF* lanes;
     bool pow2 = false;
+#if QT_ISA == 512
+    NvColumns nv;
+#endif
     ColumnFactors(i64 cols) : lanes(new (std::align_val_t(64)) VF[size_t((cols + GROUP - 1) / GROUP * 4)]) {}
     ~ColumnFactors() { operator delete[](lanes, std::align_val_t(64)); }
     ColumnFactors(const ColumnFactors&) = delete;
@@ -146,6 +149,31 @@ struct ColumnFactors {
         }
         if (Exponents) check(cols);
     }
+    // Floats that lie side by side.
+    void fill_floats(i64 cols, const float* from) {
+        VI even, odd;
+        for (int i = 0; i < W; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+        for (i64 k = 0; k < cols; k += GROUP) {
+            alignas(64) float last[GROUP];
+            const float* p = from + k;
+            if (cols - k < GROUP) {
+                for (i64 i = 0; i < GROUP; i++) last[i] = k + i < cols ? p[i] : 1.0f;
+                p = last;
+            }
+            for (int h = 0; h < 2; h++) {
+                const VF a = load<VF>(p + h * 2 * W), b = load<VF>(p + h * 2 * W + W);
+                VF* v = lanes + k / W + 2 * h;
+                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a, v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
+            }
+        }
+        check(cols);
+    }
+    // Before run() with `second`.
+    void multiply([[maybe_unused]] i64 cols, [[maybe_unused]] const VF* second) {
+#if QT_ISA == 512
+        if (D::id == BF16) nv.fill(cols, lanes, second);
+#endif
+    }
     void check([[maybe_unused]] i64 cols) {
 #if QT_ISA == 512
         VI odd{};
@@ -155,7 +183,7 @@ struct ColumnFactors {
     }
     // Joined: see joined_codes. Where `second` is given, values are multiplied by it, too.
     template <int Joined = 1>
-    void run(const u8* codes, i64 n, T* y, bool stream, int k = 0, const VF* second = nullptr) const {
+    void run(const u8* codes, i64 n, T* y, bool stream, int k = 0, const VF* second = nullptr) {
         stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
         for (i64 i = 0; i < n; i += GROUP) {
             look_ahead<GROUP>(codes + i);
@@ -188,6 +216,13 @@ struct ColumnFactors {
                 }
                 return;
             }
+            if (E::width == 4 && second && q.nv.fit) {
+                VH w[2];
+                words<E>(c, q.elements, w);
+                for (int h = 0; h < 2; h++)
+                    store_bytes((u8*)(y + h * 2 * W), (VB)nv_products((__m512i)w[h], q.nv.one[at / 2 + h], q.nv.more[at / 2 + h]), stream);
+                return;
+            }
         }
 #endif
         VF v[4];
@@ -197,7 +232,7 @@ struct ColumnFactors {
         store_group<D>(y, v, stream);
     }
     template <int Joined>
-    void group(const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) const {
+    void group(const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
         group_of<Joined>(*this, codes, at, y, stream, k, second);
     }
     const Table<E>& elements = table<E>();
@@ -309,9 +344,28 @@ struct LineDecoder {
     }
 
 #if QT_ISA == 512
+    INLINE void nv_quick(const NvWords& found, const u8* codes, T* y, bool stream) {
+        const __m512i one = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.one >> 16)));
+        const __m512i more = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.more >> 16)));
+        __m512i at = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);  // the block of each lane
+        for (int i = 0; i < W * B; i += GROUP) {
+            look_ahead<GROUP / 2>(codes + i / 2);
+            VH w[2];
+            words<E>(load_nibbles(codes + i / 2), table<E>(), w);
+            for (int h = 0; h < 2; h++) {
+                const __m512i v = nv_products((__m512i)w[h], _mm512_permutexvar_epi16(at, one), _mm512_permutexvar_epi16(at, more));
+                store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
+                at = _mm512_add_epi16(at, _mm512_set1_epi16(2));
+            }
+        }
+    }
     INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
         if constexpr (D::id != F32) {
             const VF f = load<VF>(q.factor), g = load<VF>(q.global);
+            if constexpr (D::id == BF16) {
+                const NvWords found = nv_words(f, g);
+                if (found.fit) return nv_quick(found, codes, y, stream);
+            }
             for (int b = 0; b < W; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
             return;
         }
