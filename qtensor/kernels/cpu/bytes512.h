@@ -40,11 +40,11 @@ static constexpr Fractions<E> FRACTIONS;
 // Where the codes of values below the smallest normal one, 2^e, stand: those of 1.m * 2^(e - 1 - d), d = 0, 1, ..., take fewer and
 // fewer bits and share the bytes of one or two tables. Extra: bits that a factor between 1 and 2 adds.
 template <class E, int Extra>
-struct Places {
+struct SmallPlaces {
     static constexpr int depth = E::mantissa + 1 + Extra;  // from there on, the code is 0
     int table[depth], shift[depth], tables;
     alignas(16) u8 control[16], mask[16];  // by d: the shift, with the highest bit for the second table; the bits that count
-    constexpr Places() : table(), shift(), tables(1), control(), mask() {
+    constexpr SmallPlaces() : table(), shift(), tables(1), control(), mask() {
         int used[2] = {0, 0};
         for (int d = 0; d < depth; d++) {
             const int size = E::mantissa + 1 + Extra - d;
@@ -57,17 +57,17 @@ struct Places {
     }
 };
 template <class E, int Extra>
-static constexpr Places<E, Extra> PLACES;
+static constexpr SmallPlaces<E, Extra> SMALL_PLACES;
 
 template <class E, int Extra>
 struct SmallCodes {
-    alignas(64) u8 at[PLACES<E, Extra>.tables][128];
-    constexpr void put(int d, int m, int code) { at[PLACES<E, Extra>.table[d]][m] |= u8(code << PLACES<E, Extra>.shift[d]); }
+    alignas(64) u8 at[SMALL_PLACES<E, Extra>.tables][128];
+    constexpr void put(int d, int m, int code) { at[SMALL_PLACES<E, Extra>.table[d]][m] |= u8(code << SMALL_PLACES<E, Extra>.shift[d]); }
 };
 template <class E>
 static constexpr SmallCodes<E, 0> small_fractions() {
     SmallCodes<E, 0> t{};
-    for (int d = 0; d < PLACES<E, 0>.depth; d++)
+    for (int d = 0; d < SMALL_PLACES<E, 0>.depth; d++)
         for (int m = 0; m < 128; m++) t.put(d, m, Fractions<E>::rounded(128 + m, 8 - E::mantissa + d));
     return t;
 }
@@ -117,7 +117,7 @@ INLINE VB with_signs(__m512i q, const Parts& p) {
 // q with the codes of the words at or below the base.
 template <class E, int Extra>
 INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small, const SmallCodes<E, Extra>& t) {
-    const auto& places = PLACES<E, Extra>;
+    const auto& places = SMALL_PLACES<E, Extra>;
     const __m512i below = _mm512_min_epu8(_mm512_sub_epi8(base, p.exponent), bytes_of(15));
     const __m512i control = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.control)), below);
     const __m512i mask = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.mask)), below);
@@ -128,14 +128,16 @@ INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 sma
     return _mm512_mask_mov_epi8(q, small, _mm512_and_si512(v, mask));
 }
 
-// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code).
+// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code). history: a bit for each group before, set where it had values
+// below the smallest normal one: a branch that one in two groups takes costs more than the work that it saves.
 template <class E>
-INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base) {
+INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
     const Parts p = parts_of(v0, v1);
     __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, FRACTIONS<E>.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
+    history = history << 1 | (small != 0);
     // Few values of an 8-bit element are subnormal, many of a narrower one.
-    if (E::width < 8 || __builtin_expect(small != 0, 0)) q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
+    if (E::width < 8 || __builtin_expect((history & 0xff) != 0, 0)) q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
     return with_signs<E>(q, p);
 }
 
@@ -154,19 +156,25 @@ INLINE __m512i odd_words_of_pairs(VI even, VI odd) {
 
 // ---- floats times a factor ------------------------------------------------------------------------------------------------------
 template <class D, class E>
-INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {
+INLINE VB codes_of_products(const typename D::T* x, const VF f[4], u32& history) {
     VI v[4];
     D::group(x, v);
     for (int j = 0; j < 4; j++) v[j] = (VI)((VF)v[j] * f[j]);
     const __m512i base = bytes_of(base_of<E>(127));
-    if (D::pairs) return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base);
-    return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base);
+    if (D::pairs) return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base, history);
+    return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base, history);
+}
+template <class D, class E>
+INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {
+    u32 none = 0;
+    return codes_of_products<D, E>(x, f, none);
 }
 
 // ---- bfloat16 times powers of two --------------------------------------------------------------------------------------------------
 template <class E>
 INLINE VB pow2_group(const u16* x, __m512i base) {
-    return codes_of_words<E>(load<__m512i>(x), load<__m512i>(x + 32), base);
+    u32 none = 0;
+    return codes_of_words<E>(load<__m512i>(x), load<__m512i>(x + 32), base, none);
 }
 
 // ---- bfloat16 times one factor: the products of all significands in a table ---------------------------------------------------------
@@ -194,7 +202,7 @@ struct FactorTable {
         if (!usable) return;
         fill(at, significand | one, encode<E, false, false>(all(1.0f)));
         if (!deep) return;
-        constexpr auto& places = PLACES<E, 1>;
+        constexpr auto& places = SMALL_PLACES<E, 1>;
         memset(small.at, 0, sizeof small.at);
         for (int d = 0; d < places.depth; d++) {
             alignas(64) u8 row[128];
@@ -210,8 +218,6 @@ struct FactorTable {
         }
     }
 };
-// history: a bit for each group before, set where it had such small values: a branch that one in two groups takes costs more than
-// the work that it saves.
 template <class E>
 INLINE VB codes_of_table(const u16* x, const FactorTable<E>& t, const VF f[4], u32& history) {
     const Parts p = parts_of(load<__m512i>(x), load<__m512i>(x + 32));

@@ -24,6 +24,7 @@ struct OneFactor {
 #if QT_ISA == 512
         if constexpr (D::id == BF16 && !Safe)
             if (o.table.usable) return codes_of_table<E>(x, o.table, o.four, history);
+        if constexpr (!Safe) return codes_of_products<D, E>(x, o.four, history);
 #endif
         return encode_group<D, E, Safe, false>(x, o.four);
     }
@@ -33,7 +34,10 @@ template <class D, class E>
 struct LaneFactors {
     const VF* f;
     template <bool Safe>
-    INLINE VB codes(const LaneFactors& o, const typename D::T* x, i64 i, u32&) {
+    INLINE VB codes(const LaneFactors& o, const typename D::T* x, i64 i, [[maybe_unused]] u32& history) {
+#if QT_ISA == 512
+        if constexpr (!Safe) return codes_of_products<D, E>(x, o.f + i / W, history);
+#endif
         return encode_group<D, E, Safe, false>(x, o.f + i / W);
     }
 };
@@ -259,7 +263,7 @@ struct Float8Quantizer {
     template <class F>
     i32 tiles(const Care& care, bool again, const F& factors) {
         i32 met = 0;
-        parallel(end - begin, c.column.data ? LINES : 1, c.threads, [&](i64 a, i64 b) {
+        parallel(end - begin, c.column.data ? c.row.data ? LINES : TALL : 1, c.threads, [&](i64 a, i64 b) {
             Care own = care;
             const auto encode = [&](i64 r, i64 k, i64 n, u8* out, bool stream) {
                 for (i64 j = 0; j < n; j += RUN) {
@@ -269,13 +273,66 @@ struct Float8Quantizer {
                     encode_any<D, E>(from, run, factors(k + j), out + j, stream, safe, own.looks ? RUN * i64(sizeof(T)) : AHEAD);
                 }
             };
-            if (c.column.data)
+            if (c.column.data && !c.row.data)
+                tall(begin + a, begin + b, own, again, factors, encode);
+            else if (c.column.data)
                 turned(begin + a, begin + b, again, [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
             else
                 for (i64 r = begin + a; r < begin + b; r++) encode(r, 0, c.cols, c.row.data + r * c.cols, nontemporal);
             own.tell(&met);
         });
         return met;
+    }
+
+    // Codes that leave only transposed: in tiles so small that reading and writing take turns all the time, and so tall that a page of
+    // the transpose, once found, gets several lines.
+    static constexpr i64 TALL = 256, NARROW = 64;
+    template <class F, class G>
+    void tall(i64 first, i64 last, Care& care, bool again, const F& factors, const G& encode) const {
+        alignas(64) u8 codes[TALL * NARROW];
+        const i64 across = (c.cols + NARROW - 1) / NARROW, count = (last - first + TALL - 1) / TALL * across;
+        for (i64 t = 0; t < count; t++) {
+            const i64 at = turn_of(t, count, again), after = turn_of(t + 1 < count ? t + 1 : t, count, again);
+            const i64 r = first + at / across * TALL, k = at % across * NARROW;
+            const i64 n = last - r < TALL ? last - r : TALL, width = c.cols - k < NARROW ? c.cols - k : NARROW;
+            if (width == NARROW) {
+                const i64 r1 = first + after / across * TALL;
+                const bool reaches = r1 + n <= last;  // the tile that follows has all these rows
+                const T* from = x + r * c.stride + k;
+                const T* next = reaches ? x + r1 * c.stride + after % across * NARROW : from;
+                i32 met = 0;
+                if (!care.always) met = care.looks ? encode_tile<false, true>(from, n, next, factors(k), codes)
+                                                   : encode_tile<false, false>(from, n, next, factors(k), codes);
+                if (care.always || met >= INF_BITS) met = encode_tile<true, true>(from, n, next, factors(k), codes);
+                care.met = care.met > met ? care.met : met;
+            } else {
+                for (i64 i = 0; i < n; i++) encode(r + i, k, width, codes + i * NARROW, false);
+            }
+            turn_bytes(codes, NARROW, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
+        }
+    }
+    // n rows of NARROW columns to codes one behind the other. Returns the largest magnitude where it looks.
+    template <bool Safe, bool Looks, class F>
+    i32 encode_tile(const T* from, i64 n, const T* next, const F& f, u8* codes) const {
+        VH words[2] = {};
+        VI top{};
+        u32 history = 0;
+        for (i64 i = 0; i < n; i++, from += c.stride, next += c.stride) {
+            prefetch(next, 1, 0, NARROW * i64(sizeof(T)));
+            for (i64 g = 0; g < NARROW; g += GROUP) {
+                if constexpr (Looks && D::pairs) {
+                    for (int h = 0; h < 2; h++) {
+                        const VH w = load<VH>(from + g + h * 2 * W) & (VH)all(0x7fff7fff);
+                        words[h] = words[h] > w ? words[h] : w;
+                    }
+                } else if constexpr (Looks) {
+                    for (int j = 0; j < 4; j++) top = max(top, D::one(from + g + j * W) & all(ABS));
+                }
+                store(codes + i * NARROW + g, F::template codes<Safe>(f, from + g, g, history));
+            }
+        }
+        for (int h = 0; h < 2; h++) top = max(top, max((VI)words[h] << 16, (VI)words[h] & all(i32(0xffff0000))));
+        return lane_max(top);
     }
 };
 
