@@ -1,7 +1,7 @@
-// Codes to bfloat16 and float16 with AVX-512, without arithmetic on the values: products with one factor stand in a table, powers
-// of two are added to exponents. dequantize.h says what is computed; here is only speed.
+// Codes to bfloat16 and float16 with AVX-512, without arithmetic on the values: products with one factor stand in a table.
+// dequantize.h says what is computed; here is only speed.
 #pragma once
-#include "nvfp4.h"
+#include "exponents.h"
 
 namespace QT_NAMESPACE {
 
@@ -45,26 +45,6 @@ static void decode_by_table(const u8* codes, i64 n, const ValueTable<D, E>& t, u
             _mm512_mask_storeu_epi16(y + i, u32(real), w[0]), _mm512_mask_storeu_epi16(y + i + 32, u32(real >> 32), w[1]);
         }
     }
-}
-
-// Factors that are not positive powers of two which keep every value of an element normal.
-template <class E>
-INLINE VI unfit_exponents(VI factor) {
-    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23), most = all((254 + 127 - (E::max_bits >> 23)) << 23);
-    return (VI)(factor < least) | (VI)(factor > most) | (VI)((factor & all(0x7fffff)) != all(0));
-}
-template <class E>
-INLINE bool fits_exponents(VI factor) {
-    return !any(unfit_exponents<E>(factor));
-}
-INLINE VI exponent_steps(VI factor) { return (factor >> 16) - all(127 << 7); }  // what is added to a bfloat16, in the low halves
-// Words times powers of two; zeros, infinities and NaN stay.
-template <class E>
-INLINE __m512i with_exponent(__m512i w, __m512i step) {
-    const __m512i k = _mm512_set1_epi16(0x7fff);
-    if (!E::has_nan) return _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, k), w, step);
-    const __m512i t = _mm512_sub_epi16(_mm512_and_si512(w, k), _mm512_set1_epi16(1));
-    return _mm512_mask_add_epi16(w, _mm512_cmplt_epu16_mask(t, _mm512_set1_epi16(0x7f7f)), w, step);
 }
 
 // Four of 16 NVFP4 blocks: the 8 magnitudes of each are multiplied and rounded, then picked by the codes.

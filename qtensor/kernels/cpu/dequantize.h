@@ -26,12 +26,12 @@ INLINE void decode_group(VB codes, const Table<E>& t, VF v[4]) {
         for (int j = 0; j < 4; j++) v[j] = (VF)Bfloat16::one(flat + j * W);
     }
 }
-// Four vectors in the lane order of D to GROUP outputs.
-template <class D>
+// Four vectors in the lane order of D to GROUP outputs. Nan: they may have NaN with any bits.
+template <class D, bool Nan = true>
 INLINE void store_group(typename D::T* y, const VF v[4], bool stream) {
     if constexpr (D::id == BF16) {
         for (int h = 0; h < 2; h++) {
-            VI even = to_bfloat16_bits((VI)v[2 * h]), odd = to_bfloat16_bits((VI)v[2 * h + 1]);
+            VI even = to_bfloat16_bits<Nan>((VI)v[2 * h]), odd = to_bfloat16_bits<Nan>((VI)v[2 * h + 1]);
             store_bytes((u8*)(y + h * 2 * W), (VB)((VI)((VU)even >> 16) | odd), stream);
         }
     } else if constexpr (D::id == F16) {
@@ -47,10 +47,9 @@ INLINE VB load_codes(const u8* p) {
 constexpr int unit_of(int codes) { return codes == 4 ? 3 : 1; }
 
 // n codes times one factor (step 0) or factors in the lanes' order (step 1).
-template <class D, class E>
-static void decode_run(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+template <class D, class E, bool Nan>
+static void decode_groups(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
     const Table<E>& t = table<E>();
-    stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
     for (i64 i = 0; i < n; i += GROUP) {
         look_ahead<GROUP>(codes + i);
         const VF* f = factors + i / W * step;
@@ -58,7 +57,7 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
         if (i + GROUP <= n) {
             decode_group<D, E>(load<VB>(codes + i), t, v);
             for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
-            store_group<D>(y + i, v, stream);
+            store_group<D, Nan>(y + i, v, stream);
         } else {
             u8 c[GROUP] = {};
             typename D::T out[GROUP];
@@ -69,6 +68,15 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
             memcpy(y + i, out, sizeof(typename D::T) * size_t(n - i));
         }
     }
+}
+template <class D, class E>
+static void decode_run(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+    stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
+    // Products with a finite factor have the NaN of the codes, which rounding leaves one.
+    if (!step && !any(((VI)factors[0] & all(ABS)) >= all(INF_BITS)))
+        decode_groups<D, E, false>(codes, n, factors, 0, y, stream);
+    else
+        decode_groups<D, E, true>(codes, n, factors, step, y, stream);
 }
 
 // Codes times one factor, which has a table where it serves many.
@@ -174,12 +182,10 @@ struct ColumnFactors {
         if (D::id == BF16) nv.fill(cols, lanes, second);
 #endif
     }
-    void check([[maybe_unused]] i64 cols) {
-#if QT_ISA == 512
+    void check(i64 cols) {
         VI odd{};
         for (i64 i = 0; i < (cols + GROUP - 1) / GROUP * 4; i++) odd = odd | unfit_exponents<E>((VI)lanes[i]);
         pow2 = D::id == BF16 && !any(odd);
-#endif
     }
     // Joined: see joined_codes. Where `second` is given, values are multiplied by it, too.
     template <int Joined = 1>
@@ -203,7 +209,6 @@ struct ColumnFactors {
     INLINE void group_of(const ColumnFactors& q, const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
         const VB c = joined_codes<Joined>(load<VB>(codes), k);
         const VF* f = q.lanes + at;
-#if QT_ISA == 512
         if constexpr (D::id == BF16) {
             if (q.pow2) {
                 VH w[2];
@@ -211,11 +216,11 @@ struct ColumnFactors {
                 for (int h = 0; h < 2; h++) {
                     // Even columns in the low halves, odd ones in the high halves, as the words have them.
                     const VI even = exponent_steps((VI)f[2 * h]), odd = exponent_steps((VI)f[2 * h + 1]);
-                    const __m512i v = with_exponent<E>((__m512i)w[h], (__m512i)((even & all(0xffff)) | odd << 16));
-                    store_bytes((u8*)(y + h * 2 * W), (VB)v, stream);
+                    store_bytes((u8*)(y + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)((even & all(0xffff)) | odd << 16)), stream);
                 }
                 return;
             }
+#if QT_ISA == 512
             if (E::width == 4 && second && q.nv.fit) {
                 VH w[2];
                 words<E>(c, q.elements, w);
@@ -223,8 +228,8 @@ struct ColumnFactors {
                     store_bytes((u8*)(y + h * 2 * W), (VB)nv_products((__m512i)w[h], q.nv.one[at / 2 + h], q.nv.more[at / 2 + h]), stream);
                 return;
             }
-        }
 #endif
+        }
         VF v[4];
         decode_group<D, E>(c, q.elements, v);
         for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
@@ -376,32 +381,27 @@ struct LineDecoder {
         }
     }
 #endif
-#if QT_ISA == 512
     INLINE void pow2_strip(VI steps, const u8* codes, T* y, bool stream) {
-        const __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)steps));
+        alignas(64) i32 pairs[W];
+        store(pairs, (steps & all(0xffff)) | steps << 16);
         for (int at = 0; at < W * B; at += GROUP) {
             look_ahead<GROUP>(codes + at);
             VH w[2];
             words<E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), table<E>(), w);
-            for (int h = 0; h < 2; h++) {
-                const __m512i step = _mm512_permutexvar_epi16(_mm512_set1_epi16(short((at + h * 2 * W) / B)), low);
-                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>((__m512i)w[h], step), stream);
-            }
+            for (int h = 0; h < 2; h++)
+                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)all(pairs[(at + h * 2 * W) / B])), stream);
         }
     }
-#endif
 
     INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, bool stream) {
 #if QT_ISA == 512
         if constexpr (B == NV) return nv_strip(q, codes, y, stream);
 #endif
         const Table<E>& t = table<E>();
-#if QT_ISA == 512
-        if constexpr (D::id == BF16) {
+        if constexpr (D::id == BF16 && B != NV) {
             const VI f = load<VI>(q.factor);
             if (fits_exponents<E>(f)) return pow2_strip(exponent_steps(f), codes, y, stream);
         }
-#endif
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             decode_group<D, E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), t, v);

@@ -9,8 +9,10 @@ constexpr int NV = 16;  // block, and size of the rotation
 constexpr int MX = 32;
 
 // ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
-INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even
+template <bool Nan = true>
+INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even. Without Nan, NaN must have zeros in the low half
     VI r = (u + all(0x7fff) + ((VI)((VU)u >> 16) & all(1))) & all(i32(0xffff0000));
+    if (!Nan) return r;
     return (u & all(ABS)) > all(INF_BITS) ? all(0x7fc00000) : r;
 }
 INLINE u16 float_to_half(float f) {
