@@ -105,7 +105,8 @@ struct BlockQuantizer {
         const bool served = Turned::serves(p);
         Direction columns = column;
         if (!turned) columns.sink.base = nullptr;
-        const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr, line_bytes(c.rows, column.whole_groups)};
+        const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
+                          line_bytes(c.rows, column.whole_groups)};
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
             auto* codes = new Turned(row, columns);
             Rest rest{*this, columns, all};
@@ -123,7 +124,8 @@ struct BlockQuantizer {
                 if (out.row) out.row += r * out.row_stride + k / Codes * unit;
                 if (out.column) out.column += k * out.column_stride + r / Codes * unit;
                 i64 done = served ? Turned::whole(p, width) : 0;
-                if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, r, k, whole ? x + r1 * c.stride + k1 : nullptr)) done = 0;
+                const T* next = whole ? x + r1 * c.stride + k1 : nullptr;
+                if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, r, k, next)) done = 0;
                 if (done < width) rest.run(r, n, k + done, k + width);
             }
             delete codes;

@@ -126,7 +126,8 @@ INLINE Products products(VU a, u32 b) {
 #if QT_ISA == 512
     const __m512i k = _mm512_set1_epi32(i32(b)), v = (__m512i)a;
     const __m512i even = _mm512_mul_epu32(v, k), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), k);
-    return {(VU)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_ENUM(0xa0)), (VU)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_ENUM(0xf5))};
+    return {(VU)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_ENUM(0xa0)),
+            (VU)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_ENUM(0xf5))};
 #elif QT_ISA == 2
     const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
     const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
