@@ -23,8 +23,10 @@ static i32 amax_run(const typename D::T* x, i64 n) {
         }
         for (int k = 0; k < 4; k++) m[k] = max((VI)h[k] << 16, (VI)h[k] & all(i32(0xffff0000)));
     } else {
-        for (; i + GROUP <= n; i += GROUP)
+        for (; i + GROUP <= n; i += GROUP) {
+            look_ahead<GROUP * int(sizeof(typename D::T))>(x + i);
             for (int k = 0; k < 4; k++) m[k] = max(m[k], D::one(x + i + k * W) & all(ABS));
+        }
     }
     i32 top = lane_max(max(max(m[0], m[1]), max(m[2], m[3])));
     for (; i < n; i++) {

@@ -31,14 +31,10 @@ struct BlockQuantizer {
 
     // All but the maxima behind the second level.
     void encode() {
-        if (p.square)
-            squares();
-        else if (!c.column.data)
-            rows_only();
-        else if (p.transposed)
-            transposed();
-        else
-            untransposed();
+        const bool turned = c.column.data && p.transposed;
+        if (!p.square && !c.column.data) return rows_only();
+        if (turned || (p.square && c.row.data)) tiled(turned);
+        if (c.column.data && !p.transposed) untransposed();
     }
 
     // Bytes of a line of n codes. A rotated side keeps whole groups.
@@ -61,7 +57,7 @@ struct BlockQuantizer {
     void untransposed() {
         const i64 stride = c.cols, bands = (end - begin + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
         parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
-            auto* columns = new ColumnQuantizer<D, E, Codes>(column);
+            auto* columns = new ColumnQuantizer<D, E, MX, Codes>(column);
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * MX, k = t % across * COLUMN_TILE;
                 const i64 n = end - r < MX ? end - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
@@ -101,59 +97,73 @@ struct BlockQuantizer {
         f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total});
     }
 
-    void transposed() {
-        if constexpr (B != MX) {
-            using Turned = TurnedQuantizer<D, E, B, Codes>;
-            constexpr i64 rows = Turned::ROWS, cols = B == 128 ? 2048 : 1024;  // of a tile, which the second cache level holds
-            const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
-            const i64 stride = line_bytes(c.rows, column.whole_groups);
-            const bool served = Turned::serves(p);
-            parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-                auto* codes = new Turned(column);
-                T* turned = new T[size_t(TILE * TILE)];
-                for (i64 t = a; t < b; t++) {
-                    const i64 r = begin + t / across * rows, k = t % across * cols;
-                    const i64 n = end - r < rows ? end - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
-                    if (c.row.data) {
-                        const Lines<T> lines = row_lines(r, n, k, width);
-                        quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
-                    }
-                    i64 done = served && n % B == 0 ? width / GROUP * GROUP : 0;
-                    u8* out = c.column.data + k * stride + r / Codes * unit;
-                    if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, stride, k, r / B)) done = 0;
-                    for (; done < width; done += TILE)
-                        one_tile(r, n, k + done, width - done < TILE ? width - done : TILE, turned, [&](const Lines<T>& m) {
-                            quantize_lines<D, E, B, Codes>(m, column, 0, blocks_of(m));
-                        });
+    // Transposed codes, and square blocks. `turned`: there are transposed codes.
+    void tiled(bool turned) {
+        using Turned = TurnedQuantizer<D, E, B, Codes>;
+        constexpr i64 rows = Turned::ROWS, cols = Turned::COLS;
+        const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
+        const bool served = Turned::serves(p);
+        Direction columns = column;
+        if (!turned) columns.sink.base = nullptr;
+        const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
+                          line_bytes(c.rows, column.whole_groups)};
+        parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
+            auto* codes = new Turned(row, columns);
+            Rest rest{*this, columns, all};
+            for (i64 t = a; t < b; t++) {
+                const i64 r = begin + t / across * rows, k = t % across * cols;
+                const i64 n = end - r < rows ? end - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
+                if (c.row.data && !p.square) {
+                    const Lines<T> lines = row_lines(r, n, k, width);
+                    quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
                 }
-                delete[] turned;
-                delete codes;
-            });
-        }
+                // Only a whole tile follows a whole tile row for row.
+                const i64 r1 = begin + (t + 1) / across * rows, k1 = (t + 1) % across * cols;
+                const bool whole = t + 1 < b && r1 + rows <= end && k1 + width <= c.cols;
+                Outputs out = all;
+                if (out.row) out.row += r * out.row_stride + k / Codes * unit;
+                if (out.column) out.column += k * out.column_stride + r / Codes * unit;
+                i64 done = served ? Turned::whole(p, width) : 0;
+                const T* next = whole ? x + r1 * c.stride + k1 : nullptr;
+                if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, r, k, next)) done = 0;
+                if (done < width) rest.run(r, n, k + done, k + width);
+            }
+            delete codes;
+        });
     }
 
-    void squares() {
-        if (c.row.data || p.transposed) {
-            Direction none = column;
-            if (!p.transposed) none.sink.base = nullptr;
-            const Outputs out{c.row.data, line_bytes(c.cols, false), p.transposed ? c.column.data : nullptr,
-                              line_bytes(c.rows, false)};
-            using Square = SquareQuantizer<D, E, B, Codes>;
-            const i64 width = 16 * Square::width, across = (c.cols + width - 1) / width, bands = (end - begin + B - 1) / B;
-            parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
-                auto* square = new Square(row, none);
-                for (i64 t = a; t < b; t++) {
-                    const i64 r = begin + t / across * B, k = t % across * width;
-                    Outputs o = out;
-                    if (o.row) o.row += r * o.row_stride;
-                    square->run(x + r * c.stride, c.stride, end - r < B ? end - r : B, r, k,
-                                k + width < c.cols ? k + width : c.cols, c.cols, o);
-                }
-                delete square;
-            });
+    // What TurnedQuantizer leaves.
+    struct Rest {
+        using Square = SquareQuantizer<D, E, B, Codes>;
+        BlockQuantizer& q;
+        const Direction& columns;
+        const Outputs& all;
+        Square* square = nullptr;
+        T* turned = nullptr;
+        Rest(BlockQuantizer& quantizer, const Direction& direction, const Outputs& outputs) : q(quantizer), columns(direction), all(outputs) {}
+        ~Rest() {
+            delete square;
+            delete[] turned;
         }
-        if (c.column.data && !p.transposed) untransposed();
-    }
+        Rest(const Rest&) = delete;
+
+        // n rows from row r, columns first .. last.
+        void run(i64 r, i64 n, i64 first, i64 last) {
+            if (!q.p.square) {
+                if (!turned) turned = new T[size_t(TILE * TILE)];
+                for (i64 k = first; k < last; k += TILE)
+                    q.one_tile(r, n, k, last - k < TILE ? last - k : TILE, turned,
+                               [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
+                return;
+            }
+            if (!square) square = new Square(q.row, columns);
+            for (i64 b = r; b < r + n; b += B) {
+                Outputs o = all;
+                if (o.row) o.row += b * o.row_stride;
+                square->run(q.x + b * q.c.stride, q.c.stride, r + n - b < B ? r + n - b : B, b, first, last, q.c.cols, o);
+            }
+        }
+    };
 
     // ---- NVFP4: the maxima behind the second level -----------------------------------------------------------------------
     void maxima() {

@@ -22,22 +22,57 @@ struct ByteOrder {
 };
 static constexpr ByteOrder BYTES;
 
-// By the 7 bits m behind the leading 1: [0] the steps from the code of 2^e to that of 1.m * 2^e, both normal; [1 + d] the code of
-// 1.m * 2^(e - 1 - d), where 2^e is the smallest normal value. Nearest, ties to the even code.
+// Steps from the code of 2^e to that of 1.m * 2^e, both normal, by the 7 bits m behind the leading 1. Nearest, ties to the even code.
 template <class E>
 struct Fractions {
-    alignas(64) u8 at[E::mantissa + 2][128];
+    alignas(64) u8 at[128];
     constexpr Fractions() : at() {
-        for (int t = 0; t < E::mantissa + 2; t++)
-            for (int m = 0; m < 128; m++) {
-                const int z = t ? 128 + m : m, shift = 7 - E::mantissa + t, q = z >> shift, rest = z & ((1 << shift) - 1);
-                const int half = 1 << (shift - 1);
-                at[t][m] = u8(q + (rest > half || (rest == half && q % 2)));
-            }
+        for (int m = 0; m < 128; m++) at[m] = u8(rounded(m, 7 - E::mantissa));
+    }
+    static constexpr int rounded(int z, int shift) {
+        const int q = z >> shift, rest = z & ((1 << shift) - 1), half = 1 << (shift - 1);
+        return q + (rest > half || (rest == half && q % 2));
     }
 };
 template <class E>
 static constexpr Fractions<E> FRACTIONS;
+
+// Where the codes of values below the smallest normal one, 2^e, stand: those of 1.m * 2^(e - 1 - d), d = 0, 1, ..., take fewer and
+// fewer bits and share the bytes of one or two tables. Extra: bits that a factor between 1 and 2 adds.
+template <class E, int Extra>
+struct SmallPlaces {
+    static constexpr int depth = E::mantissa + 1 + Extra;  // from there on, the code is 0
+    int table[depth], shift[depth], tables;
+    alignas(16) u8 control[16], mask[16];  // by d: the shift, with the highest bit for the second table; the bits that count
+    constexpr SmallPlaces() : table(), shift(), tables(1), control(), mask() {
+        int used[2] = {0, 0};
+        for (int d = 0; d < depth; d++) {
+            const int size = E::mantissa + 1 + Extra - d;
+            const int t = used[0] + size > 8;
+            if (t) tables = 2;
+            table[d] = t, shift[d] = used[t];
+            used[t] += size;
+            control[d] = u8(t << 7 | shift[d]), mask[d] = u8((1 << size) - 1);
+        }
+    }
+};
+template <class E, int Extra>
+static constexpr SmallPlaces<E, Extra> SMALL_PLACES;
+
+template <class E, int Extra>
+struct SmallCodes {
+    alignas(64) u8 at[SMALL_PLACES<E, Extra>.tables][128];
+    constexpr void put(int d, int m, int code) { at[SMALL_PLACES<E, Extra>.table[d]][m] |= u8(code << SMALL_PLACES<E, Extra>.shift[d]); }
+};
+template <class E>
+static constexpr SmallCodes<E, 0> small_fractions() {
+    SmallCodes<E, 0> t{};
+    for (int d = 0; d < SMALL_PLACES<E, 0>.depth; d++)
+        for (int m = 0; m < 128; m++) t.put(d, m, Fractions<E>::rounded(128 + m, 8 - E::mantissa + d));
+    return t;
+}
+template <class E>
+static constexpr SmallCodes<E, 0> SMALL_FRACTIONS = small_fractions<E>();
 
 template <class E>
 struct Codes8 {
@@ -79,26 +114,30 @@ INLINE VB with_signs(__m512i q, const Parts& p) {
     return (VB)_mm512_ternarylogic_epi32(q, E::width == 8 ? p.high : _mm512_srli_epi16(p.high, 8 - E::width), top, 0xf8);
 }
 
-// q with the codes of the words at or below the base, which lie in tables 1 .. Depth.
-template <class E, int Depth>
-INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small, const u8 tables[][128]) {
-    const __m512i below = _mm512_sub_epi8(base, p.exponent);
-    for (int d = 0; d < Depth; d++)
-        q = _mm512_mask_mov_epi8(q, _mm512_mask_cmpeq_epi8_mask(small, below, bytes_of(d)), fraction_of<E>(p.fraction, tables[d + 1]));
-    return q;
+// q with the codes of the words at or below the base.
+template <class E, int Extra>
+INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small, const SmallCodes<E, Extra>& t) {
+    const auto& places = SMALL_PLACES<E, Extra>;
+    const __m512i below = _mm512_min_epu8(_mm512_sub_epi8(base, p.exponent), bytes_of(15));
+    const __m512i control = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.control)), below);
+    const __m512i mask = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.mask)), below);
+    __m512i v = fraction_of<E>(p.fraction, t.at[0]);
+    if (places.tables == 2) v = _mm512_mask_mov_epi8(v, _mm512_movepi8_mask(control), fraction_of<E>(p.fraction, t.at[places.tables - 1]));
+    // Each byte of eight, shifted right by its own count; bits of the next one come after those that count.
+    v = _mm512_multishift_epi64_epi8(_mm512_add_epi8(control, _mm512_set1_epi64(0x3830282018100800)), v);
+    return _mm512_mask_mov_epi8(q, small, _mm512_and_si512(v, mask));
 }
 
-// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code).
+// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code). history: a bit for each group before, set where it had values
+// below the smallest normal one: a branch that one in two groups takes costs more than the work that it saves.
 template <class E>
-INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base) {
+INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
     const Parts p = parts_of(v0, v1);
-    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, FRACTIONS<E>.at[0]));
+    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, FRACTIONS<E>.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
+    history = history << 1 | (small != 0);
     // Few values of an 8-bit element are subnormal, many of a narrower one.
-    if (E::width < 8 || __builtin_expect(small != 0, 0)) {
-        q = _mm512_maskz_mov_epi8(~small, q);
-        q = with_small<E, E::mantissa + 1>(q, p, base, small, FRACTIONS<E>.at);
-    }
+    if (E::width < 8 || __builtin_expect((history & 0xff) != 0, 0)) q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
     return with_signs<E>(q, p);
 }
 
@@ -117,19 +156,25 @@ INLINE __m512i odd_words_of_pairs(VI even, VI odd) {
 
 // ---- floats times a factor ------------------------------------------------------------------------------------------------------
 template <class D, class E>
-INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {
+INLINE VB codes_of_products(const typename D::T* x, const VF f[4], u32& history) {
     VI v[4];
     D::group(x, v);
     for (int j = 0; j < 4; j++) v[j] = (VI)((VF)v[j] * f[j]);
     const __m512i base = bytes_of(base_of<E>(127));
-    if (D::pairs) return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base);
-    return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base);
+    if (D::pairs) return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base, history);
+    return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base, history);
+}
+template <class D, class E>
+INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {
+    u32 none = 0;
+    return codes_of_products<D, E>(x, f, none);
 }
 
 // ---- bfloat16 times powers of two --------------------------------------------------------------------------------------------------
 template <class E>
 INLINE VB pow2_group(const u16* x, __m512i base) {
-    return codes_of_words<E>(load<__m512i>(x), load<__m512i>(x + 32), base);
+    u32 none = 0;
+    return codes_of_words<E>(load<__m512i>(x), load<__m512i>(x + 32), base, none);
 }
 
 // ---- bfloat16 times one factor: the products of all significands in a table ---------------------------------------------------------
@@ -141,12 +186,11 @@ struct Significands {
 };
 static constexpr Significands SIGNIFICANDS;
 
-// at[0] as in Fractions. at[1 + d], where `deep`: the code of 1.m * 2^(e - 1 - d) times the factor's significand, 2^e being the
-// smallest normal value; from d = mantissa bits + 2 on, it is 0.
+// As Fractions and SmallCodes; the latter where `deep`.
 template <class E>
 struct FactorTable {
-    static constexpr int depth = E::mantissa + 2;
-    alignas(64) u8 at[1 + depth][128];
+    alignas(64) u8 at[128];
+    SmallCodes<E, 1> small;
     int base;
     bool usable, deep;
 
@@ -156,8 +200,16 @@ struct FactorTable {
         base = base_of<E>(127 + 127 - (u >> 23));
         usable = count >= 512 && u >= 0x00800000 && u < INF_BITS && base >= LEAST_BASE<E>;
         if (!usable) return;
-        fill(at[0], significand | one, encode<E, false, false>(all(1.0f)));
-        for (int d = 0; deep && d < depth; d++) fill(at[1 + d], significand | (E::min_exponent - 1 - d) << 23, VI{});
+        fill(at, significand | one, encode<E, false, false>(all(1.0f)));
+        if (!deep) return;
+        constexpr auto& places = SMALL_PLACES<E, 1>;
+        memset(small.at, 0, sizeof small.at);
+        for (int d = 0; d < places.depth; d++) {
+            alignas(64) u8 row[128];
+            fill(row, significand | (E::min_exponent - 1 - d) << 23, VI{});
+            u8* to = small.at[places.table[d]];
+            for (int m = 0; m < 128; m++) to[m] = u8(to[m] | row[m] << places.shift[d]);
+        }
     }
     static void fill(u8* row, i32 factor, VI less) {
         for (int m = 0; m < 128; m += W) {
@@ -167,17 +219,19 @@ struct FactorTable {
     }
 };
 template <class E>
-INLINE VB codes_of_table(const u16* x, const FactorTable<E>& t, const VF f[4]) {
+INLINE VB codes_of_table(const u16* x, const FactorTable<E>& t, const VF f[4], u32& history) {
     const Parts p = parts_of(load<__m512i>(x), load<__m512i>(x + 32));
     const __m512i base = bytes_of(t.base);
-    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, t.at[0]));
+    __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, t.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
-    if (__builtin_expect(small != 0, 0)) {
-        q = _mm512_maskz_mov_epi8(~small, q);
+    history = history << 1 | (small != 0);
+    if (__builtin_expect((history & 0xff) != 0, 0)) {
         if (t.deep)
-            q = with_small<E, FactorTable<E>::depth>(q, p, base, small, t.at);
+            q = with_small<E, 1>(q, p, base, small, t.small);
         else if (_mm512_mask_test_epi8_mask(small, p.exponent, p.exponent))  // more than zeros
             return codes_of_products<Bfloat16, E>(x, f);
+        else
+            q = _mm512_maskz_mov_epi8(~small, q);
     }
     return with_signs<E>(q, p);
 }

@@ -1,7 +1,7 @@
-// Codes to bfloat16 and float16 with AVX-512, without arithmetic on the values: products with one factor stand in a table, powers
-// of two are added to exponents. dequantize.h says what is computed; here is only speed.
+// Codes to bfloat16 and float16 with AVX-512, without arithmetic on the values: products with one factor stand in a table.
+// dequantize.h says what is computed; here is only speed.
 #pragma once
-#include "nvfp4.h"
+#include "exponents.h"
 
 namespace QT_NAMESPACE {
 
@@ -47,22 +47,6 @@ static void decode_by_table(const u8* codes, i64 n, const ValueTable<D, E>& t, u
     }
 }
 
-// Whether 2^k keeps every value of an element normal, where the bits of factors are those of positive powers of two.
-template <class E>
-INLINE bool fits_exponents(VI factor) {
-    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23), most = all((254 + 127 - (E::max_bits >> 23)) << 23);
-    return !any((VI)(factor < least) | (VI)(factor > most) | (VI)((factor & all(0x7fffff)) != all(0)));
-}
-INLINE VI exponent_steps(VI factor) { return (factor >> 16) - all(127 << 7); }  // what is added to a bfloat16, in the low halves
-// Words times powers of two; zeros, infinities and NaN stay.
-template <class E>
-INLINE __m512i with_exponent(__m512i w, __m512i step) {
-    const __m512i k = _mm512_set1_epi16(0x7fff);
-    if (!E::has_nan) return _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, k), w, step);
-    const __m512i t = _mm512_sub_epi16(_mm512_and_si512(w, k), _mm512_set1_epi16(1));
-    return _mm512_mask_add_epi16(w, _mm512_cmplt_epu16_mask(t, _mm512_set1_epi16(0x7f7f)), w, step);
-}
-
 // Four of 16 NVFP4 blocks: the 8 magnitudes of each are multiplied and rounded, then picked by the codes.
 struct Magnitudes {
     alignas(64) float grid[16];
@@ -77,6 +61,35 @@ INLINE __m512i words_of(VF a, VF b) {
     if constexpr (D::id == BF16) return (__m512i)high_halves(to_bfloat16_bits((VI)a), to_bfloat16_bits((VI)b));
     return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)to_half(a)), (__m256i)to_half(b), 1);
 }
+// Magnitudes of E2M1 are 1 and 1.5 times powers of two, and so are, rounded to bfloat16, their products with positive factors: those
+// with 1 and 1.5 tell all others, unless they are too large or small.
+struct NvWords {
+    VI one, more;  // bfloat16 in the high halves
+    bool fit;
+};
+INLINE NvWords nv_words(VF factor, VF global) {
+    const VF one = factor * global, more = factor * all(1.5f) * global;
+    return {to_bfloat16_bits((VI)one), to_bfloat16_bits((VI)more), !any((VI)((VI)one < all(4 << 23)) | (VI)((VI)one > all(250 << 23)))};
+}
+// Words of E2M1 (elements.h) times factors; one, more: words of the products with 1 and 1.5, for each lane.
+INLINE __m512i nv_products(__m512i w, __m512i one, __m512i more) {
+    const __m512i base = _mm512_mask_mov_epi16(one, _mm512_test_epi16_mask(w, _mm512_set1_epi16(0x40)), more);
+    const __m512i steps = _mm512_sub_epi16(_mm512_and_si512(w, _mm512_set1_epi16(short(0xff80))), _mm512_set1_epi16(0x3f80));
+    return _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, _mm512_set1_epi16(0x7fff)), steps, base);
+}
+// For columns, in the lanes' order (simd.h), which become words in order.
+struct NvColumns {
+    __m512i one[8], more[8];
+    bool fit;
+    void fill(i64 cols, const VF* factors, const VF* global) {
+        fit = cols <= 256;
+        for (i64 v = 0; fit && v < (cols + 63) / 64 * 4; v += 2) {
+            const NvWords even = nv_words(factors[v], global[v]), odd = nv_words(factors[v + 1], global[v + 1]);
+            fit = even.fit && odd.fit;
+            one[v / 2] = (__m512i)((VI)((VU)even.one >> 16) | odd.one), more[v / 2] = (__m512i)((VI)((VU)even.more >> 16) | odd.more);
+        }
+    }
+};
 template <class D>
 INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, bool stream) {
     const __m512i pair = _mm512_add_epi32(_mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 3),

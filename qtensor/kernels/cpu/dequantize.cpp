@@ -24,19 +24,44 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f
 }
 
 // f(codes, row, first column, columns): decode a part of a row, whose codes are those of a tile of the transpose, turned.
-template <class F>
+template <int Codes, class F>
 static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
-    const i64 across = (c.cols + TILE - 1) / TILE;
-    u8* codes = new (std::align_val_t(64)) u8[size_t(2 * TILE * TILE)];
+    const i64 across = (c.cols + TILE - 1) / TILE, stride = (c.rows + Codes - 1) / Codes;
+    constexpr i64 LD = TILE + 64;  // rows do not meet in one set of the cache
+    const auto tile = [&](i64 t) { return c.column.data + t % across * TILE * stride + (c.first + t / across * TILE) / Codes; };
+    u8* codes = new (std::align_val_t(64)) u8[size_t(TILE * LD)];
     for (i64 t = a; t < b; t++) {
         const i64 r = t / across * TILE, k = t % across * TILE;
         const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
-        turn_bytes(c.column.data + k * c.rows + c.first + r, c.rows, codes, TILE, width, n, false, codes + TILE * TILE);
-        for (i64 i = 0; i < n; i++) f(codes + i * TILE, r + i, k, width);
+        turn_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
+        const u8* next = t + 1 < b ? tile(t + 1) : nullptr;
+        for (i64 i = 0; i < n; i++) {
+            if (next) prefetch(next + i * stride, 1, 0, TILE / Codes);
+            f(codes + i / Codes * LD, r + i, k, width);
+        }
     }
     operator delete[](codes, std::align_val_t(64));
 }
 static i64 tiles_of(const DequantizeCall& c) { return (c.count + TILE - 1) / TILE * ((c.cols + TILE - 1) / TILE); }
+
+// Rows of FP8 with factors of their own, whose codes lie transposed: their tables serve all tiles of a band.
+template <class D, class E>
+static void turned_rows(const DequantizeCall& c, bool stream) {
+    using T = typename D::T;
+    using Decoder = OneDecoder<D, E>;
+    parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
+        Decoder* rows = (Decoder*)operator new(sizeof(Decoder) * TILE, std::align_val_t(64));
+        i64 known = -1;  // the band
+        by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+            if (r / TILE != known) {
+                known = r / TILE;
+                for (i64 i = 0; i < TILE && r + i < c.count; i++) new (rows + i) Decoder(c.scale_inv[c.first + r + i]);
+            }
+            rows[r % TILE].run(codes, n, (T*)c.y + r * c.cols + k, stream);
+        });
+        operator delete(rows, std::align_val_t(64));
+    });
+}
 
 template <class D, class E>
 static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
@@ -51,10 +76,11 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
         }
         const OneDecoder<D, E> one(*c.scale_inv);
         parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-            by_turned_codes(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { one.run(codes, n, y + r * c.cols + k, stream); });
+            by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { one.run(codes, n, y + r * c.cols + k, stream); });
         });
         return;
     }
+    if (p.family == ROW && !c.row.data) return turned_rows<D, E>(c, stream);
     ColumnFactors<D, E> factors(p.family == COLUMN ? c.cols : 1);
     if (p.family == COLUMN) factors.fill(c.cols, [&](i64 k) { return c.scale_inv[k]; });
     const auto decode = [&](const u8* codes, i64 r, i64 k, i64 n) {
@@ -64,21 +90,17 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
             decode_run<D, E>(codes, n, factors.lanes + k / W, 1, y + r * c.cols + k, stream);
     };
     if (!c.row.data)
-        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_turned_codes(c, a, b, decode); });
+        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_turned_codes<1>(c, a, b, decode); });
     else
         parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 r = a; r < b; r++) decode(c.row.data + (c.first + r) * c.cols, r, 0, c.cols);
         });
 }
 
-// Row k of the 2 or 4 rows whose codes share bytes; each sum of shifts is one loop, which compilers vectorise.
-template <int Codes>
+// Row k of the 4 rows whose 6-bit codes share bytes; each sum of shifts is one loop, which compilers vectorise.
 static void unpack_row(const u8* line, i64 n, int k, u8* codes) {
     const u8 *second = line + n, *third = second + n;
-    if (Codes == 2) {
-        const int shift = 4 * k;
-        for (i64 i = 0; i < n; i++) codes[i] = line[i] >> shift & 15;
-    } else if (k == 0) {
+    if (k == 0) {
         for (i64 i = 0; i < n; i++) codes[i] = line[i] & 63;
     } else if (k == 1) {
         for (i64 i = 0; i < n; i++) codes[i] = u8((line[i] >> 6 | second[i] << 2) & 63);
@@ -100,12 +122,15 @@ static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
         u8* codes = new u8[size_t(c.cols)];
         for (i64 band = a; band < b; band++) {
             const i64 row0 = c.first + band * MX, n = c.count - band * MX < MX ? c.count - band * MX : MX;
-            factors.fill(c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])); });
+            if (!s.tiles && s.line_stride == 1)
+                factors.template fill_codes<true>(c.cols, s.base + s.at(s, 0, row0 / MX));
+            else
+                factors.fill(c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])); });
             for (i64 r = row0; r < row0 + n; r++) {
                 const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
                 const int k = int(r % Codes);
-                if (Codes > 1) unpack_row<Codes>(line, c.cols, k, codes);
-                factors.run(Codes == 1 ? line : codes, c.cols, (T*)c.y + (r - c.first) * c.cols, stream);
+                if (Codes == 4) unpack_row(line, c.cols, k, codes), line = codes;
+                factors.template run<Codes == 2 ? 2 : 1>(line, c.cols, (T*)c.y + (r - c.first) * c.cols, stream, k);
             }
         }
         delete[] codes;
@@ -119,12 +144,48 @@ static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         ColumnFactors<D, E> factors(TILE);
         i64 known_block = -1, known_column = -1;
-        by_turned_codes(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+        by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
             const i64 block = (c.first + r) / 128;
             if (block != known_block || k != known_column)
-                factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
+                s.line_stride == 1 && !s.tiles && !s.shift
+                    ? factors.fill_floats(n, (const float*)s.base + s.at(s, k, block))
+                    : factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
             known_block = block, known_column = k;
             factors.run(codes, n, (T*)c.y + r * c.cols + k, stream);
+        });
+    });
+}
+
+// NVFP4 whose codes lie transposed, but for rotated ones. Its two factors are multiplied one after the other.
+template <class D, class E>
+static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
+    using T = typename D::T;
+    constexpr i64 BLOCKS = TILE / NV;
+    const float* amax = c.column.amax;
+    const float bound = 6.0f * p.e4m3_max;
+    ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
+    global.fill(p.row_scaled ? c.cols : TILE, [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
+    parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
+        ColumnFactors<D, E> factors(TILE);
+        alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
+        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+            if (r % TILE == 0) {
+                const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
+                for (i64 i = 0; i < n; i++) {
+                    u8* line = lines + i * BLOCKS;
+                    if (!s.tiles)
+                        memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
+                    else
+                        for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
+                }
+                transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
+            }
+            const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
+            if (r % NV == 0) {
+                factors.template fill_codes<false>(n, turned + r % TILE / NV * TILE);
+                factors.multiply(n, second);
+            }
+            factors.template run<2>(codes, n, (T*)c.y + r * c.cols + k, stream, int(r % 2), second);
         });
     });
 }
@@ -145,6 +206,9 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
         const bool rotated = p.rotated == COLUMNWISE;
         const Sink s = source_of(p, c.column, c.cols, c.rows, true);
         if constexpr (B == 128) return turned_blocks<D, E>(c, s, stream);
+        if constexpr (B == NV) {
+            if (!rotated) return turned_nv<D, E>(p, c, s, stream);
+        }
         const i64 stride = line_bytes(c.rows, rotated);
         by_transposed_tiles<T>(c, stream, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;

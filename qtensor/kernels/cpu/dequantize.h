@@ -26,12 +26,12 @@ INLINE void decode_group(VB codes, const Table<E>& t, VF v[4]) {
         for (int j = 0; j < 4; j++) v[j] = (VF)Bfloat16::one(flat + j * W);
     }
 }
-// Four vectors in the lane order of D to GROUP outputs.
-template <class D>
+// Four vectors in the lane order of D to GROUP outputs. Nan: they may have NaN with any bits.
+template <class D, bool Nan = true>
 INLINE void store_group(typename D::T* y, const VF v[4], bool stream) {
     if constexpr (D::id == BF16) {
         for (int h = 0; h < 2; h++) {
-            VI even = to_bfloat16_bits((VI)v[2 * h]), odd = to_bfloat16_bits((VI)v[2 * h + 1]);
+            VI even = to_bfloat16_bits<Nan>((VI)v[2 * h]), odd = to_bfloat16_bits<Nan>((VI)v[2 * h + 1]);
             store_bytes((u8*)(y + h * 2 * W), (VB)((VI)((VU)even >> 16) | odd), stream);
         }
     } else if constexpr (D::id == F16) {
@@ -47,10 +47,9 @@ INLINE VB load_codes(const u8* p) {
 constexpr int unit_of(int codes) { return codes == 4 ? 3 : 1; }
 
 // n codes times one factor (step 0) or factors in the lanes' order (step 1).
-template <class D, class E>
-static void decode_run(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+template <class D, class E, bool Nan>
+static void decode_groups(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
     const Table<E>& t = table<E>();
-    stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
     for (i64 i = 0; i < n; i += GROUP) {
         look_ahead<GROUP>(codes + i);
         const VF* f = factors + i / W * step;
@@ -58,7 +57,7 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
         if (i + GROUP <= n) {
             decode_group<D, E>(load<VB>(codes + i), t, v);
             for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
-            store_group<D>(y + i, v, stream);
+            store_group<D, Nan>(y + i, v, stream);
         } else {
             u8 c[GROUP] = {};
             typename D::T out[GROUP];
@@ -69,6 +68,15 @@ static void decode_run(const u8* codes, i64 n, const VF* factors, int step, type
             memcpy(y + i, out, sizeof(typename D::T) * size_t(n - i));
         }
     }
+}
+template <class D, class E>
+static void decode_run(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+    stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
+    // Products with a finite factor have the NaN of the codes, which rounding leaves one.
+    if (!step && !any(((VI)factors[0] & all(ABS)) >= all(INF_BITS)))
+        decode_groups<D, E, false>(codes, n, factors, 0, y, stream);
+    else
+        decode_groups<D, E, true>(codes, n, factors, step, y, stream);
 }
 
 // Codes times one factor, which has a table where it serves many.
@@ -96,12 +104,23 @@ static void decode_one(const u8* codes, i64 n, float factor, typename D::T* y, b
     decode_run<D, E>(codes, n, four, 0, y, stream);
 }
 
+// GROUP codes of row k of the rows that share bytes: 4-bit codes beside those of another row, or codes as they are.
+template <int Joined>
+INLINE VB joined_codes(VB bytes, int k) {
+    if (Joined == 1) return bytes;
+    const VI nibbles = (VI)(k ? (VH)bytes >> 4 : (VH)bytes) & all(0x0f0f0f0f);
+    return (VB)nibbles;
+}
+
 // Factors of columns in the lanes' order; powers of two are added to exponents where that is the same.
 template <class D, class E>
 struct ColumnFactors {
     using T = typename D::T;
     VF* lanes;
     bool pow2 = false;
+#if QT_ISA == 512
+    NvColumns nv;
+#endif
     ColumnFactors(i64 cols) : lanes(new (std::align_val_t(64)) VF[size_t((cols + GROUP - 1) / GROUP * 4)]) {}
     ~ColumnFactors() { operator delete[](lanes, std::align_val_t(64)); }
     ColumnFactors(const ColumnFactors&) = delete;
@@ -115,37 +134,112 @@ struct ColumnFactors {
                     const i64 k = g * GROUP + position<D>(j, i);
                     lanes[4 * g + j][i] = k < cols ? of(k) : 1.0f;
                 }
-#if QT_ISA == 512
-        pow2 = D::id == BF16;
-        for (i64 i = 0; pow2 && i < (cols + GROUP - 1) / GROUP * 4; i++) pow2 = fits_exponents<E>((VI)lanes[i]);
-#endif
+        check(cols);
     }
-    void run(const u8* codes, i64 n, T* y, bool stream) const {
-#if QT_ISA == 512
-        if constexpr (D::id == BF16)
-            if (pow2) return by_steps(codes, n, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
-#endif
-        decode_run<D, E>(codes, n, lanes, 1, y, stream);
-    }
-#if QT_ISA == 512
-    void by_steps(const u8* codes, i64 n, T* y, bool stream) const {
-        for (i64 i = 0; i < n; i += GROUP) {
-            look_ahead<GROUP>(codes + i);
-            const __mmask64 real = n - i < GROUP ? (1ull << (n - i)) - 1 : ~0ull;
-            VH w[2];
-            words<E>((VB)_mm512_maskz_loadu_epi8(real, codes + i), elements, w);
-            for (int h = 0; h < 2; h++) {
-                // Even columns in the low halves, odd ones in the high halves, as the words have them.
-                const VI even = exponent_steps((VI)lanes[i / W + 2 * h]), odd = exponent_steps((VI)lanes[i / W + 2 * h + 1]);
-                const __m512i v = with_exponent<E>((__m512i)w[h], (__m512i)((even & all(0xffff)) | odd << 16));
-                if (n - i >= GROUP)
-                    store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
-                else
-                    _mm512_mask_storeu_epi16(y + i + h * 2 * W, u32(real >> 32 * h), v);
+    // Codes of E8M0 or E4M3 that lie side by side.
+    template <bool Exponents>
+    void fill_codes(i64 cols, const u8* codes) {
+        for (i64 k = 0; k < cols; k += GROUP) {
+            u8 last[GROUP] = {};
+            const u8* from = codes + k;
+            if (cols - k < GROUP) memcpy(last, from, size_t(cols - k)), from = last;
+            VF* v = lanes + k / W;
+            if (Exponents) {
+                VI c[4];
+                widen_group<D>(from, c);
+                for (int j = 0; j < 4; j++) {
+                    const VI f = c[j] == all(0) ? all(0x00400000) : c[j] << 23;
+                    v[j] = (VF)(c[j] == all(255) ? all(0x7fc00000) : f);
+                }
+            } else {
+                decode_group<D, FE4M3>(load<VB>(from), table<FE4M3>(), v);
             }
         }
+        if (Exponents) check(cols);
     }
+    // Floats that lie side by side.
+    void fill_floats(i64 cols, const float* from) {
+        VI even, odd;
+        for (int i = 0; i < W; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+        for (i64 k = 0; k < cols; k += GROUP) {
+            alignas(64) float last[GROUP];
+            const float* p = from + k;
+            if (cols - k < GROUP) {
+                for (i64 i = 0; i < GROUP; i++) last[i] = k + i < cols ? p[i] : 1.0f;
+                p = last;
+            }
+            for (int h = 0; h < 2; h++) {
+                const VF a = load<VF>(p + h * 2 * W), b = load<VF>(p + h * 2 * W + W);
+                VF* v = lanes + k / W + 2 * h;
+                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a, v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
+            }
+        }
+        check(cols);
+    }
+    // Before run() with `second`.
+    void multiply([[maybe_unused]] i64 cols, [[maybe_unused]] const VF* second) {
+#if QT_ISA == 512
+        if (D::id == BF16) nv.fill(cols, lanes, second);
 #endif
+    }
+    void check(i64 cols) {
+        VI odd{};
+        for (i64 i = 0; i < (cols + GROUP - 1) / GROUP * 4; i++) odd = odd | unfit_exponents<E>((VI)lanes[i]);
+        pow2 = D::id == BF16 && !any(odd);
+    }
+    // Joined: see joined_codes. Where `second` is given, values are multiplied by it, too.
+    template <int Joined = 1>
+    void run(const u8* codes, i64 n, T* y, bool stream, int k = 0, const VF* second = nullptr) {
+        stream = stream && (uintptr_t(y) & (GROUP - 1)) == 0;
+        for (i64 i = 0; i < n; i += GROUP) {
+            look_ahead<GROUP>(codes + i);
+            const i64 real = n - i;
+            if (real >= GROUP) {
+                group<Joined>(codes + i, i / W, y + i, stream, k, second);
+                continue;
+            }
+            u8 c[GROUP] = {};
+            T out[GROUP];
+            memcpy(c, codes + i, size_t(real));
+            group<Joined>(c, i / W, out, false, k, second);
+            memcpy(y + i, out, sizeof(T) * size_t(real));
+        }
+    }
+    template <int Joined>
+    INLINE void group_of(const ColumnFactors& q, const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
+        const VB c = joined_codes<Joined>(load<VB>(codes), k);
+        const VF* f = q.lanes + at;
+        if constexpr (D::id == BF16) {
+            if (q.pow2) {
+                VH w[2];
+                words<E>(c, q.elements, w);
+                for (int h = 0; h < 2; h++) {
+                    // Even columns in the low halves, odd ones in the high halves, as the words have them.
+                    const VI even = exponent_steps((VI)f[2 * h]), odd = exponent_steps((VI)f[2 * h + 1]);
+                    store_bytes((u8*)(y + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)((even & all(0xffff)) | odd << 16)), stream);
+                }
+                return;
+            }
+#if QT_ISA == 512
+            if (E::width == 4 && second && q.nv.fit) {
+                VH w[2];
+                words<E>(c, q.elements, w);
+                for (int h = 0; h < 2; h++)
+                    store_bytes((u8*)(y + h * 2 * W), (VB)nv_products((__m512i)w[h], q.nv.one[at / 2 + h], q.nv.more[at / 2 + h]), stream);
+                return;
+            }
+#endif
+        }
+        VF v[4];
+        decode_group<D, E>(c, q.elements, v);
+        for (int j = 0; j < 4; j++) v[j] = v[j] * f[j];
+        for (int j = 0; second && j < 4; j++) v[j] = v[j] * second[at + j];
+        store_group<D>(y, v, stream);
+    }
+    template <int Joined>
+    void group(const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
+        group_of<Joined>(*this, codes, at, y, stream, k, second);
+    }
     const Table<E>& elements = table<E>();
 };
 
@@ -255,9 +349,28 @@ struct LineDecoder {
     }
 
 #if QT_ISA == 512
+    INLINE void nv_quick(const NvWords& found, const u8* codes, T* y, bool stream) {
+        const __m512i one = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.one >> 16)));
+        const __m512i more = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.more >> 16)));
+        __m512i at = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);  // the block of each lane
+        for (int i = 0; i < W * B; i += GROUP) {
+            look_ahead<GROUP / 2>(codes + i / 2);
+            VH w[2];
+            words<E>(load_nibbles(codes + i / 2), table<E>(), w);
+            for (int h = 0; h < 2; h++) {
+                const __m512i v = nv_products((__m512i)w[h], _mm512_permutexvar_epi16(at, one), _mm512_permutexvar_epi16(at, more));
+                store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
+                at = _mm512_add_epi16(at, _mm512_set1_epi16(2));
+            }
+        }
+    }
     INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
         if constexpr (D::id != F32) {
             const VF f = load<VF>(q.factor), g = load<VF>(q.global);
+            if constexpr (D::id == BF16) {
+                const NvWords found = nv_words(f, g);
+                if (found.fit) return nv_quick(found, codes, y, stream);
+            }
             for (int b = 0; b < W; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
             return;
         }
@@ -268,32 +381,27 @@ struct LineDecoder {
         }
     }
 #endif
-#if QT_ISA == 512
     INLINE void pow2_strip(VI steps, const u8* codes, T* y, bool stream) {
-        const __m512i low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)steps));
+        alignas(64) i32 pairs[W];
+        store(pairs, (steps & all(0xffff)) | steps << 16);
         for (int at = 0; at < W * B; at += GROUP) {
             look_ahead<GROUP>(codes + at);
             VH w[2];
             words<E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), table<E>(), w);
-            for (int h = 0; h < 2; h++) {
-                const __m512i step = _mm512_permutexvar_epi16(_mm512_set1_epi16(short((at + h * 2 * W) / B)), low);
-                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>((__m512i)w[h], step), stream);
-            }
+            for (int h = 0; h < 2; h++)
+                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)all(pairs[(at + h * 2 * W) / B])), stream);
         }
     }
-#endif
 
     INLINE void strip_of(LineDecoder& q, const u8* codes, T* y, bool stream) {
 #if QT_ISA == 512
         if constexpr (B == NV) return nv_strip(q, codes, y, stream);
 #endif
         const Table<E>& t = table<E>();
-#if QT_ISA == 512
-        if constexpr (D::id == BF16) {
+        if constexpr (D::id == BF16 && B != NV) {
             const VI f = load<VI>(q.factor);
             if (fits_exponents<E>(f)) return pow2_strip(exponent_steps(f), codes, y, stream);
         }
-#endif
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             decode_group<D, E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), t, v);

@@ -1,6 +1,7 @@
 // FP8 with one factor for the tensor, a row or a column.
 #pragma once
 #include "amax.h"
+#include "sinks.h"
 #include "transpose.h"
 
 namespace QT_NAMESPACE {
@@ -19,10 +20,11 @@ struct OneFactor {
     OneFactor(float f, i64) : four{all(f), all(f), all(f), all(f)} {}
 #endif
     template <bool Safe>
-    INLINE VB codes(const OneFactor& o, const T* x, i64) {
+    INLINE VB codes(const OneFactor& o, const T* x, i64, [[maybe_unused]] u32& history) {
 #if QT_ISA == 512
         if constexpr (D::id == BF16 && !Safe)
-            if (o.table.usable) return codes_of_table<E>(x, o.table, o.four);
+            if (o.table.usable) return codes_of_table<E>(x, o.table, o.four, history);
+        if constexpr (!Safe) return codes_of_products<D, E>(x, o.four, history);
 #endif
         return encode_group<D, E, Safe, false>(x, o.four);
     }
@@ -32,7 +34,10 @@ template <class D, class E>
 struct LaneFactors {
     const VF* f;
     template <bool Safe>
-    INLINE VB codes(const LaneFactors& o, const typename D::T* x, i64 i) {
+    INLINE VB codes(const LaneFactors& o, const typename D::T* x, i64 i, [[maybe_unused]] u32& history) {
+#if QT_ISA == 512
+        if constexpr (!Safe) return codes_of_products<D, E>(x, o.f + i / W, history);
+#endif
         return encode_group<D, E, Safe, false>(x, o.f + i / W);
     }
 };
@@ -43,15 +48,16 @@ static void encode_run(const typename D::T* x, i64 n, const F& factors, u8* out,
     using T = typename D::T;
     stream = stream && (uintptr_t(out) & (GROUP - 1)) == 0;
     i64 i = 0;
+    u32 history = 0;
     for (; i + GROUP <= n; i += GROUP) {
         prefetch((const u8*)(x + i) + ahead, 1, 0, GROUP * sizeof(T));
-        store_bytes(out + i, F::template codes<Safe>(factors, x + i, i), stream);
+        store_bytes(out + i, F::template codes<Safe>(factors, x + i, i, history), stream);
     }
     if (i < n) {
         T t[GROUP] = {};
         u8 codes[GROUP];
         memcpy(t, x + i, sizeof(T) * size_t(n - i));
-        store(codes, F::template codes<Safe>(factors, t, i));
+        store(codes, F::template codes<Safe>(factors, t, i, history));
         memcpy(out + i, codes, size_t(n - i));
     }
 }
@@ -75,6 +81,23 @@ struct Float8Quantizer {
     Float8Quantizer(const Plan& plan, const QuantizeCall& call, bool stream)
         : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows), nontemporal(stream) {}
 
+    // Which values may not be finite, or have a factor that makes signs and NaN those of the products.
+    struct Care {
+        bool always;  // all
+        bool looks;   // those among which it finds one
+        i32 met = 0;  // largest magnitude
+        bool needed(const T* from, i64 n) {
+            if (!looks) return always;
+            const i32 own = amax_run<D>(from, n);
+            met = met > own ? met : own;
+            return always || own >= INF_BITS;
+        }
+        void tell(i32* top) const {
+#pragma omp critical(qtensor_max)
+            *top = *top > met ? *top : met;
+        }
+    };
+
     float scale_of(i32 amax) const { return fp8_scale(all(amax), bits<float>(E::max_bits), p, FLT_MAX)[0]; }
 
     void run() {
@@ -90,19 +113,21 @@ struct Float8Quantizer {
         i32 found = 0;
         float scale = c.scale ? *c.scale : 1.0f;
         const bool own = !c.scale && !c.row.given;
-        if (own || c.amax_out) found = amax_tensor<D>(c, false);
+        if (own) found = amax_tensor<D>(c, false);
         if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
+        const Care care{is_odd(scale) || found >= INF_BITS, !own};
+        const i32 met = with_factor(OneFactor<D, E>(scale, c.rows * c.cols), care, own);
+        if (!own) found = met;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
-        with_factor(OneFactor<D, E>(scale, c.rows * c.cols), is_odd(scale) ? 1 : own || c.amax_out ? found >= INF_BITS : -1);
     }
 
-    // Codes with the factor of the tensor; `safe` as careful() has it.
-    void with_factor(const OneFactor<D, E>& f, int safe) {
+    // Codes with the factor of the tensor. Returns the largest magnitude that was met where care looks; `again`: for the second
+    // time, all of the tensor has been read.
+    i32 with_factor(const OneFactor<D, E>& f, const Care& care, bool again) {
         if (c.column.data || (c.stride != c.cols && c.rows > 1))
-            tiles(safe, [&](i64, i64) -> const OneFactor<D, E>& { return f; });
-        else
-            flat(f, safe);
+            return tiles(care, again, [&](i64) -> const OneFactor<D, E>& { return f; });
+        return flat(f, care, again);
     }
 
     void rows() {
@@ -133,9 +158,8 @@ struct Float8Quantizer {
         if (!c.scale && !c.row.given) amax_columns<D>(c, false, amax);
         if (!c.scale && c.row.given) memcpy(amax, c.row.given, sizeof(i32) * size_t(c.cols));
         const i64 groups = (c.cols + GROUP - 1) / GROUP;
-        int safe = -1;
-        for (i64 k = 0; c.scale && k < c.cols; k++)
-            if (is_odd(c.scale[k])) safe = 1;
+        bool odd = false;
+        for (i64 k = 0; c.scale && k < c.cols; k++) odd |= is_odd(c.scale[k]);
         VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
         for (i64 g = 0; g < groups; g++)
             for (int j = 0; j < 4; j++)
@@ -149,7 +173,7 @@ struct Float8Quantizer {
                     const i64 k = g * GROUP + position<D>(j, i);
                     if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
                 }
-        tiles(safe, [&](i64, i64 k) { return LaneFactors<D, E>{factors + k / W}; });
+        tiles(Care{odd, !odd}, !c.scale && !c.row.given, [&](i64 k) { return LaneFactors<D, E>{factors + k / W}; });
         operator delete[](factors, std::align_val_t(64));
     }
 
@@ -168,89 +192,148 @@ struct Float8Quantizer {
         return {scale, own >= INF_BITS || is_odd(scale)};
     }
 
-    // safe: 1 or 0 where it is known whether there are values that are not finite, else -1.
-    static bool careful(const T* from, i64 n, int safe) { return safe < 0 ? amax_run<D>(from, n) >= INF_BITS : safe; }
+    // Parts of 0 .. n in the order in which the cache still has them.
+    static i64 turn_of(i64 i, i64 n, bool again) { return again ? n - 1 - i : i; }
 
-    void flat(const OneFactor<D, E>& f, int safe) {
+    i32 flat(const OneFactor<D, E>& f, const Care& care, bool again) {
         const T* from = x + begin * c.cols;
         u8* out = c.row.data + begin * c.cols;
+        i32 met = 0;
         parallel((end - begin) * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
-            // Backwards: what the pass for the maximum read last is still in the cache.
             constexpr i64 part = 16 * RUN;
-            for (i64 at = a + (b - a - 1) / part * part; at >= a; at -= part)
+            Care own = care;
+            const i64 parts = (b - a + part - 1) / part;
+            for (i64 p = 0; p < parts; p++) {
+                const i64 at = a + turn_of(p, parts, again) * part;
                 for (i64 i = at; i < b && i < at + part; i += RUN) {
                     const i64 n = b - i < RUN ? b - i : RUN;
-                    encode_any<D, E>(from + i, n, f, out + i, nontemporal, careful(from + i, n, safe));
+                    const bool safe = own.needed(from + i, n);
+                    // A run that is read twice stays in the cache; the next one comes meanwhile.
+                    encode_any<D, E>(from + i, n, f, out + i, nontemporal, safe, care.looks ? RUN * i64(sizeof(T)) : AHEAD);
                 }
+            }
+            own.tell(&met);
         });
+        return met;
     }
 
-    static constexpr i64 BAND = 256, TILE = 128;  // rows and columns of a tile that is transposed
+    // Rows that are transposed at once: whole lines of memory of the transpose. Their codes, up to WIDE columns of them, stay in the
+    // second cache level; PAD keeps rows from meeting in one set of it.
+    static constexpr i64 LINES = 64, WIDE = 16384, PAD = 64;
 
-    void turned_rows() {
-        constexpr i64 band = 64;  // few, so that they stay in the cache while they are read twice
-        parallel(end - begin, band, c.threads, [&](i64 a, i64 b) {
-            OneFactor<D, E>* f = (OneFactor<D, E>*)operator new(sizeof(OneFactor<D, E>) * band, std::align_val_t(64));
-            Tile tile(*this);
-            for (i64 r = begin + a; r < begin + b; r += band) {
-                const i64 n = begin + b - r < band ? begin + b - r : band;
-                bool safe = false;
+    // Codes leave as they are and transposed. encode(r, i, k, n, out): n codes from column k of row r, the i-th of its band; k = 0
+    // comes first.
+    template <class F>
+    void turned(i64 first, i64 last, bool again, const F& encode) const {
+        const i64 part = c.cols < WIDE ? c.cols : WIDE, ld = up(part, GROUP) + PAD, count = (last - first + LINES - 1) / LINES;
+        u8* codes = new (std::align_val_t(64)) u8[size_t(LINES * ld)];
+        for (i64 band = 0; band < count; band++) {
+            const i64 r = first + turn_of(band, count, again) * LINES, n = last - r < LINES ? last - r : LINES;
+            for (i64 k = 0; k < c.cols; k += part) {
+                const i64 width = c.cols - k < part ? c.cols - k : part;
                 for (i64 i = 0; i < n; i++) {
-                    const Scaled s = row_scale(r + i);
-                    new (f + i) OneFactor<D, E>(s.scale, c.cols);
-                    safe |= s.safe;
+                    encode(r + i, i, k, width, codes + i * ld);
+                    if (c.row.data) put_bytes(c.row.data + (r + i) * c.cols + k, codes + i * ld, width, nontemporal);
                 }
-                for (i64 k = 0; k < c.cols; k += TILE)
-                    tile.run(r, n, k, safe, [&](i64 row, i64) -> const OneFactor<D, E>& { return f[row]; });
+                turn_bytes(codes, ld, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
             }
+        }
+        operator delete[](codes, std::align_val_t(64));
+    }
+
+    // Rows with factors of their own: each is encoded while the cache has it from the search for its maximum, but for the later
+    // parts of very wide ones.
+    void turned_rows() {
+        using Factor = OneFactor<D, E>;
+        parallel(end - begin, LINES, c.threads, [&](i64 a, i64 b) {
+            Factor* f = (Factor*)operator new(sizeof(Factor) * LINES, std::align_val_t(64));
+            bool safe[LINES];
+            turned(begin + a, begin + b, false, [&](i64 r, i64 i, i64 k, i64 n, u8* out) {
+                if (!k) {
+                    const Scaled s = row_scale(r);
+                    new (f + i) Factor(s.scale, c.cols), safe[i] = s.safe;
+                }
+                encode_any<D, E>(x + r * c.stride + k, n, f[i], out, false, safe[i], c.stride * i64(sizeof(T)));
+            });
             operator delete(f, std::align_val_t(64));
         });
     }
 
-    // factors(row of the tile, column): what encodes a row of a tile.
+    // factors(column): what encodes from there on.
     template <class F>
-    void tiles(int safe, const F& factors) {
-        parallel(end - begin, c.column.data ? BAND : 1, c.threads, [&](i64 a, i64 b) {
-            const i64 last = begin + b;
-            if (c.column.data) {
-                Tile tile(*this);
-                for (i64 r = begin + a; r < last; r += BAND)
-                    for (i64 k = 0; k < c.cols; k += TILE) tile.run(r, last - r < BAND ? last - r : BAND, k, safe, factors);
-                return;
-            }
-            for (i64 r = begin + a; r < last; r++)
-                for (i64 k = 0; k < c.cols; k += RUN) {
-                    const i64 n = c.cols - k < RUN ? c.cols - k : RUN;
-                    const T* from = x + r * c.stride + k;
-                    encode_any<D, E>(from, n, factors(0, k), c.row.data + r * c.cols + k, nontemporal, careful(from, n, safe));
+    i32 tiles(const Care& care, bool again, const F& factors) {
+        i32 met = 0;
+        parallel(end - begin, c.column.data ? c.row.data ? LINES : TALL : 1, c.threads, [&](i64 a, i64 b) {
+            Care own = care;
+            const auto encode = [&](i64 r, i64 k, i64 n, u8* out, bool stream) {
+                for (i64 j = 0; j < n; j += RUN) {
+                    const i64 run = n - j < RUN ? n - j : RUN;
+                    const T* from = x + r * c.stride + k + j;
+                    const bool safe = own.needed(from, run);
+                    encode_any<D, E>(from, run, factors(k + j), out + j, stream, safe, own.looks ? RUN * i64(sizeof(T)) : AHEAD);
                 }
+            };
+            if (c.column.data && !c.row.data)
+                tall(begin + a, begin + b, own, again, factors, encode);
+            else if (c.column.data)
+                turned(begin + a, begin + b, again, [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
+            else
+                for (i64 r = begin + a; r < begin + b; r++) encode(r, 0, c.cols, c.row.data + r * c.cols, nontemporal);
+            own.tell(&met);
         });
+        return met;
     }
 
-    // Codes of a tile, which leave as they are and transposed.
-    struct Tile {
-        const Float8Quantizer& q;
-        u8 *codes, *turned;
-        explicit Tile(const Float8Quantizer& quantizer)
-            : q(quantizer), codes(new (std::align_val_t(64)) u8[size_t(2 * BAND * TILE)]), turned(codes + BAND * TILE) {}
-        ~Tile() { operator delete[](codes, std::align_val_t(64)); }
-
-        template <class F>
-        void run(i64 row0, i64 n, i64 k, int safe, const F& factors) {
-            const QuantizeCall& c = q.c;
-            const i64 width = c.cols - k < TILE ? c.cols - k : TILE;
-            // The tile to the right, row by row.
-            const i64 ahead = k + 2 * TILE <= c.cols ? TILE * i64(sizeof(T)) : 0;
-            for (i64 r = 0; r < n; r++) {
-                const T* from = q.x + (row0 + r) * c.stride + k;
-                encode_any<D, E>(from, width, factors(r, k), codes + r * TILE, false, careful(from, width, safe), ahead);
-                if (!c.row.data) continue;
-                u8* row = c.row.data + (row0 + r) * c.cols + k;
-                put_bytes(row, codes + r * TILE, width, q.nontemporal);
+    // Codes that leave only transposed: in tiles so small that reading and writing take turns all the time, and so tall that a page of
+    // the transpose, once found, gets several lines.
+    static constexpr i64 TALL = 256, NARROW = 64;
+    template <class F, class G>
+    void tall(i64 first, i64 last, Care& care, bool again, const F& factors, const G& encode) const {
+        alignas(64) u8 codes[TALL * NARROW];
+        const i64 across = (c.cols + NARROW - 1) / NARROW, count = (last - first + TALL - 1) / TALL * across;
+        for (i64 t = 0; t < count; t++) {
+            const i64 at = turn_of(t, count, again), after = turn_of(t + 1 < count ? t + 1 : t, count, again);
+            const i64 r = first + at / across * TALL, k = at % across * NARROW;
+            const i64 n = last - r < TALL ? last - r : TALL, width = c.cols - k < NARROW ? c.cols - k : NARROW;
+            if (width == NARROW) {
+                const i64 r1 = first + after / across * TALL;
+                const bool reaches = r1 + n <= last;  // the tile that follows has all these rows
+                const T* from = x + r * c.stride + k;
+                const T* next = reaches ? x + r1 * c.stride + after % across * NARROW : from;
+                i32 met = 0;
+                if (!care.always) met = care.looks ? encode_tile<false, true>(from, n, next, factors(k), codes)
+                                                   : encode_tile<false, false>(from, n, next, factors(k), codes);
+                if (care.always || met >= INF_BITS) met = encode_tile<true, true>(from, n, next, factors(k), codes);
+                care.met = care.met > met ? care.met : met;
+            } else {
+                for (i64 i = 0; i < n; i++) encode(r + i, k, width, codes + i * NARROW, false);
             }
-            turn_bytes(codes, TILE, c.column.data + k * c.rows + row0, c.rows, n, width, q.nontemporal, turned);
+            turn_bytes(codes, NARROW, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
         }
-    };
+    }
+    // n rows of NARROW columns to codes one behind the other. Returns the largest magnitude where it looks.
+    template <bool Safe, bool Looks, class F>
+    i32 encode_tile(const T* from, i64 n, const T* next, const F& f, u8* codes) const {
+        VH words[2] = {};
+        VI top{};
+        u32 history = 0;
+        for (i64 i = 0; i < n; i++, from += c.stride, next += c.stride) {
+            prefetch(next, 1, 0, NARROW * i64(sizeof(T)));
+            for (i64 g = 0; g < NARROW; g += GROUP) {
+                if constexpr (Looks && D::pairs) {
+                    for (int h = 0; h < 2; h++) {
+                        const VH w = load<VH>(from + g + h * 2 * W) & (VH)all(0x7fff7fff);
+                        words[h] = words[h] > w ? words[h] : w;
+                    }
+                } else if constexpr (Looks) {
+                    for (int j = 0; j < 4; j++) top = max(top, D::one(from + g + j * W) & all(ABS));
+                }
+                store(codes + i * NARROW + g, F::template codes<Safe>(f, from + g, g, history));
+            }
+        }
+        for (int h = 0; h < 2; h++) top = max(top, max((VI)words[h] << 16, (VI)words[h] & all(i32(0xffff0000))));
+        return lane_max(top);
+    }
 };
 
 }  // namespace QT_NAMESPACE

@@ -62,23 +62,18 @@ struct Fused {
         i32 found = 0;
         const bool own = !c.scale && !c.row.given;
         if (own) bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
-        const Float8Quantizer<D, E> whole(p, c, false);
-        const float scale = c.scale ? *c.scale : whole.scale_of(own ? found : bits<i32>(*c.row.given));
+        using Float8 = Float8Quantizer<D, E>;
+        const float scale = c.scale ? *c.scale : Float8(p, c, false).scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         const OneFactor<D, E> factor(scale, c.rows * c.cols);
-        const bool odd = Float8Quantizer<D, E>::is_odd(scale);
+        const typename Float8::Care care{Float8::is_odd(scale) || found >= INF_BITS, !own};
         if (own && c.x) {
-            Float8Quantizer<D, E>(p, c, stream).with_factor(factor, odd || found >= INF_BITS);
+            Float8(p, c, stream).with_factor(factor, care, true);
             return;
         }
-        bands(own, [&](const QuantizeCall& part, const QuantizeCall& alone) {
-            int safe = own ? found >= INF_BITS : -1;
-            if (c.amax_out && !own) {
-                const i32 top = amax_tensor<D>(alone, false);
-                safe = top >= INF_BITS;
-                raise(&found, top);
-            }
-            Float8Quantizer<D, E>(p, part, stream).with_factor(factor, odd ? 1 : safe);
+        bands(own, [&](const QuantizeCall& part, const QuantizeCall&) {
+            const i32 met = Float8(p, part, stream).with_factor(factor, care, false);
+            if (!own) raise(&found, met);
         });
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
     }

@@ -390,6 +390,9 @@ struct LineQuantizer {
         Factors f = factors_of<E>(amax, d, global);
         store(encode[0], f.encode);
         if (!p.stochastic) {
+#if QT_ISA == 512
+            if (encode_small<Float32, E, B, Codes>(wide, amax, f.encode, out, false)) return f.stored;
+#endif
             encode_strip<Float32, E, B, Codes, false>(wide, encode[0], out, false);
             return f.stored;
         }

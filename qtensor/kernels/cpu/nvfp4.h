@@ -2,6 +2,7 @@
 // floats a line.
 #pragma once
 #include "fast512.h"
+#include "transpose.h"
 
 namespace QT_NAMESPACE {
 
@@ -9,8 +10,10 @@ constexpr int NV = 16;  // block, and size of the rotation
 constexpr int MX = 32;
 
 // ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
-INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even
+template <bool Nan = true>
+INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even. Without Nan, NaN must have zeros in the low half
     VI r = (u + all(0x7fff) + ((VI)((VU)u >> 16) & all(1))) & all(i32(0xffff0000));
+    if (!Nan) return r;
     return (u & all(ABS)) > all(INF_BITS) ? all(0x7fc00000) : r;
 }
 INLINE u16 float_to_half(float f) {
@@ -49,10 +52,18 @@ constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
 // W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an output adds up: a sum
 // of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the reference do; each lane is a block, and equal
 // beginnings of sums are added up once.
+template <int Rows, int Cols>
+INLINE void turn_blocks(const float* x, float* y) {
+#if QT_ISA == 512
+    turn_square<float>(x, Cols, y, Rows, false);
+#else
+    transpose<float>(x, Cols, y, Rows, Rows, Cols);
+#endif
+}
 template <bool Signs, bool Back>
 static void rotate_blocks(const float* x, float* y) {
     alignas(64) float t[NV * W];
-    transpose<float>(x, NV, t, W, W, NV);
+    turn_blocks<W, NV>(x, t);
     VF v[NV];
 #pragma GCC unroll 16
     for (int k = 0; k < NV; k++) v[k] = load<VF>(t + k * W) * all(Signs && !Back && (SIGN_MASK >> k & 1) ? -0.25f : 0.25f);
@@ -64,7 +75,7 @@ static void rotate_blocks(const float* x, float* y) {
         for (int k = 1; k < NV; k++) sum = (__builtin_parity(unsigned(k & j)) != 0) != negative ? sum - v[k] : sum + v[k];
         store(t + j * W, sum);
     }
-    transpose<float>(t, W, y, NV, NV, W);
+    turn_blocks<NV, W>(t, y);
 }
 template <bool Back>
 static void rotate(float* x, bool signs) {
@@ -107,22 +118,40 @@ INLINE void pack_all(const u8* codes, u8* out) {
 }
 
 // ---- stochastic rounding -------------------------------------------------------------------------------------------------
+// Both halves of products of 32 bits.
+struct Products {
+    VU low, high;
+};
+INLINE Products products(VU a, u32 b) {
+#if QT_ISA == 512
+    const __m512i k = _mm512_set1_epi32(i32(b)), v = (__m512i)a;
+    const __m512i even = _mm512_mul_epu32(v, k), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), k);
+    return {(VU)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_ENUM(0xa0)),
+            (VU)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_ENUM(0xf5))};
+#elif QT_ISA == 2
+    const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
+    const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
+    return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa), (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
+#else
+    Products p;
+    for (int i = 0; i < W; i++) {
+        const uint64_t full = uint64_t(a[i]) * b;
+        p.low[i] = u32(full), p.high[i] = u32(full >> 32);
+    }
+    return p;
+#endif
+}
 // Philox4x32-10: 16 bytes for each counter.
 INLINE void philox(const u32 low[W], const u32 high[W], u32 stream, i64 seed, u32 out[4][W]) {
-    u32 c0[W], c1[W], c2[W], c3[W];
-    for (int i = 0; i < W; i++) c0[i] = low[i], c1[i] = high[i], c2[i] = 0, c3[i] = stream;
+    VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(i32(stream));
     u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
     for (int round = 0; round < 10; round++) {
-        for (int i = 0; i < W; i++) {
-            uint64_t a = uint64_t(c0[i]) * 0xD2511F53u, b = uint64_t(c2[i]) * 0xCD9E8D57u;
-            c0[i] = u32(b >> 32) ^ c1[i] ^ k0;
-            c2[i] = u32(a >> 32) ^ c3[i] ^ k1;
-            c1[i] = u32(b), c3[i] = u32(a);
-        }
+        const Products a = products(c0, 0xD2511F53u), b = products(c2, 0xCD9E8D57u);
+        c0 = b.high ^ c1 ^ (VU)all(i32(k0)), c2 = a.high ^ c3 ^ (VU)all(i32(k1));
+        c1 = b.low, c3 = a.low;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    memcpy(out[0], c0, sizeof c0), memcpy(out[1], c1, sizeof c1);
-    memcpy(out[2], c2, sizeof c2), memcpy(out[3], c3, sizeof c3);
+    store(out[0], c0), store(out[1], c1), store(out[2], c2), store(out[3], c3);
 }
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
 INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
@@ -150,15 +179,14 @@ INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
 }
 // Codes of W blocks, rounded up with a probability equal to the distance from the lower neighbour.
 INLINE void encode_stochastic(const float* x, const float* factors, const u8* random, u8* codes) {
-    const float bounds[] = {0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     for (int i = 0; i < W * NV; i += W) {
         VF y = load<VF>(x + i) * all(factors[i / NV]);
         VF a = (VF)min((VI)y & all(ABS), all(FE2M1::max_bits));
         VF step = a < all(2.0f) ? all(0.5f) : a < all(4.0f) ? all(1.0f) : all(2.0f);
         VF r = __builtin_convertvector(widen(random + i), VF) * all(1.0f / 256.0f);
         VF raised = a + r * step;
-        VI code = VI{};
-        for (float bound : bounds) code = code - (VI)(raised >= all(bound));
+        // Cut off: from 1 on, exponent and one bit of fraction are the code; below, 0.5 is 1.
+        VI code = max((VI)((VU)(VI)raised >> 22) - all(252), (VI)(raised >= all(0.5f)) & all(1));
         code = code | ((VI)(y < all(0.0f)) & all(8));
         narrow(codes + i, code);
     }

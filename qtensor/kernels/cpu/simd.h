@@ -195,6 +195,27 @@ constexpr int position(int j, int lane) {
     return D::pairs ? (j / 2) * 2 * W + 2 * lane + j % 2 : j * W + lane;
 }
 
+// GROUP bytes to four vectors, in the lane order of D.
+template <class D>
+INLINE void widen_group(const u8* p, VI v[4]) {
+    if (!D::pairs) {
+        for (int j = 0; j < 4; j++) v[j] = widen(p + j * W);
+        return;
+    }
+    for (int h = 0; h < 2; h++) {
+#if QT_ISA == 512
+        const VI w = (VI)_mm512_cvtepu8_epi16(load<__m256i>(p + h * 2 * W));
+#elif QT_ISA == 2
+        const VI w = (VI)_mm256_cvtepu8_epi16(load<__m128i>(p + h * 2 * W));
+#else
+        VH words;
+        for (int i = 0; i < 2 * W; i++) words[i] = p[h * 2 * W + i];
+        const VI w = (VI)words;
+#endif
+        v[2 * h] = w & all(0xffff), v[2 * h + 1] = (VI)((VU)w >> 16);
+    }
+}
+
 // ---- pack: four vectors of codes (one a dword) to GROUP bytes in element order ----------------------------------------
 template <bool Pairs>
 INLINE VB pack(const VI c[4]) {

@@ -69,24 +69,27 @@ static void turn(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols, bool st
     for (c = 0; c < cols; c += N) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, rows - r, cols - c < N ? cols - c : N);
 }
 
-// x (rows, cols) to y (cols, rows); `scratch`: rows * cols bytes.
-static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols, bool stream, u8* scratch) {
+// x (rows, cols) to y (cols, rows), which leaves in whole lines of memory.
+static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols, bool stream) {
+    constexpr i64 HIGH = 256, WIDE = 64;
     i64 r = 0;
 #if QT_ISA == 512
     const bool aligned = stream && ((uintptr_t(y) | uintptr_t(ldy)) & 63) == 0;
-    for (; r + 64 <= rows; r += 64) {
-        i64 c = 0;
-        for (; c + 64 <= cols; c += 64) turn_square<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, aligned);
-        if (c < cols) transpose<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, 64, cols - c);
-    }
+    const i64 high = rows / 64 * 64, wide = cols / 64 * 64;
+    // Lines that lie behind each other leave together.
+    for (i64 c = 0; c < wide; c += 64)
+        for (r = 0; r < high; r += 64) turn_square<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, aligned);
+    if (wide < cols) transpose<u8>(x + wide, ldx, y + wide * ldy, ldy, high, cols - wide);
+    r = high;
 #endif
-    if (r == rows) return;
-    // Through a tile of its own, so that whole lines of memory leave at once.
-    rows -= r, y += r;
-    transpose<u8>(x + r * ldx, ldx, scratch, rows, rows, cols);
-    for (i64 i = 0; i < cols; i++) {
-        put_bytes(y + i * ldy, scratch + i * rows, rows, stream);
-    }
+    // Through a tile of its own.
+    alignas(64) u8 tile[HIGH * WIDE];
+    for (; r < rows; r += HIGH)
+        for (i64 c = 0; c < cols; c += WIDE) {
+            const i64 n = rows - r < HIGH ? rows - r : HIGH, width = cols - c < WIDE ? cols - c : WIDE;
+            transpose<u8>(x + r * ldx + c, ldx, tile, n, n, width);
+            for (i64 i = 0; i < width; i++) put_bytes(y + (c + i) * ldy + r, tile + i * n, n, stream);
+        }
 }
 
 }  // namespace QT_NAMESPACE
