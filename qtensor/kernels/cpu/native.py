@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError
+from qtensor.kernels.cpu.pages import ask_for_large_pages
 from qtensor.kernels.cpu.plan import ABI, FORMATS, Plan, make_plan
 from qtensor.layout import Shape, buffer_shapes, rows_cols
 
@@ -232,6 +233,8 @@ def quantize_(
         or not _take_given(codec, site, pointers, scale, amax)
     ):
         return False
+    for buffer in buffers:
+        ask_for_large_pages(buffer)
     cols, matrix, stride = site.cols, x, site.cols
     if not x.is_contiguous():
         matrix = x if x.ndim == 2 else x.reshape(site.rows, cols)
@@ -282,6 +285,8 @@ def quantize_arguments(
     pointers = None if site is None else _pointers(site, buffers)
     if site is None or pointers is None or not _take_given(codec, site, pointers, scale, amax):
         return None
+    for buffer in buffers:
+        ask_for_large_pages(buffer)
     found = buffers[-1] if codec.returns_amax and len(buffers) > len(codec.slots) else None
     return _QUANTIZE.pack(
         site.address,
@@ -356,6 +361,7 @@ def dequantize_(
     column = pointers[4:7] if side == 1 else (0, 0, 0)
     if out.numel() != count * site.cols or not 0 <= part.first <= site.rows - count:
         return False
+    ask_for_large_pages(out)
     status = kernels.dequantize(
         _DEQUANTIZE.pack(
             site.address,
