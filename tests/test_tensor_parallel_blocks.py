@@ -255,7 +255,11 @@ def initial(activation: str, options: dict[str, Any]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"init_method": torch.nn.init.xavier_normal_}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init_method": torch.nn.init.xavier_normal_}],
+    ids=["as nn.Linear", "init_method"],
+)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_initial_values_are_parts_of_the_whole(
     ranks: Ranks, activation: str, options: dict[str, Any]
