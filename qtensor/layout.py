@@ -51,6 +51,16 @@ def dim_size(dim: Dim, rows: int, cols: int) -> int:
     return round_up(ceil_div(n, dim.per) * dim.units, dim.pad)
 
 
+def has_padding(slot: Slot, shape: Shape) -> bool:
+    """Whether a buffer of a tensor of that shape, known as numbers, holds entries or parts of bytes that stand for no element."""
+    rows, cols = rows_cols(shape)
+    for dim in slot.dims:
+        n = {"m": rows, "k": cols}.get(dim.axis, 0)
+        if n % dim.per or n // dim.per * dim.units % dim.pad:
+            return True
+    return False
+
+
 def buffer_shapes(slots: Sequence[Slot], shape: Shape) -> list[tuple[int, ...]]:
     """Shapes of the inner buffers ``slots`` of a tensor of logical ``shape``."""
     logical = tuple(shape)

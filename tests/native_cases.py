@@ -17,6 +17,7 @@ from torch import Tensor
 import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native
+from qtensor.layout import has_padding
 from qtensor.library.codec import alloc_slots, by_name
 
 SHAPES = [
@@ -72,7 +73,7 @@ def dirty(codec: Any, shape: tuple[int, ...]) -> list[Tensor]:
     """New buffers. What the kernels have to write is not yet right in any byte; padding is zero."""
     buffers = alloc_slots(codec.slots, shape, torch.device("cpu"))
     for slot, buffer in zip(codec.slots, buffers, strict=True):
-        if not slot.padded and buffer.numel():
+        if not has_padding(slot, shape) and buffer.numel():
             buffer.view(torch.uint8).fill_(0xA5)
     if codec.returns_amax:
         buffers.append(torch.full((1,), -1.0))
@@ -87,7 +88,7 @@ def by_reference(
     seed: Tensor | None = None,
 ) -> list[Tensor]:
     """The buffers by the reference arithmetic, and the amax where the op returns it."""
-    buffers = alloc_slots(codec.slots, x.shape, x.device)
+    buffers = dirty(codec, x.shape)[: len(codec.slots)]
     codec.encode_(by_name(codec, buffers), x, scale, amax, seed)
     return [*buffers, codec.amax(x)[0].reshape(1)] if codec.returns_amax else buffers
 

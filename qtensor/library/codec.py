@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shapes, contiguous_strides
+from qtensor.layout import Shape, buffer_shapes, contiguous_strides, has_padding
 from qtensor.library.constant import forget_constants
 
 
@@ -176,10 +176,11 @@ def _value(text: str, default: Any) -> Any:
 
 
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
-    """Allocate inner buffers. Padded ones start as zeros, since fills never write padding."""
-    buffers = []
+    """Allocate inner buffers. Those with padding start as zeros, since fills never write it."""
+    buffers, known = [], all(type(n) is int for n in shape)
     for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
-        make = torch.zeros if slot.padded else torch.empty
+        cleared = has_padding(slot, shape) if known else slot.padded
+        make = torch.zeros if cleared else torch.empty
         buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
 
@@ -190,14 +191,15 @@ class _Layout(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    padded: bool
+    cleared: bool
+    """It starts as zeros: fills write everything but padding."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _known_layouts(canonical: str, shape: Shape) -> tuple[_Layout, ...]:
     slots = parse(canonical).slots
     return tuple(
-        _Layout(tuple(size), contiguous_strides(size), slot.dtype, slot.padded)
+        _Layout(tuple(size), contiguous_strides(size), slot.dtype, has_padding(slot, shape))
         for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True)
     )
 
@@ -212,9 +214,9 @@ def alloc_outputs(codec: Codec, x: Tensor) -> list[Tensor]:
     # Strides given are read faster than those worked out: a third of the call.
     return [
         torch.zeros(size, dtype=dtype, device=device)
-        if padded
+        if cleared
         else torch.empty_strided(size, stride, dtype=dtype, device=device)
-        for size, stride, dtype, padded in layouts
+        for size, stride, dtype, cleared in layouts
     ]
 
 
