@@ -1,10 +1,12 @@
 """The demo from start to end: load, quantize, run the model, compile, report."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import qtensor.kernels
 from qtensor.demo.compile_check import check_backend, check_compile, pick_matrix
 from qtensor.demo.render import View
 from qtensor.demo.report import (
@@ -17,7 +19,8 @@ from qtensor.demo.report import (
 from qtensor.demo.sentences import SENTENCES, compare_embeddings
 from qtensor.demo.sweep import choose_formats, sweep
 from qtensor.demo.weights import Weights, load_weights
-from qtensor.errors import check
+from qtensor.errors import BuildError, check
+from qtensor.kernels.cpu import native
 
 if TYPE_CHECKING:
     from qtensor.demo.model import SentenceModel
@@ -50,6 +53,7 @@ def run_demo(options: DemoOptions, view: View) -> DemoReport:
         weights, model = _load(options.weights)
     here = environment()
     view.header(here, weights.source)
+    _have_kernels()
 
     swept, sentences = _quantize(weights, formats, model, view)
     view.formats(swept, weights.source)
@@ -65,6 +69,14 @@ def run_demo(options: DemoOptions, view: View) -> DemoReport:
         report.write_json(options.json)
     view.footer(report, options.json)
     return report
+
+
+def _have_kernels() -> None:
+    """Compile what the parts would compile on the way: their seconds are those of the work."""
+    # Where there are no kernels, the first call has warned and the reference serves.
+    if not isinstance(native.library(), str):
+        with contextlib.suppress(BuildError):
+            qtensor.kernels.build()
 
 
 def _check_json(path: Path | None) -> None:

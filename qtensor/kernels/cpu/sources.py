@@ -111,7 +111,7 @@ def recipe(isa: str) -> Recipe:
         headers(),
         _OPENMP,
         title="native CPU kernels",
-        effort=60.0,
+        effort=80.0,
     )
 
 
