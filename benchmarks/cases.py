@@ -55,9 +55,13 @@ def weight_quantizers(quick: bool) -> list[Any]:
     return found
 
 
+DELAYED_SCALE = 448 / 6
+"""What a history of inputs like ours asks for: the largest E4M3 value over the largest magnitude of some million normal values."""
+
+
 def call_arguments(quantizer: Any) -> dict[str, Tensor]:
     """What a call of the quantizer must bring."""
-    return {"scale": torch.ones(1)} if quantizer.needs_scale else {}
+    return {"scale": torch.full((1,), DELAYED_SCALE)} if quantizer.needs_scale else {}
 
 
 def random_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

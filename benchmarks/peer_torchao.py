@@ -18,6 +18,7 @@ from torchao.quantization import PerRow, PerTensor
 from torchao.quantization.granularity import PerBlock
 from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
+from benchmarks import cases
 from benchmarks.peer import Job, Peer
 
 NOT_ON_CPU = (
@@ -48,11 +49,11 @@ MX_BLOCK = 32
 
 def quantizers() -> dict[str, Callable[[Tensor], Any]]:
     """Case name (a canonical string of qtensor) to torchao's function for the same format and rounding of factors."""
-    one = torch.ones(())
+    delayed = torch.tensor(cases.DELAYED_SCALE)
     return {
         "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),
         "fp8_delayed": lambda x: (
-            hp_tensor_and_scale_to_float8(x, one, torch.float8_e4m3fn),
+            hp_tensor_and_scale_to_float8(x, delayed, torch.float8_e4m3fn),
             tensor_to_amax(x),
         ),
         "fp8_rowwise": lambda x: Float8Tensor.from_hp(x, granularity=PerRow()),

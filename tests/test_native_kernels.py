@@ -190,6 +190,20 @@ def test_edges_of_tiles(
 
 @formats
 @dtypes
+@usages
+def test_few_values_that_are_not_finite_in_a_tall_tile(
+    case: FormatCase, dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> None:
+    """What a kernel meets late, having quantized the rows before; more rows than any tile of the way that it goes then."""
+    x = rand(520, 200, dtype=dtype)
+    x[300, 7], x[10, 190] = float("nan"), float("inf")
+    for options in case.each_option():
+        codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
+        check(codec, x, **call_of(case, options))
+
+
+@formats
+@dtypes
 @pytest.mark.parametrize("kind", INPUTS)
 def test_each_kind_of_input(case: FormatCase, dtype: torch.dtype, kind: str) -> None:
     """One kind in the whole tensor, where it decides the tensor's own factor too."""

@@ -97,10 +97,19 @@ struct BlockQuantizer {
         f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total});
     }
 
+    // Rows first .. first + n of the tensor, `width` columns from column0.
+    void rows_of(i64 first, i64 n, i64 column0, i64 width) {
+        const Lines<T> m = row_lines(first, n, column0, width);
+        LineQuantizer<D, E, B, Codes> lines(m, row);
+        if (B > GROUP && width % B == 0 && n % W == 0 && lines.run_down()) return;
+        lines.run(0, blocks_of(m));
+    }
+
     // Transposed codes, and square blocks. `turned`: there are transposed codes.
     void tiled(bool turned) {
         using Turned = TurnedQuantizer<D, E, B, Codes>;
-        constexpr i64 rows = Turned::ROWS, cols = Turned::COLS;
+        const auto size = p.square || c.row.data ? Turned::WIDE : Turned::TALL;
+        const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
         const bool served = Turned::serves(p);
         Direction columns = column;
@@ -108,15 +117,14 @@ struct BlockQuantizer {
         const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
                           line_bytes(c.rows, column.whole_groups)};
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-            auto* codes = new Turned(row, columns);
+            auto* codes = new Turned(row, columns, size);
             Rest rest{*this, columns, all};
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * rows, k = t % across * cols;
                 const i64 n = end - r < rows ? end - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
-                if (c.row.data && !p.square) {
-                    const Lines<T> lines = row_lines(r, n, k, width);
-                    quantize_lines<D, E, B, Codes>(lines, row, 0, blocks_of(lines));
-                }
+                const auto rows_too = [&](i64 first, i64 count) {
+                    if (c.row.data && !p.square) rows_of(r + first, count, k, width);
+                };
                 // Only a whole tile follows a whole tile row for row.
                 const i64 r1 = begin + (t + 1) / across * rows, k1 = (t + 1) % across * cols;
                 const bool whole = t + 1 < b && r1 + rows <= end && k1 + width <= c.cols;
@@ -125,7 +133,10 @@ struct BlockQuantizer {
                 if (out.column) out.column += k * out.column_stride + r / Codes * unit;
                 i64 done = served ? Turned::whole(p, width) : 0;
                 const T* next = whole ? x + r1 * c.stride + k1 : nullptr;
-                if (done && !codes->run(x + r * c.stride + k, c.stride, n, done, out, r, k, next)) done = 0;
+                if (!done)
+                    rows_too(0, n);
+                else if (!codes->run({x + r * c.stride + k, n, done, c.stride, r, k, next}, out, rows_too))
+                    done = 0;
                 if (done < width) rest.run(r, n, k + done, k + width);
             }
             delete codes;
@@ -151,9 +162,10 @@ struct BlockQuantizer {
         void run(i64 r, i64 n, i64 first, i64 last) {
             if (!q.p.square) {
                 if (!turned) turned = new T[size_t(TILE * TILE)];
-                for (i64 k = first; k < last; k += TILE)
-                    q.one_tile(r, n, k, last - k < TILE ? last - k : TILE, turned,
-                               [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
+                for (i64 at = r; at < r + n; at += TILE)
+                    for (i64 k = first; k < last; k += TILE)
+                        q.one_tile(at, r + n - at < TILE ? r + n - at : TILE, k, last - k < TILE ? last - k : TILE, turned,
+                                   [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
                 return;
             }
             if (!square) square = new Square(q.row, columns);

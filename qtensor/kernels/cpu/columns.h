@@ -193,9 +193,10 @@ struct ColumnQuantizer {
         constexpr int lines = Joined == 4 ? 3 : 1;
         u8* out = m.out;
         for (i64 r = 0; r < m.rows; r += Joined, out += lines * m.out_stride) {
-            if (m.next) prefetch(m.next + r * m.stride, Joined, m.stride * i64(sizeof(T)), m.cols * i64(sizeof(T)));
             const T* x = m.x + r * m.stride;
             for (int g = 0; g < groups; g++) {
+                // Little by little: many at once would fill the queue for misses, and this line would wait for memory.
+                if (m.next) prefetch(m.next + r * m.stride + g * GROUP, Joined, m.stride * i64(sizeof(T)), GROUP * i64(sizeof(T)));
                 VB c[Joined];
                 for (int k = 0; k < Joined; k++) c[k] = r + k < m.rows ? codes_of<way>(*this, x + k * m.stride + g * GROUP, g) : VB{};
                 u8* to = out + g * GROUP;

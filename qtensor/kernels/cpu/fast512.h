@@ -35,14 +35,14 @@ INLINE __m512i folded(const u16* x) {
     return m;
 }
 template <int B>
-INLINE VI maxima_of_pairs(const u16* x) {
+INLINE VI maxima_of_pairs(const u16* x, i64 stride = B) {
     __m512i z[8], p[4], q[2];  // each z: 16 words of one block, then 16 of the next
     for (int i = 0; i < 8; i++) {
-        const __m512i a = folded<B>(x + 2 * i * B);
+        const __m512i a = folded<B>(x + 2 * i * stride);
         if (B == 16) {
             z[i] = a;
         } else {
-            const __m512i b = folded<B>(x + (2 * i + 1) * B);
+            const __m512i b = folded<B>(x + (2 * i + 1) * stride);
             z[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
         }
     }

@@ -30,14 +30,20 @@ struct Direction {
     bool nontemporal;
 };
 
+// Where element `at` of a strip lies, whose blocks begin `stride` apart: one behind the other but for those of many groups.
+template <int B>
+INLINE i64 place(int at, i64 stride) {
+    return B > GROUP ? at / B * stride + at % B : at;
+}
+
 template <class D, int B>
-INLINE VI strip_maxima(const typename D::T* x) {
+INLINE VI strip_maxima(const typename D::T* x, i64 stride = B) {
 #if QT_ISA == 512
-    if constexpr (D::id == BF16) return maxima_of_pairs<B>(x);
+    if constexpr (D::id == BF16) return maxima_of_pairs<B>(x, stride);
 #endif
     VI m[W];
     for (int b = 0; b < W; b++) {
-        const typename D::T* p = x + b * B;
+        const typename D::T* p = x + b * stride;
         if (D::pairs && B * 2 % (W * 4) == 0) {
             VH h = load<VH>(p) & (VH)all(0x7fff7fff);
             for (int i = 1; i < B / (2 * W); i++) {
@@ -100,12 +106,12 @@ INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
 
 // W blocks, nearest rounding.
 template <class D, class E, int B, int Codes, bool Safe>
-INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream) {
+INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
     for (int at = 0; at < W * B; at += GROUP) {
         VF f[4];
         for (int j = 0; j < 4; j++) f[j] = spread<D, B>(factors, at, j);
-        VB codes = encode_group<D, E, Safe, B == NV>(x + at, f);
-        store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
+        VB codes = encode_group<D, E, Safe, B == NV>(x + place<B>(at, stride), f);
+        store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
     }
 }
 
@@ -146,7 +152,7 @@ INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bo
 
 // The same for bfloat16 with factors 2^(127 - code), where every code allows it.
 template <class D, class E, int B, int Codes>
-INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream) {
+INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
     if constexpr (D::id == BF16 && B >= 2 * W) {
         VI code = all(254) - (VI)((VU)encode >> 23);
         if (any(code < all(LEAST_CODE<E>))) return false;
@@ -154,8 +160,8 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream)
         for (int at = 0; at < W * B; at += GROUP) {
             const __m512i block = B == MX ? _mm512_load_si512(BYTES.block[at / GROUP % 8]) : bytes_of(at / B);
             const __m512i base = _mm512_permutexvar_epi8(block, bases);
-            VB codes = pow2_group<E>(x + at, base);
-            store_codes<E, Codes>(out + at * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
+            VB codes = pow2_group<E>(x + place<B>(at, stride), base);
+            store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
         }
         return true;
     }
@@ -200,12 +206,6 @@ struct Strips {
           flat_out(lines.length % B == 0 && lines.out_stride == blocks * bytes) {}
     bool direct(i64 line, i64 block, bool flat) const {
         return (flat && (line * blocks + block + W) <= m.count * blocks) || (block + W) * B <= m.length;
-    }
-    // Strips of the next n blocks whose elements, and codes, lie one behind the other.
-    i64 whole(i64 line, i64 block, i64 n) const {
-        const i64 in_line = (m.length - block * B) / B, left = m.count * blocks - line * blocks - block;
-        const i64 most = flat_in && flat_out ? left : in_line;
-        return (n < most ? n : most) / W;
     }
     const T* source(i64 line, i64 block) const { return m.x + line * m.stride + block * B; }
     u8* target(i64 line, i64 block) const { return m.out + line * m.out_stride + block * bytes; }
@@ -271,6 +271,8 @@ struct LineQuantizer {
     alignas(64) float wide[strip];
     alignas(64) float encode[batch][W];
     VI amax[batch];
+    const T* source[batch];
+    u8* target[batch];
 
     LineQuantizer(const Lines<T>& lines, const Direction& direction)
         : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
@@ -282,14 +284,25 @@ struct LineQuantizer {
         i64 line = first / strips.blocks, block = first % strips.blocks;
         for (i64 at = first; at < end;) {
             for (; block >= strips.blocks; block -= strips.blocks) line++;
-            i64 n = special ? 0 : strips.whole(line, block, end - at);
-            n = n < batch ? n : batch;
-            if (n < 1 || !quantize_batch(line, block, at, int(n))) {
+            int n = special ? 0 : find_batch(line, block, end - at);
+            if (n < 1 || !quantize_batch(line, block, at, n)) {
                 quantize_strip(line, block, at, int(end - at < W ? end - at : W));
                 n = 1;
             }
             at += n * W, block += n * W;
         }
+    }
+
+    // The next strips among `left` blocks whose elements, and codes, lie one behind the other; how many.
+    int find_batch(i64 line, i64 block, i64 left) {
+        const bool flat = strips.flat_in && strips.flat_out;
+        const i64 full = flat ? (m.count - line) * strips.blocks : m.length / B;  // blocks from the start of the line
+        int n = 0;
+        for (; n < batch && (n + 1) * W <= left && block + W <= full; n++) {
+            source[n] = strips.source(line, block), target[n] = strips.target(line, block);
+            if ((block += W) >= strips.blocks && !flat) block = 0, line++;
+        }
+        return n;
     }
 
     // The second level of NVFP4 where each line has its own.
@@ -305,18 +318,9 @@ struct LineQuantizer {
         }
     }
 
-    // Strips that lie one behind the other, in three loops: within one strip, each step waits for the step before.
+    // n strips, in three loops: within one strip, each step waits for the step before.
     bool quantize_batch(i64 line, i64 block, i64 at, int n) {
-        const T* x = strips.source(line, block);
-        VI top{};
-        for (int s = 0; s < n; s++) {
-            amax[s] = strip_maxima<D, B>(x + s * strip);
-            top = max(top, amax[s]);
-        }
-        if (any(top >= all(INF_BITS))) return false;
-        u8* out = strips.target(line, block);
-        const bool goes_on = strips.flat_in || line + 1 == m.count || block + 2 * n * W <= strips.blocks;
-        const T* next = goes_on ? x + n * strip : strips.source(line + 1, 0);
+        if (!find_maxima(n, B)) return false;
         for (int s = 0; s < n; s++) {
             if (d.line_amax) set_global(at + s * W, W);
             const Factors f = factors_of<E>(amax[s], d, global);
@@ -324,11 +328,38 @@ struct LineQuantizer {
             put_factors(d.sink, f.stored, line, block, strips.blocks, W, m.line0, m.block0);
             for (block += W; block >= strips.blocks; block -= strips.blocks) line++;
         }
-        const bool stream = d.nontemporal && (uintptr_t(out) & (GROUP - 1)) == 0;
+        // What comes after them, in their order.
+        const i64 ahead = (line < m.count ? strips.source(line, block) : source[n - 1] + strip) - source[0];
         for (int s = 0; s < n; s++) {
-            prefetch(next + s * strip, 1, 0, i64(sizeof(T)) * strip);
-            codes(x + s * strip, s, out + s * W * strips.bytes, stream);
+            prefetch(source[s] + ahead, 1, 0, i64(sizeof(T)) * strip);
+            codes(source[s], s, target[s], d.nontemporal && (uintptr_t(target[s]) & (GROUP - 1)) == 0);
         }
+        return true;
+    }
+    // False where one of them is not finite.
+    bool find_maxima(int n, i64 stride) {
+        VI top{};
+        for (int s = 0; s < n; s++) {
+            amax[s] = strip_maxima<D, B>(source[s], stride);
+            top = max(top, amax[s]);
+        }
+        return !any(top >= all(INF_BITS));
+    }
+
+    // Strips of the same block of W lines, for blocks of many groups in lines that hold few of them. False, with nothing of value
+    // written, where a value is not finite.
+    bool run_down() {
+        const bool stream = d.nontemporal && ((uintptr_t(m.out) | uintptr_t(m.out_stride)) & (GROUP - 1)) == 0;
+        for (i64 line = 0; line < m.count; line += W)
+            for (i64 block = 0; block < strips.blocks; block++) {
+                source[0] = strips.source(line, block);
+                if (!find_maxima(1, m.stride)) return false;
+                const Factors f = factors_of<E>(amax[0], d, global);
+                store(encode[0], f.encode);
+                const Sink& s = d.sink;
+                store(s.base + 4 * s.at(s, m.line0 + line, m.block0 + block), f.stored);
+                codes_to(*this, source[0], 0, strips.target(line, block), stream, m.stride, m.out_stride);
+            }
         return true;
     }
 
@@ -352,13 +383,13 @@ struct LineQuantizer {
         codes_to(*this, x, s, out, stream && out == target);  // what went around the cache takes long to read back
         if (out != target) put_bytes(target, out, W * strips.bytes, true);
     }
-    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream) {
+    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
 #if QT_ISA == 512
         const VF f = load<VF>(q.encode[s]);
         if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream)) return;
-        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream)) return;
+        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride)) return;
 #endif
-        encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream);
+        encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream, stride, out_stride);
     }
 
     VI strip_of(const T* x, u8* out, i64 at, bool stream) {

@@ -55,7 +55,7 @@ constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
 template <int Rows, int Cols>
 INLINE void turn_blocks(const float* x, float* y) {
 #if QT_ISA == 512
-    turn_square<float>(x, Cols, y, Rows, false);
+    turn_squares<float>(x, Cols, y, Rows, false);
 #else
     transpose<float>(x, Cols, y, Rows, Rows, Cols);
 #endif

@@ -28,28 +28,33 @@ INLINE void turn_parts(__m512i a[N]) {
         for (int i = 0; i < N; i++) a[i] = b[i];
     }
 }
-// A square whose rows are vectors.
-template <class T>
-static void turn_square(const T* x, i64 ldx, T* y, i64 ldy, bool stream) {
+// Count squares, whose rows are vectors, one below the other: lines of memory of y that lie side by side leave together.
+template <class T, int Count = 1>
+static void turn_squares(const T* x, i64 ldx, T* y, i64 ldy, bool stream) {
     constexpr int N = 16 / sizeof(T);
-    alignas(64) u8 turned[4 * N * 64];  // line i: columns i, N + i, 2 N + i, 3 N + i of N rows
-    for (int part = 0; part < 4; part++) {
+    alignas(64) u8 turned[N][Count][4][64];  // [i]: columns i, N + i, 2 N + i, 3 N + i of N rows
+    for (int part = 0; part < 4 * Count; part++) {
         __m512i a[N];
         for (int i = 0; i < N; i++) a[i] = load<__m512i>(x + (N * part + i) * ldx);
         turn_parts<T, N>(a);
-        for (int i = 0; i < N; i++) store(turned + (4 * i + part) * 64, a[i]);
+        for (int i = 0; i < N; i++) store(turned[i][part / 4][part % 4], a[i]);
     }
     for (int i = 0; i < N; i++) {
-        __m512i a[4], b[4];
-        for (int k = 0; k < 4; k++) a[k] = load<__m512i>(turned + (4 * i + k) * 64);
-        for (int k = 0; k < 2; k++) {
-            b[2 * k] = _mm512_shuffle_i64x2(a[2 * k], a[2 * k + 1], 0x44);
-            b[2 * k + 1] = _mm512_shuffle_i64x2(a[2 * k], a[2 * k + 1], 0xee);
+        VB line[4][Count];
+        for (int s = 0; s < Count; s++) {
+            __m512i a[4], b[4];
+            for (int k = 0; k < 4; k++) a[k] = load<__m512i>(turned[i][s][k]);
+            for (int k = 0; k < 2; k++) {
+                b[2 * k] = _mm512_shuffle_i64x2(a[2 * k], a[2 * k + 1], 0x44);
+                b[2 * k + 1] = _mm512_shuffle_i64x2(a[2 * k], a[2 * k + 1], 0xee);
+            }
+            for (int k = 0; k < 2; k++) {
+                line[2 * k][s] = (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0x88);
+                line[2 * k + 1][s] = (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0xdd);
+            }
         }
-        for (int k = 0; k < 2; k++) {
-            store_bytes((u8*)(y + (2 * N * k + i) * ldy), (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0x88), stream);
-            store_bytes((u8*)(y + (2 * N * k + N + i) * ldy), (VB)_mm512_shuffle_i64x2(b[k], b[2 + k], 0xdd), stream);
-        }
+        for (int k = 0; k < 4; k++)
+            for (int s = 0; s < Count; s++) store_bytes((u8*)(y + (N * k + i) * ldy + 4 * N * s), line[k][s], stream);
     }
 }
 #endif
@@ -62,7 +67,7 @@ static void turn(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols, bool st
 #if QT_ISA == 512
     stream = stream && ((uintptr_t(y) | uintptr_t(ldy * i64(sizeof(T)))) & 63) == 0;
     for (; r + N <= rows; r += N) {
-        for (c = 0; c + N <= cols; c += N) turn_square<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, stream);
+        for (c = 0; c + N <= cols; c += N) turn_squares<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, stream);
         if (c < cols) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, N, cols - c);
     }
 #endif
@@ -76,9 +81,13 @@ static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols,
 #if QT_ISA == 512
     const bool aligned = stream && ((uintptr_t(y) | uintptr_t(ldy)) & 63) == 0;
     const i64 high = rows / 64 * 64, wide = cols / 64 * 64;
-    // Lines that lie behind each other leave together.
-    for (i64 c = 0; c < wide; c += 64)
-        for (r = 0; r < high; r += 64) turn_square<u8>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, aligned);
+    for (i64 c = 0; c < wide; c += 64) {
+        const u8* from = x + c;
+        u8* to = y + c * ldy;
+        for (r = 0; r + 256 <= high; r += 256) turn_squares<u8, 4>(from + r * ldx, ldx, to + r, ldy, aligned);
+        if (high & 128) turn_squares<u8, 2>(from + r * ldx, ldx, to + r, ldy, aligned), r += 128;
+        if (high & 64) turn_squares<u8>(from + r * ldx, ldx, to + r, ldy, aligned);
+    }
     if (wide < cols) transpose<u8>(x + wide, ldx, y + wide * ldy, ldy, high, cols - wide);
     r = high;
 #endif

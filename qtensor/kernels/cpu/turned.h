@@ -6,23 +6,41 @@
 
 namespace QT_NAMESPACE {
 
+// Rows of a tensor and the columns of them that are taken at once, and what is read after these, or null.
+template <class T>
+struct Piece {
+    const T* x;
+    i64 rows, cols, stride;
+    i64 row0, column0;
+    const T* next;
+};
+
 template <class D, class E, int B, int Codes>
 struct TurnedQuantizer {
     using T = typename D::T;
     static constexpr bool nv = B == NV;
     static constexpr int unit = Codes == 4 ? 3 : 1;
-    static constexpr i64 ROWS = nv ? 256 : B, BLOCKS = ROWS / B;                  // of a tile
-    static constexpr i64 COLS = B == 128 ? 2048 / i64(sizeof(T)) : COLUMN_TILE;  // whose rows and codes the second cache level holds
-    static constexpr i64 LD = COLS + 64;                                          // rows of codes do not meet in one set of the cache
+    struct Size {
+        i64 rows, cols;
+        constexpr i64 blocks() const { return rows / B; }
+        constexpr i64 ld() const { return cols + 64; }  // rows of codes do not meet in one set of the cache
+        constexpr i64 bytes() const { return rows / Codes * unit * ld(); }
+    };
+    // Codes that leave only transposed do so in the longest runs whose tile the second cache level holds; rows want width. Tiles of
+    // blocks of 128 were measured: between these, half as fast.
+    static constexpr Size SQUARE = {B, B == 128 && sizeof(T) == 4 ? 128 : COLUMN_TILE};
+    static constexpr Size TALL = nv ? Size{1024, 128} : SQUARE, WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
+    static constexpr i64 greater(i64 a, i64 b) { return a > b ? a : b; }
     const Direction &row, &column;  // square blocks: of both; without column.sink.base, nothing is transposed
     const Plan& p;
+    const Size size;
     ColumnQuantizer<D, E, B, Codes> quantizer;
-    alignas(64) u8 codes[ROWS / Codes * unit * LD];
-    alignas(64) u8 plain[Codes > 1 ? B * LD : 64];  // one a byte
-    alignas(64) u8 narrow_factors[BLOCKS][COLS];
-    alignas(64) u8 turned_factors[GROUP][BLOCKS];
+    alignas(64) u8 codes[greater(TALL.bytes(), WIDE.bytes())];
+    alignas(64) u8 plain[Codes > 1 ? B * WIDE.ld() : 64];  // one a byte
+    alignas(64) u8 narrow_factors[greater(TALL.blocks() * TALL.cols, WIDE.blocks() * WIDE.cols)];
 
-    TurnedQuantizer(const Direction& r, const Direction& c) : row(r), column(c), p(*c.plan), quantizer(c.plan->square ? r : c) {}
+    TurnedQuantizer(const Direction& r, const Direction& c, const Size& s)
+        : row(r), column(c), p(*c.plan), size(s), quantizer(c.plan->square ? r : c) {}
     // What this file has no code for: what is not done element by element, or has factors by line.
     static bool serves(const Plan& p) { return !(p.rotated == COLUMNWISE || p.stochastic || p.four_over_six || p.row_scaled); }
     // Columns that run() takes come in whole groups and blocks.
@@ -31,43 +49,54 @@ struct TurnedQuantizer {
         return cols / piece * piece;
     }
 
-    // Columns 0 .. cols of n rows; out: the first row and the first column's line, at these. False, with nothing of value written,
-    // where NVFP4 meets a value that is not finite. next: what is read after these rows, or null.
-    bool run(const T* x, i64 stride, i64 n, i64 cols, const Outputs& out, i64 row0, i64 column0, const T* next) {
-        for (i64 b = 0; b * B < n; b++) {
-            const i64 rows = n - b * B < B ? n - b * B : B;
-            u8* joined = codes + b * (B / Codes * unit) * LD;
-            u8* to = p.square && Codes > 1 ? plain : joined;
-            const bool done = quantizer.tile({x + b * B * stride, rows, cols, stride, to, LD, column0, row0 / B + b,
-                                              next ? next + b * B * stride : nullptr}, false, p.square);
-            if (!done) return false;
-            if (p.square) {
-                if (out.row) store_rows(to, out.row + b * B * out.row_stride, out.row_stride, rows, cols);
-                if (Codes > 1 && out.column) join(rows, cols, joined);
-                put_square(row0 + b * B, rows, column0, cols);
-            }
-            put_factors_of(b, row0 / B + b, column0, cols);
+    // out: the first row and the first column's line, at these. rows(first, n) comes before the codes of each band of B rows. False,
+    // with nothing of value written but by `rows`, where NVFP4 meets a value that is not finite.
+    template <class F>
+    bool run(const Piece<T>& m, const Outputs& out, const F& rows) {
+        const i64 blocks = (m.rows + B - 1) / B, ahead = nv ? 2 : blocks;
+        bool done = true;
+        for (i64 b = 0; b < blocks; b++) {
+            const i64 n = m.rows - b * B < B ? m.rows - b * B : B;
+            const i64 after = b + ahead;
+            const T* next = after < blocks ? m.x + after * B * m.stride : m.next ? m.next + (after - blocks) * B * m.stride : nullptr;
+            rows(b * B, n);
+            done = done && band(m, b, n, out, next);
         }
-        if (!out.column) return true;
-        turn_bytes(codes, LD, out.column, out.column_stride, (n + Codes - 1) / Codes, cols, column.nontemporal);
-        for (i64 k = 0; nv && k < cols; k += GROUP) put_narrow(k, column0 + k, row0 / B, (n + B - 1) / B);
+        if (!done || !out.column) return done;
+        turn_bytes(codes, size.ld(), out.column, out.column_stride, (m.rows + Codes - 1) / Codes, m.cols, column.nontemporal);
+        if (nv) put_narrow(m.column0, m.cols, m.row0 / B, blocks);
+        return true;
+    }
+    // n rows from the b-th band on.
+    bool band(const Piece<T>& m, i64 b, i64 n, const Outputs& out, const T* next) {
+        u8* joined = codes + b * (B / Codes * unit) * size.ld();
+        u8* to = p.square && Codes > 1 ? plain : joined;
+        const bool done = quantizer.tile({m.x + b * B * m.stride, n, m.cols, m.stride, to, size.ld(), m.column0, m.row0 / B + b, next},
+                                         false, p.square);
+        if (!done) return false;
+        if (p.square) {
+            if (out.row) store_rows(to, out.row + b * B * out.row_stride, out.row_stride, n, m.cols);
+            if (Codes > 1 && out.column) join(n, m.cols, joined);
+            put_square(m.row0 + b * B, n, m.column0, m.cols);
+        }
+        put_factors_of(b, m.row0 / B + b, m.column0, m.cols);
         return true;
     }
 
     void store_rows(const u8* from, u8* to, i64 stride, i64 rows, i64 cols) {
-        alignas(64) u8 packed[COLS];
+        alignas(64) u8 packed[WIDE.cols];
         for (i64 r = 0; r < rows; r++) {
-            const u8* c = from + r * LD;
+            const u8* c = from + r * size.ld();
             for (i64 at = 0; Codes > 1 && at < cols; at += GROUP) store_codes<E, Codes>(packed + at * unit / Codes, load<VB>(c + at), false);
             put_bytes(to + r * stride, Codes > 1 ? packed : c, cols / Codes * unit, row.nontemporal);
         }
     }
     // Two rows of 4-bit codes share bytes.
     void join(i64 rows, i64 cols, u8* to) {
-        for (i64 r = 0; r < rows; r += 2, to += LD)
+        for (i64 r = 0; r < rows; r += 2, to += size.ld())
             for (i64 k = 0; k < cols; k += GROUP) {
-                VB c = load<VB>(plain + r * LD + k);
-                if (r + 1 < rows) c = c | load<VB>(plain + (r + 1) * LD + k) << 4;
+                VB c = load<VB>(plain + r * size.ld() + k);
+                if (r + 1 < rows) c = c | load<VB>(plain + (r + 1) * size.ld() + k) << 4;
                 store(to + k, c);
             }
     }
@@ -78,23 +107,33 @@ struct TurnedQuantizer {
         for (i64 k = 0; k < cols; k += GROUP) {
             const VI* f = quantizer.stored + k / W;
             if (nv)
-                store(narrow_factors[b] + k, pack<D::pairs>(f));
+                store(narrow_factors + b * cols + k, pack<D::pairs>(f));
             else
-                for (int j = 0; j < 4; j++)
-                    for (int i = 0; i < W; i++) column.sink.put(column0 + k + position<D>(j, i), block, f[j][i]);
+                for (int h = 0; h < 4; h += 2) put_in_order(f + h, column.sink.base + 4 * column.sink.at(column.sink, column0 + k + h * W, block));
         }
     }
-    void put_narrow(i64 k, i64 column0, i64 block, i64 n) {
-        transpose<u8>(narrow_factors[0] + k, COLS, turned_factors[0], BLOCKS, BLOCKS, GROUP);
+    // Two vectors of float32, whose columns lie side by side.
+    INLINE void put_in_order(const VI f[2], u8* to) {
+        for (int v = 0; v < 2; v++) {
+            VI t = f[v];
+            for (int i = 0; D::pairs && i < W; i++) t[i] = f[(v * W + i) % 2][(v * W + i) / 2];
+            store(to + 4 * v * W, t);
+        }
+    }
+    void put_narrow(i64 column0, i64 cols, i64 block, i64 n) {
         const Sink& s = column.sink;
-        for (i64 i = 0; i < GROUP; i++) {
-            const u8* f = turned_factors[i];
-            if (n == BLOCKS && !s.tiles) {
-                memcpy(s.base + s.at(s, column0 + i, block), f, BLOCKS);
-            } else if (n == BLOCKS && block % 4 == 0) {
-                for (int b = 0; b < BLOCKS; b += 4) memcpy(s.base + s.at(s, column0 + i, block + b), f + b, 4);
-            } else {
-                for (i64 b = 0; b < n; b++) s.put(column0 + i, block + b, f[b]);
+        if (!s.tiles) {
+            turn_bytes(narrow_factors, cols, s.base + s.at(s, column0, block), s.line_stride, n, cols, column.nontemporal);
+            return;
+        }
+        alignas(64) u8 turned[GROUP * greater(TALL.blocks(), WIDE.blocks())];
+        for (i64 k = 0; k < cols; k += GROUP) {
+            transpose<u8>(narrow_factors + k, cols, turned, n, n, GROUP);
+            for (i64 i = 0; i < GROUP; i++) {
+                const u8* f = turned + i * n;
+                i64 b = 0;
+                for (; block % 4 == 0 && b + 4 <= n; b += 4) memcpy(s.base + s.at(s, column0 + k + i, block + b), f + b, 4);
+                for (; b < n; b++) s.put(column0 + k + i, block + b, f[b]);
             }
         }
     }
@@ -109,7 +148,7 @@ struct TurnedQuantizer {
             return;
         }
         if (!row.sink.base) return;
-        u8 all_columns[COLS], t[COLS / B];
+        u8 all_columns[WIDE.cols], t[WIDE.cols / B];
         for (i64 k = 0; k < cols; k += GROUP) store(all_columns + k, pack<D::pairs>(quantizer.stored + k / W));
         const i64 n = cols / B, block0 = column0 / B;
         for (i64 b = 0; b < n; b++) t[b] = all_columns[b * B];
