@@ -31,6 +31,9 @@ TOKENS = 8
 IMPORT_RUNS = {True: 2, False: 7}
 """Quick or not."""
 BURSTS = {True: 20, False: 200}
+LEFT_OUT = (
+    "in a quick run: other recipes compiled, blocks, and seconds of compilation (see compile_time)"
+)
 FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fp8", {}),
     ("fp8_delayed", {}),
@@ -143,10 +146,10 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
     return Case("F.linear, weight-only", label, lambda: F.linear(x, ours), theirs)
 
 
-def training_cases() -> Iterator[Case]:
+def training_cases(quick: bool) -> Iterator[Case]:
     """A tiny linear layer, forward and backward, by several recipes."""
     group = f"training, Linear({training.SIZE}, {training.SIZE}), {training.SIZE} tokens"
-    for recipe, name, ours, theirs, plain, limit in training.jobs():
+    for recipe, name, ours, theirs, plain, limit in training.jobs(quick):
         has_target = limit is not None
         yield Case(group, f"{recipe}, {name}", ours, theirs, limit, has_target, plain)
 
@@ -273,10 +276,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes += other.notes if other is torchao else [f"{other.name} is not compared here"]
     seed = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPE, generator=seed).bfloat16()
-    measured = [*wrapper_cases(x, torchao), *format_cases(seed, torchao), *training_cases()]
-    measured += block_cases()
+    measured = [
+        *wrapper_cases(x, torchao),
+        *format_cases(seed, torchao),
+        *training_cases(chosen.quick),
+    ]
+    if chosen.quick:
+        notes.append(LEFT_OUT)
+    else:
+        measured += block_cases()
     rows = [measure_case(case, bursts, chosen.threads) for case in measured]
-    rows += compile_rows(1 if chosen.quick else 3)
+    rows += [] if chosen.quick else compile_rows(3)
     rows.append(import_row(IMPORT_RUNS[chosen.quick], torchao is not None))
     here = machine.environment(chosen.threads, {"torchao": torchao.version} if torchao else {})
     text = markdown(rows, here, bursts, notes)

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.settings import parser
 
 MODULES = ("overhead", "quantize", "dequantize", "linear", "compile_time")
-QUICK_SECONDS = {"quantize": 38, "dequantize": 26, "linear": 24, "compile_time": 26}
+QUICK_SECONDS = {"quantize": 30, "dequantize": 18, "linear": 18, "compile_time": 20}
 """For the rows of each in a quick run; imports and the first compilation come on top."""
 
 

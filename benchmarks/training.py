@@ -55,8 +55,8 @@ def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Call, Call]:
     return (lambda: layer(x)), (lambda: layer(x).backward(dy))
 
 
-def jobs() -> Iterator[Job]:
-    """Every timed call."""
+def jobs(quick: bool) -> Iterator[Job]:
+    """Every timed call; quick: compiled ones of the first recipe alone."""
     other = peer_layer(nn.Sequential(nn.Linear(SIZE, SIZE)))
     for compiled in (False, True):
         wrap = suite.compile_static if compiled else (lambda f: f)
@@ -66,7 +66,7 @@ def jobs() -> Iterator[Job]:
         plain = _calls(wrap(nn.Linear(SIZE, SIZE)))
         for name, call in zip(names, plain, strict=True):
             yield "nn.Linear", name, call, None, None, None
-        for recipe in RECIPES:
+        for recipe in RECIPES[:1] if quick and compiled else RECIPES:
             label = type(recipe).__name__
             own = _calls(wrap(qtensor.Linear(SIZE, SIZE, recipe=recipe)))
             current = label == "Float8CurrentScaling"
