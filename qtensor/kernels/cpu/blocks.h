@@ -108,7 +108,7 @@ struct BlockQuantizer {
     // Transposed codes, and square blocks. `turned`: there are transposed codes.
     void tiled(bool turned) {
         using Turned = TurnedQuantizer<D, E, B, Codes>;
-        const auto size = p.square || c.row.data ? Turned::WIDE : Turned::TALL;
+        const auto size = Turned::size_of(c.row.data, turned);
         const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
         const bool served = Turned::serves(p);

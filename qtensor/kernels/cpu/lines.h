@@ -297,10 +297,14 @@ struct LineQuantizer {
     int find_batch(i64 line, i64 block, i64 left) {
         const bool flat = strips.flat_in && strips.flat_out;
         const i64 full = flat ? (m.count - line) * strips.blocks : m.length / B;  // blocks from the start of the line
+        const T* x = strips.source(line, block);
+        u8* out = strips.target(line, block);
         int n = 0;
-        for (; n < batch && (n + 1) * W <= left && block + W <= full; n++) {
-            source[n] = strips.source(line, block), target[n] = strips.target(line, block);
-            if ((block += W) >= strips.blocks && !flat) block = 0, line++;
+        for (; n < batch && (n + 1) * W <= left && block + W <= full; n++, x += strip, out += W * strips.bytes) {
+            source[n] = x, target[n] = out;
+            if ((block += W) < strips.blocks || flat) continue;
+            block = 0, line++;
+            x = strips.source(line, -W), out = strips.target(line, -W);
         }
         return n;
     }
@@ -320,7 +324,7 @@ struct LineQuantizer {
 
     // n strips, in three loops: within one strip, each step waits for the step before.
     bool quantize_batch(i64 line, i64 block, i64 at, int n) {
-        if (!find_maxima(n, B)) return false;
+        if (!find_maxima<false>(n)) return false;
         for (int s = 0; s < n; s++) {
             if (d.line_amax) set_global(at + s * W, W);
             const Factors f = factors_of<E>(amax[s], d, global);
@@ -336,11 +340,12 @@ struct LineQuantizer {
         }
         return true;
     }
-    // False where one of them is not finite.
-    bool find_maxima(int n, i64 stride) {
+    // False where one of them is not finite. Down: the blocks of a strip lie in lines of their own.
+    template <bool Down>
+    bool find_maxima(int n) {
         VI top{};
         for (int s = 0; s < n; s++) {
-            amax[s] = strip_maxima<D, B>(source[s], stride);
+            amax[s] = strip_maxima<D, B>(source[s], Down ? m.stride : B);
             top = max(top, amax[s]);
         }
         return !any(top >= all(INF_BITS));
@@ -353,7 +358,7 @@ struct LineQuantizer {
         for (i64 line = 0; line < m.count; line += W)
             for (i64 block = 0; block < strips.blocks; block++) {
                 source[0] = strips.source(line, block);
-                if (!find_maxima(1, m.stride)) return false;
+                if (!find_maxima<true>(1)) return false;
                 const Factors f = factors_of<E>(amax[0], d, global);
                 store(encode[0], f.encode);
                 const Sink& s = d.sink;

@@ -26,18 +26,20 @@ struct TurnedQuantizer {
         constexpr i64 ld() const { return cols + 64; }  // rows of codes do not meet in one set of the cache
         constexpr i64 bytes() const { return rows / Codes * unit * ld(); }
     };
-    // Codes that leave only transposed do so in the longest runs whose tile the second cache level holds; rows want width. Tiles of
-    // blocks of 128 were measured: between these, half as fast.
+    // Codes that leave transposed do so in the longest runs whose tile the second cache level holds; rows want width. Tiles of
+    // blocks of 128 were measured: between these two widths, half as fast.
     static constexpr Size SQUARE = {B, B == 128 && sizeof(T) == 4 ? 128 : COLUMN_TILE};
-    static constexpr Size TALL = nv ? Size{1024, 128} : SQUARE, WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
+    static constexpr Size TALL = nv ? Size{1024, 128} : SQUARE, BOTH = nv ? Size{1024, 512} : SQUARE;
+    static constexpr Size WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
+    static constexpr Size size_of(bool rows, bool columns) { return !columns ? WIDE : rows ? BOTH : TALL; }
     static constexpr i64 greater(i64 a, i64 b) { return a > b ? a : b; }
     const Direction &row, &column;  // square blocks: of both; without column.sink.base, nothing is transposed
     const Plan& p;
     const Size size;
     ColumnQuantizer<D, E, B, Codes> quantizer;
-    alignas(64) u8 codes[greater(TALL.bytes(), WIDE.bytes())];
+    alignas(64) u8 codes[greater(BOTH.bytes(), WIDE.bytes())];
     alignas(64) u8 plain[Codes > 1 ? B * WIDE.ld() : 64];  // one a byte
-    alignas(64) u8 narrow_factors[greater(TALL.blocks() * TALL.cols, WIDE.blocks() * WIDE.cols)];
+    alignas(64) u8 narrow_factors[BOTH.blocks() * BOTH.cols];
 
     TurnedQuantizer(const Direction& r, const Direction& c, const Size& s)
         : row(r), column(c), p(*c.plan), size(s), quantizer(c.plan->square ? r : c) {}
@@ -126,7 +128,7 @@ struct TurnedQuantizer {
             turn_bytes(narrow_factors, cols, s.base + s.at(s, column0, block), s.line_stride, n, cols, column.nontemporal);
             return;
         }
-        alignas(64) u8 turned[GROUP * greater(TALL.blocks(), WIDE.blocks())];
+        alignas(64) u8 turned[GROUP * BOTH.blocks()];
         for (i64 k = 0; k < cols; k += GROUP) {
             transpose<u8>(narrow_factors + k, cols, turned, n, n, GROUP);
             for (i64 i = 0; i < GROUP; i++) {
