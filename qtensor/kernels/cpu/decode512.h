@@ -62,34 +62,116 @@ INLINE __m512i words_of(VF a, VF b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)to_half(a)), (__m256i)to_half(b), 1);
 }
 // Magnitudes of E2M1 are 1 and 1.5 times powers of two, and so are, rounded to bfloat16, their products with positive factors: those
-// with 1 and 1.5 tell all others, unless they are too large or small.
-struct NvWords {
-    VI one, more;  // bfloat16 in the high halves
+// with 1 and 1.5 tell all others, unless they are too large or small. Here they are words of 4 and 6 times the factors, or 0, from
+// which exponents are taken away.
+constexpr i32 FOUR_TIMES = 2 << 7;
+INLINE bool nv_fit(VF one) { return !any((VI)((VI)one < all(4 << 23)) | (VI)((VI)one > all(247 << 23))); }
+INLINE __m512i nv_words(VF one, VF more) {  // those of 16 factors, twice
+    return _mm512_add_epi16((__m512i)high_halves(to_bfloat16_bits((VI)one), to_bfloat16_bits((VI)more)), _mm512_set1_epi16(FOUR_TIMES));
+}
+// The words of all codes of E4M3 with one second factor: the exponent of a code is added to the word of its fraction.
+struct NvTable {
+    __m512i words;  // of 16 codes with 1, and with 1.5
     bool fit;
+    explicit NvTable(float global) {
+        const VF v = load<VF>(table<FE4M3>().value), one = v * all(global), more = v * all(1.5f) * all(global);
+        fit = nv_fit(all(0x1p-9f * global)) && nv_fit(all(448.0f * global));
+        words = _mm512_maskz_sub_epi16(0xfffefffeu, nv_words(one, more), _mm512_maskz_set1_epi16(0xff00ff00u, 1 << 7));
+    }
+    // code: words of codes, below 0x7f; half: 16 in the lanes that ask for 1.5.
+    INLINE __m512i of(const NvTable& t, __m512i code, __m512i half) {
+        const __m512i fraction = _mm512_ternarylogic_epi32(half, code, _mm512_set1_epi16(7), 0xf8);
+        const __mmask32 normal = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x78));
+        const __m512i exponent = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x780));
+        return _mm512_add_epi16(_mm512_permutexvar_epi16(_mm512_mask_add_epi16(fraction, normal, fraction, _mm512_set1_epi16(8)), t.words), exponent);
+    }
 };
-INLINE NvWords nv_words(VF factor, VF global) {
-    const VF one = factor * global, more = factor * all(1.5f) * global;
-    return {to_bfloat16_bits((VI)one), to_bfloat16_bits((VI)more), !any((VI)((VI)one < all(4 << 23)) | (VI)((VI)one > all(250 << 23)))};
+// What to take away for each magnitude, and where blocks and magnitudes are found.
+struct NvOrder {
+    alignas(64) u16 block[4][32], first[2][32], less[32], column[32];
+    alignas(64) u8 apart[64];
+    constexpr NvOrder() : block(), first(), less(), column(), apart() {
+        constexpr u16 steps[8] = {0x7fff, 3 << 7, 2 << 7, 2 << 7, 1 << 7, 1 << 7, 0, 0};  // a zero ends at 0, as all do
+        constexpr u8 bits[8] = {0, 60, 4, 0, 32, 28, 36, 32};
+        for (int i = 0; i < 32; i++) {
+            const int m = i % 8, more = m == 3 || m == 5 || m == 7;
+            for (int g = 0; g < 4; g++) block[g][i] = u16(4 * g + i / 8 + 16 * more);
+            for (int h = 0; h < 2; h++) first[h][i] = u16((2 * h + i / 16) * 8);
+            less[i] = steps[m];
+            column[i] = u16(steps[m] | more | (i & 8) << 12);
+        }
+        for (int i = 0; i < 64; i++) apart[i] = bits[i % 8];
+    }
+};
+static constexpr NvOrder NV_ORDER;
+// 16 blocks whose words `of` gives, with 1 and with 1.5.
+INLINE void nv_strip_of_words(__m512i of, const u8* codes, u16* y, bool stream) {
+    const __m512i apart = _mm512_load_si512(NV_ORDER.apart), magnitude = _mm512_set1_epi16(7), sign = _mm512_set1_epi16(short(0x8000));
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) {
+        __builtin_prefetch(codes + 32 * g + AHEAD);
+        // The magnitudes of four blocks.
+        const __m512i words = _mm512_subs_epu16(_mm512_permutexvar_epi16(_mm512_load_si512(NV_ORDER.block[g]), of),
+                                                _mm512_load_si512(NV_ORDER.less));
+        for (int h = 0; h < 2; h++) {
+            // Each code in the low bits of a word and its sign in the highest.
+            const __m512i w = _mm512_multishift_epi64_epi8(apart, _mm512_cvtepu8_epi32(load<__m128i>(codes + 32 * g + 16 * h)));
+            const __m512i at = _mm512_ternarylogic_epi32(_mm512_load_si512(NV_ORDER.first[h]), w, magnitude, 0xf8);
+            const __m512i v = _mm512_ternarylogic_epi32(_mm512_permutexvar_epi16(at, words), w, sign, 0xf8);
+            store_bytes((u8*)(y + 64 * g + 32 * h), (VB)v, stream);
+        }
+    }
 }
-// Words of E2M1 (elements.h) times factors; one, more: words of the products with 1 and 1.5, for each lane.
-INLINE __m512i nv_products(__m512i w, __m512i one, __m512i more) {
-    const __m512i base = _mm512_mask_mov_epi16(one, _mm512_test_epi16_mask(w, _mm512_set1_epi16(0x40)), more);
-    const __m512i steps = _mm512_sub_epi16(_mm512_and_si512(w, _mm512_set1_epi16(short(0xff80))), _mm512_set1_epi16(0x3f80));
-    return _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, _mm512_set1_epi16(0x7fff)), steps, base);
-}
-// For columns, in the lanes' order (simd.h), which become words in order.
+// For columns: words in order, those of 1.5 with their last bit raised by one, which NvOrder.column takes away with the step.
 struct NvColumns {
     __m512i one[8], more[8];
     bool fit;
+    INLINE __m512i raised(__m512i w) { return _mm512_mask_add_epi16(w, _mm512_test_epi16_mask(w, w), w, _mm512_set1_epi16(1)); }
+    // Factors in the lanes' order (simd.h).
     void fill(i64 cols, const VF* factors, const VF* global) {
         fit = cols <= 256;
         for (i64 v = 0; fit && v < (cols + 63) / 64 * 4; v += 2) {
-            const NvWords even = nv_words(factors[v], global[v]), odd = nv_words(factors[v + 1], global[v + 1]);
-            fit = even.fit && odd.fit;
-            one[v / 2] = (__m512i)((VI)((VU)even.one >> 16) | odd.one), more[v / 2] = (__m512i)((VI)((VU)even.more >> 16) | odd.more);
+            const VF even = factors[v] * global[v], odd = factors[v + 1] * global[v + 1];
+            const VF more_even = factors[v] * all(1.5f) * global[v], more_odd = factors[v + 1] * all(1.5f) * global[v + 1];
+            fit = nv_fit(even) && nv_fit(odd);
+            one[v / 2] = pairs(even, odd), more[v / 2] = raised(pairs(more_even, more_odd));
+        }
+    }
+    INLINE __m512i pairs(VF even, VF odd) {
+        const VI w = (VI)((VU)to_bfloat16_bits((VI)even) >> 16) | to_bfloat16_bits((VI)odd);
+        return _mm512_add_epi16((__m512i)w, _mm512_set1_epi16(FOUR_TIMES));
+    }
+    // Codes of E4M3 with one second factor; 64 at a time may be read.
+    void fill(i64 cols, const u8* codes, const NvTable& t) {
+        fit = cols <= 256 && t.fit;
+        for (i64 k = 0; fit && k < cols; k += 32) {
+            const __m512i c = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(cols - k < 32 ? (1u << (cols - k)) - 1 : ~0u, codes + k));
+            fit = _mm512_cmpge_epu16_mask(c, _mm512_set1_epi16(0x7f)) == 0;
+            one[k / 32] = NvTable::of(t, c, _mm512_setzero_si512());
+            more[k / 32] = raised(NvTable::of(t, c, _mm512_set1_epi16(16)));
         }
     }
 };
+INLINE __m512i nv_column_words(__m512i code, __m512i one, __m512i more) {  // the low four bits of each word
+    const __m512i less = _mm512_permutexvar_epi16(code, _mm512_load_si512(NV_ORDER.column));
+    const __m512i base = _mm512_mask_mov_epi16(one, _mm512_test_epi16_mask(less, _mm512_set1_epi16(1)), more);
+    const __m512i v = _mm512_subs_epu16(base, _mm512_and_si512(less, _mm512_set1_epi16(0x7fff)));
+    return _mm512_ternarylogic_epi32(v, less, _mm512_set1_epi16(short(0x8000)), 0xf8);
+}
+// n columns of two rows that share bytes; the second one is null where there is none.
+INLINE void nv_two_rows(const NvColumns& q, const u8* codes, i64 n, u16* first, u16* second, bool stream) {
+    i64 i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const __m512i c = _mm512_cvtepu8_epi16(load<__m256i>(codes + i));
+        store_bytes((u8*)(first + i), (VB)nv_column_words(c, q.one[i / 32], q.more[i / 32]), stream);
+        if (second) store_bytes((u8*)(second + i), (VB)nv_column_words(_mm512_srli_epi16(c, 4), q.one[i / 32], q.more[i / 32]), stream);
+    }
+    if (i == n) return;
+    const __mmask32 real = (1u << (n - i)) - 1;
+    const __m512i c = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(real, codes + i));
+    _mm512_mask_storeu_epi16(first + i, real, nv_column_words(c, q.one[i / 32], q.more[i / 32]));
+    if (second) _mm512_mask_storeu_epi16(second + i, real, nv_column_words(_mm512_srli_epi16(c, 4), q.one[i / 32], q.more[i / 32]));
+}
 template <class D>
 INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, bool stream) {
     const __m512i pair = _mm512_add_epi32(_mm512_srli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 3),

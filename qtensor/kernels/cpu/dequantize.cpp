@@ -23,7 +23,8 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f
     });
 }
 
-// f(codes, row, first column, columns): decode a part of a row, whose codes are those of a tile of the transpose, turned.
+// f(codes, row, first column, columns): decode a part of the rows that share bytes; the codes are those of a tile of the transpose,
+// turned.
 template <int Codes, class F>
 static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     const i64 across = (c.cols + TILE - 1) / TILE, stride = (c.rows + Codes - 1) / Codes;
@@ -35,8 +36,8 @@ static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
         const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
         turn_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
         const u8* next = t + 1 < b ? tile(t + 1) : nullptr;
-        for (i64 i = 0; i < n; i++) {
-            if (next) prefetch(next + i * stride, 1, 0, TILE / Codes);
+        for (i64 i = 0; i < n; i += Codes) {
+            if (next) prefetch(next + i * stride, Codes, stride, TILE / Codes);
             f(codes + i / Codes * LD, r + i, k, width);
         }
     }
@@ -158,35 +159,67 @@ static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
 
 // NVFP4 whose codes lie transposed, but for rotated ones. Its two factors are multiplied one after the other.
 template <class D, class E>
-static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
+struct TurnedNv {
     using T = typename D::T;
-    constexpr i64 BLOCKS = TILE / NV;
+    static constexpr i64 BLOCKS = TILE / NV;
+    const Plan& p;
+    const DequantizeCall& c;
+    const Sink& s;
+    const bool stream;
+    const ColumnFactors<D, E>& global;
+    ColumnFactors<D, E> factors{TILE};
+    alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
+#if QT_ISA == 512
+    NvColumns words;
+    const NvTable one{p.row_scaled ? 0.0f : global.lanes[0][0]};
+#endif
+
+    TurnedNv(const Plan& plan, const DequantizeCall& call, const Sink& sink, bool nontemporal, const ColumnFactors<D, E>& second)
+        : p(plan), c(call), s(sink), stream(nontemporal), global(second) {}
+
+    // Factors of a tile: n columns from column k, rows from row r.
+    void read(i64 r, i64 k, i64 n) {
+        const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
+        for (i64 i = 0; i < n; i++) {
+            u8* line = lines + i * BLOCKS;
+            if (!s.tiles)
+                memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
+            else
+                for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
+        }
+        transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
+    }
+    // Rows r and r + 1.
+    void run(const u8* codes, i64 r, i64 k, i64 n) {
+        if (r % TILE == 0) read(r, k, n);
+        const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
+        const u8* stored = turned + r % TILE / NV * TILE;
+        T* y = (T*)c.y + r * c.cols + k;
+        const bool two = r + 1 < c.count;
+#if QT_ISA == 512
+        if constexpr (D::id == BF16) {
+            if (r % NV == 0) {
+                if (!p.row_scaled) words.fill(n, stored, one);
+                if (p.row_scaled || !words.fit) factors.template fill_codes<false>(n, stored);
+                if (p.row_scaled) words.fill(n, factors.lanes, second);
+            }
+            const bool whole = ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & (GROUP - 1)) == 0;
+            if (words.fit) return nv_two_rows(words, codes, n, y, two ? y + c.cols : nullptr, stream && whole);
+        } else
+#endif
+            if (r % NV == 0) factors.template fill_codes<false>(n, stored);
+        for (int i = 0; i <= two; i++) factors.template run<2>(codes, n, y + i * c.cols, stream, i, second);
+    }
+};
+template <class D, class E>
+static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
     const float* amax = c.column.amax;
     const float bound = 6.0f * p.e4m3_max;
     ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
     global.fill(p.row_scaled ? c.cols : TILE, [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-        ColumnFactors<D, E> factors(TILE);
-        alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
-        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
-            if (r % TILE == 0) {
-                const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
-                for (i64 i = 0; i < n; i++) {
-                    u8* line = lines + i * BLOCKS;
-                    if (!s.tiles)
-                        memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
-                    else
-                        for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
-                }
-                transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
-            }
-            const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
-            if (r % NV == 0) {
-                factors.template fill_codes<false>(n, turned + r % TILE / NV * TILE);
-                factors.multiply(n, second);
-            }
-            factors.template run<2>(codes, n, (T*)c.y + r * c.cols + k, stream, int(r % 2), second);
-        });
+        TurnedNv<D, E> tiles(p, c, s, stream, global);
+        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { tiles.run(codes, r, k, n); });
     });
 }
 
