@@ -184,6 +184,8 @@ struct TurnedNv {
             u8* line = lines + i * BLOCKS;
             if (!s.tiles)
                 memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
+            else if (block % 4 == 0)  // tiles are whole
+                for (i64 j = 0; j < count; j += 4) memcpy(line + j, s.base + s.at(s, k + i, block + j), 4);
             else
                 for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
         }
@@ -196,6 +198,9 @@ struct TurnedNv {
         const u8* stored = turned + r % TILE / NV * TILE;
         T* y = (T*)c.y + r * c.cols + k;
         const bool two = r + 1 < c.count;
+        // What read() will ask for in the next tile.
+        for (i64 i = k + TILE + r % TILE; i < k + TILE + r % TILE + 2 && i < c.cols; i++)
+            __builtin_prefetch(s.base + s.at(s, i, (c.first + r / TILE * TILE) / NV), 0, 2);
 #if QT_ISA == 512
         if constexpr (D::id == BF16) {
             if (r % NV == 0) {
