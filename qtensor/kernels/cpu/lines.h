@@ -380,6 +380,10 @@ struct LineQuantizer {
     // NVFP4 with a rotation, random rounding, two candidates, or values that are not finite.
     __attribute__((noinline)) VI special_strip(const T* x, u8* out, i64 at) {
         if constexpr (B != NV) return VI{};
+#if QT_ISA == 512
+        VI known;
+        if (p.stochastic && !d.rotate && stochastic_small(x, out, at, known)) return known;
+#endif
         to_finite<D>(x, wide, d.rotate, p.signs);
         const VI amax = strip_maxima<Float32, NV>(wide);
         if (p.four_over_six) {
@@ -396,15 +400,41 @@ struct LineQuantizer {
             encode_strip<Float32, E, B, Codes, false>(wide, encode[0], out, false);
             return f.stored;
         }
-        i64 element[W];
-        for (int b = 0; b < W; b++)
-            element[b] = (m.line0 + (at + b) / strips.blocks) * m.total + (m.block0 + (at + b) % strips.blocks) * NV;
-        u8 random[W * NV];
-        noise(element, d.stream, d.seed, random);
+        alignas(64) u8 random[W * NV];
+        noise_of(at, random);
         encode_stochastic(wide, encode[0], random, unpacked);
         pack_all<Codes>(unpacked, out);
         return f.stored;
     }
+    void noise_of(i64 at, u8* random) {
+        i64 line = at / strips.blocks, block = at % strips.blocks;
+        alignas(64) i64 element[W];
+        const i64 first = (m.line0 + line) * m.total + (m.block0 + block) * NV;
+        for (int b = 0; b < W; b++) element[b] = first + b * NV;
+        if (block + W > strips.blocks)
+            for (int b = 0; b < W; b++) {
+                element[b] = (m.line0 + line) * m.total + (m.block0 + block) * NV;
+                if (++block == strips.blocks) block = 0, line++;
+            }
+        noise(element, d.stream, d.seed, random);
+    }
+#if QT_ISA == 512
+    // Finite values whose factors allow the short way to random rounding.
+    bool stochastic_small(const T* x, u8* out, i64 at, VI& stored) {
+        if constexpr (Codes == 2) {
+            const VI top = strip_maxima<D, B>(x);
+            if (any(top >= all(INF_BITS))) return false;
+            const Factors f = factors_of<E>(top, d, global);
+            if (!fits_places<D>(top, f.encode)) return false;
+            alignas(64) u8 random[W * NV];
+            noise_of(at, random);
+            stochastic_strip<D>(x, f.encode, random, out);
+            stored = f.stored;
+            return true;
+        }
+        return false;
+    }
+#endif
 };
 
 template <class D, class E, int B, int Codes>

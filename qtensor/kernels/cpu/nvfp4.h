@@ -118,17 +118,38 @@ INLINE void pack_all(const u8* codes, u8* out) {
 }
 
 // ---- stochastic rounding -------------------------------------------------------------------------------------------------
+constexpr u32 PHILOX[2] = {0xD2511F53u, 0xCD9E8D57u}, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
+#if QT_ISA == 512
+// Philox4x32-10: 16 bytes for each of eight counters, in order. Numbers of 32 bits lie in the low halves of lanes of 64, as the
+// multiplier takes them; what the high halves hold does not count.
+INLINE void philox(__m512i counter, u32 stream, i64 seed, u8* out) {
+    // The last step writes lanes 0, 2, 4, 6 before the others.
+    counter = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), counter);
+    __m512i c0 = counter, c1 = _mm512_srli_epi64(counter, 32), c2 = _mm512_setzero_si512(), c3 = _mm512_set1_epi32(i32(stream));
+    u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+        const __m512i a = _mm512_mul_epu32(c0, _mm512_set1_epi64(PHILOX[0])), b = _mm512_mul_epu32(c2, _mm512_set1_epi64(PHILOX[1]));
+        c0 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(b, 32), c1, _mm512_set1_epi32(i32(k0)), 0x96);
+        c2 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(a, 32), c3, _mm512_set1_epi32(i32(k1)), 0x96);
+        c1 = b, c3 = a;
+        k0 += WEYL[0], k1 += WEYL[1];
+    }
+    const __m512i low = _mm512_mask_shuffle_epi32(c0, 0xaaaa, c1, _MM_PERM_ENUM(0xa0));
+    const __m512i high = _mm512_mask_shuffle_epi32(c2, 0xaaaa, c3, _MM_PERM_ENUM(0xa0));
+    store(out, _mm512_unpacklo_epi64(low, high)), store(out + 64, _mm512_unpackhi_epi64(low, high));
+}
+// 16 bytes for each of W counters.
+INLINE void philox(const i64 counter[W], int stream, i64 seed, u8* out) {
+    philox(load<__m512i>(counter), u32(stream), seed, out), philox(load<__m512i>(counter + 8), u32(stream), seed, out + 128);
+}
+#else
 // Both halves of products of 32 bits.
 struct Products {
     VU low, high;
 };
 INLINE Products products(VU a, u32 b) {
-#if QT_ISA == 512
-    const __m512i k = _mm512_set1_epi32(i32(b)), v = (__m512i)a;
-    const __m512i even = _mm512_mul_epu32(v, k), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), k);
-    return {(VU)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_ENUM(0xa0)),
-            (VU)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_ENUM(0xf5))};
-#elif QT_ISA == 2
+#if QT_ISA == 2
     const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
     const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
     return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa), (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
@@ -141,40 +162,37 @@ INLINE Products products(VU a, u32 b) {
     return p;
 #endif
 }
-// Philox4x32-10: 16 bytes for each counter.
-INLINE void philox(const u32 low[W], const u32 high[W], u32 stream, i64 seed, u32 out[4][W]) {
-    VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(i32(stream));
+// Philox4x32-10: 16 bytes for each of W counters.
+INLINE void philox(const i64 counter[W], int stream, i64 seed, u8* out) {
+    VU c0, c1, c2{}, c3 = (VU)all(stream);
+    for (int b = 0; b < W; b++) c0[b] = u32(counter[b]), c1[b] = u32(uint64_t(counter[b]) >> 32);
     u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
     for (int round = 0; round < 10; round++) {
-        const Products a = products(c0, 0xD2511F53u), b = products(c2, 0xCD9E8D57u);
+        const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
         c0 = b.high ^ c1 ^ (VU)all(i32(k0)), c2 = a.high ^ c3 ^ (VU)all(i32(k1));
         c1 = b.low, c3 = a.low;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        k0 += WEYL[0], k1 += WEYL[1];
     }
-    store(out[0], c0), store(out[1], c1), store(out[2], c2), store(out[3], c3);
+    for (int b = 0; b < W; b++) {
+        const u32 words[4] = {c0[b], c1[b], c2[b], c3[b]};
+        memcpy(out + b * NV, words, NV);
+    }
 }
+#endif
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
 INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
-    u32 low[W], high[W], words[4][W], next[4][W];
-    bool aligned = true;
+    alignas(64) i64 group[W];
+    i64 within = 0;
+    for (int b = 0; b < W; b++) within |= element[b], group[b] = element[b] >> 4;
+    philox(group, stream, seed, bytes);
+    if ((within & 15) == 0) return;
+    alignas(64) u8 next[W * NV];
+    for (int b = 0; b < W; b++) group[b]++;
+    philox(group, stream, seed, next);
     for (int b = 0; b < W; b++) {
-        i64 group = element[b] >> 4;
-        low[b] = u32(group), high[b] = u32(group >> 32);
-        aligned &= (element[b] & 15) == 0;
-    }
-    philox(low, high, u32(stream), seed, words);
-    if (!aligned) {
-        for (int b = 0; b < W; b++) {
-            i64 group = (element[b] >> 4) + 1;
-            low[b] = u32(group), high[b] = u32(group >> 32);
-        }
-        philox(low, high, u32(stream), seed, next);
-    }
-    for (int b = 0; b < W; b++) {
-        u32 both[8] = {words[0][b], words[1][b], words[2][b], words[3][b]};
-        if (!aligned)
-            for (int k = 0; k < 4; k++) both[4 + k] = next[k][b];
-        memcpy(bytes + b * NV, (const u8*)both + (element[b] & 15), NV);
+        u8 both[2 * NV];
+        memcpy(both, bytes + b * NV, NV), memcpy(both + NV, next + b * NV, NV);
+        memcpy(bytes + b * NV, both + (element[b] & 15), NV);
     }
 }
 // Codes of W blocks, rounded up with a probability equal to the distance from the lower neighbour.
