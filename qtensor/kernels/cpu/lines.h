@@ -263,6 +263,7 @@ struct LineQuantizer {
     const Plan& p;
     Strips<D, B, Codes> strips;
     const bool nv, special;
+    const Keys keys;
     GlobalLanes global;
     i64 global_line = -1;
     alignas(64) T gathered[strip];
@@ -274,7 +275,7 @@ struct LineQuantizer {
 
     LineQuantizer(const Lines<T>& lines, const Direction& direction)
         : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
-          special(nv && (d.rotate || p.stochastic || p.four_over_six)) {
+          special(nv && (d.rotate || p.stochastic || p.four_over_six)), keys(d.seed) {
         for (int b = 0; b < W; b++) global.set(b, d.global);
     }
 
@@ -416,7 +417,7 @@ struct LineQuantizer {
                 element[b] = (m.line0 + line) * m.total + (m.block0 + block) * NV;
                 if (++block == strips.blocks) block = 0, line++;
             }
-        noise(element, d.stream, d.seed, random);
+        noise(element, d.stream, keys, random);
     }
 #if QT_ISA == 512
     // Finite values whose factors allow the short way to random rounding.

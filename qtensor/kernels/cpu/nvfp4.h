@@ -119,29 +119,43 @@ INLINE void pack_all(const u8* codes, u8* out) {
 
 // ---- stochastic rounding -------------------------------------------------------------------------------------------------
 constexpr u32 PHILOX[2] = {0xD2511F53u, 0xCD9E8D57u}, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
+// The keys of the ten rounds.
+struct Keys {
+    u32 of[10][2];
+    Keys(i64 seed) {
+        for (u32 r = 0; r < 10; r++) of[r][0] = u32(seed) + r * WEYL[0], of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
+    }
+};
 #if QT_ISA == 512
-// Philox4x32-10: 16 bytes for each of eight counters, in order. Numbers of 32 bits lie in the low halves of lanes of 64, as the
-// multiplier takes them; what the high halves hold does not count.
-INLINE void philox(__m512i counter, u32 stream, i64 seed, u8* out) {
-    // The last step writes lanes 0, 2, 4, 6 before the others.
-    counter = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), counter);
-    __m512i c0 = counter, c1 = _mm512_srli_epi64(counter, 32), c2 = _mm512_setzero_si512(), c3 = _mm512_set1_epi32(i32(stream));
-    u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
+// Philox4x32-10: 16 bytes for each of W counters, in two vectors side by side. Numbers of 32 bits lie in the low halves of lanes of
+// 64, as the multiplier takes them; what the high halves hold does not count.
+INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
+    const __m512i p0 = _mm512_set1_epi64(PHILOX[0]), p1 = _mm512_set1_epi64(PHILOX[1]);
+    __m512i c[2][4];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+        // The last step writes lanes 0, 2, 4, 6 before the others.
+        const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h)), c[h][1] = _mm512_srli_epi64(c[h][0], 32);
+        c[h][2] = _mm512_setzero_si512(), c[h][3] = _mm512_set1_epi32(stream);
+    }
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
-        const __m512i a = _mm512_mul_epu32(c0, _mm512_set1_epi64(PHILOX[0])), b = _mm512_mul_epu32(c2, _mm512_set1_epi64(PHILOX[1]));
-        c0 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(b, 32), c1, _mm512_set1_epi32(i32(k0)), 0x96);
-        c2 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(a, 32), c3, _mm512_set1_epi32(i32(k1)), 0x96);
-        c1 = b, c3 = a;
-        k0 += WEYL[0], k1 += WEYL[1];
+        const __m512i k0 = _mm512_set1_epi32(i32(keys.of[round][0])), k1 = _mm512_set1_epi32(i32(keys.of[round][1]));
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            const __m512i a = _mm512_mul_epu32(c[h][0], p0), b = round ? _mm512_mul_epu32(c[h][2], p1) : _mm512_setzero_si512();
+            c[h][0] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c[h][1], k0, 0x96);
+            c[h][2] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c[h][3], k1, 0x96);
+            c[h][1] = b, c[h][3] = a;
+        }
     }
-    const __m512i low = _mm512_mask_shuffle_epi32(c0, 0xaaaa, c1, _MM_PERM_ENUM(0xa0));
-    const __m512i high = _mm512_mask_shuffle_epi32(c2, 0xaaaa, c3, _MM_PERM_ENUM(0xa0));
-    store(out, _mm512_unpacklo_epi64(low, high)), store(out + 64, _mm512_unpackhi_epi64(low, high));
-}
-// 16 bytes for each of W counters.
-INLINE void philox(const i64 counter[W], int stream, i64 seed, u8* out) {
-    philox(load<__m512i>(counter), u32(stream), seed, out), philox(load<__m512i>(counter + 8), u32(stream), seed, out + 128);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+        const __m512i low = _mm512_mask_shuffle_epi32(c[h][0], 0xaaaa, c[h][1], _MM_PERM_ENUM(0xa0));
+        const __m512i high = _mm512_mask_shuffle_epi32(c[h][2], 0xaaaa, c[h][3], _MM_PERM_ENUM(0xa0));
+        store(out + 128 * h, _mm512_unpacklo_epi64(low, high)), store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
+    }
 }
 #else
 // Both halves of products of 32 bits.
@@ -163,15 +177,13 @@ INLINE Products products(VU a, u32 b) {
 #endif
 }
 // Philox4x32-10: 16 bytes for each of W counters.
-INLINE void philox(const i64 counter[W], int stream, i64 seed, u8* out) {
+INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
     VU c0, c1, c2{}, c3 = (VU)all(stream);
     for (int b = 0; b < W; b++) c0[b] = u32(counter[b]), c1[b] = u32(uint64_t(counter[b]) >> 32);
-    u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
     for (int round = 0; round < 10; round++) {
         const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
-        c0 = b.high ^ c1 ^ (VU)all(i32(k0)), c2 = a.high ^ c3 ^ (VU)all(i32(k1));
+        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])), c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
         c1 = b.low, c3 = a.low;
-        k0 += WEYL[0], k1 += WEYL[1];
     }
     for (int b = 0; b < W; b++) {
         const u32 words[4] = {c0[b], c1[b], c2[b], c3[b]};
@@ -180,15 +192,15 @@ INLINE void philox(const i64 counter[W], int stream, i64 seed, u8* out) {
 }
 #endif
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
-INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
+INLINE void noise(const i64 element[W], int stream, const Keys& keys, u8* bytes) {
     alignas(64) i64 group[W];
     i64 within = 0;
     for (int b = 0; b < W; b++) within |= element[b], group[b] = element[b] >> 4;
-    philox(group, stream, seed, bytes);
+    philox(group, stream, keys, bytes);
     if ((within & 15) == 0) return;
     alignas(64) u8 next[W * NV];
     for (int b = 0; b < W; b++) group[b]++;
-    philox(group, stream, seed, next);
+    philox(group, stream, keys, next);
     for (int b = 0; b < W; b++) {
         u8 both[2 * NV];
         memcpy(both, bytes + b * NV, NV), memcpy(both + NV, next + b * NV, NV);
