@@ -205,26 +205,33 @@ struct BlockQuantizer {
     i32 rotated(bool columnwise) {
         if (!columnwise) {
             const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
-            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
+            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b, 0); });
         }
         i32 top = 0;
         each_tile([&](const Lines<T>& m) {
-            const i32 part = rotated_lines(m, 0, blocks_of(m));
+            i32 part;
+#pragma omp critical(qtensor_max)
+            part = top;
+            part = rotated_lines(m, 0, blocks_of(m), part);
 #pragma omp critical(qtensor_max)
             top = top > part ? top : part;
         });
         return top;
     }
-    i32 rotated_lines(const Lines<T>& m, i64 first, i64 end) {
+    // At least `top`.
+    i32 rotated_lines(const Lines<T>& m, i64 first, i64 end, i32 top) {
         Strips<D, B, Codes> strips(m);
         alignas(64) T gathered[W * B];
         alignas(64) float wide[W * B];
-        i32 top = 0;
         for (i64 at = first; at < end; at += W) {
             const i64 line = at / strips.blocks, block = at % strips.blocks;
             const bool direct = strips.direct(line, block, strips.flat_in);
             if (!direct) strips.gather(line, block, gathered);
-            to_finite<D>(direct ? strips.source(line, block) : gathered, wide, true, p.signs);
+            const T* from = direct ? strips.source(line, block) : gathered;
+#if QT_ISA == 512
+            if (B == NV && stays_below<D>(from, top)) continue;
+#endif
+            to_finite<D>(from, wide, true, p.signs);
             const i32 part = amax_run<Float32>(wide, W * NV);
             top = top > part ? top : part;
         }

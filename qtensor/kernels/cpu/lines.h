@@ -383,7 +383,8 @@ struct LineQuantizer {
         if constexpr (B != NV) return VI{};
 #if QT_ISA == 512
         VI known;
-        if (p.stochastic && !d.rotate && stochastic_small(x, out, at, known)) return known;
+        if (p.stochastic && !d.rotate && stochastic_small<D>(x, out, at, known)) return known;
+        if (d.rotate && !p.stochastic && !p.four_over_six && rotated_small(x, out, known)) return known;
 #endif
         to_finite<D>(x, wide, d.rotate, p.signs);
         const VI amax = strip_maxima<Float32, NV>(wide);
@@ -392,6 +393,9 @@ struct LineQuantizer {
             pack_all<Codes>(unpacked, out);
             return stored;
         }
+#if QT_ISA == 512
+        if (p.stochastic && stochastic_small<Float32>(wide, out, at, known)) return known;
+#endif
         Factors f = factors_of<E>(amax, d, global);
         store(encode[0], f.encode);
         if (!p.stochastic) {
@@ -421,16 +425,31 @@ struct LineQuantizer {
     }
 #if QT_ISA == 512
     // Finite values whose factors allow the short way to random rounding.
-    bool stochastic_small(const T* x, u8* out, i64 at, VI& stored) {
+    template <class S>
+    bool stochastic_small(const typename S::T* from, u8* out, i64 at, VI& stored) {
         if constexpr (Codes == 2) {
-            const VI top = strip_maxima<D, B>(x);
+            const VI top = strip_maxima<S, B>(from);
             if (any(top >= all(INF_BITS))) return false;
             const Factors f = factors_of<E>(top, d, global);
-            if (!fits_places<D>(top, f.encode)) return false;
+            if (!fits_places<S>(top, f.encode)) return false;
             alignas(64) u8 random[W * NV];
             noise_of(at, random);
-            stochastic_strip<D>(x, f.encode, random, out);
+            stochastic_strip<S>(from, f.encode, random, out);
             stored = f.stored;
+            return true;
+        }
+        return false;
+    }
+    // The same for rotated values and nearest rounding. The second level is one for all blocks here.
+    bool rotated_small(const T* x, u8* out, VI& stored) {
+        if constexpr (Codes == 2 && B == NV) {
+            VF s[NV];
+            VI top;
+            if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
+            const Factors f = factors_of<E>(top, d, global);
+            if (!fits_quarters<D>(top, f.encode)) return false;
+            encode_lanes<D::pairs>(s, f.encode * all(4.0f), out);
+            stored = (VI)_mm512_permutexvar_epi32(_mm512_load_si512(LANES<D::pairs>.lane), (__m512i)f.stored);
             return true;
         }
         return false;

@@ -1,54 +1,13 @@
 // What only NVFP4 has: the rotation, stochastic rounding and the choice of two block factors. All work on W blocks of 16
 // floats a line.
 #pragma once
-#include "fast512.h"
-#include "transpose.h"
+#include "rotate512.h"
 
 namespace QT_NAMESPACE {
 
-constexpr int NV = 16;  // block, and size of the rotation
 constexpr int MX = 32;
 
-// ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
-template <bool Nan = true>
-INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even. Without Nan, NaN must have zeros in the low half
-    VI r = (u + all(0x7fff) + ((VI)((VU)u >> 16) & all(1))) & all(i32(0xffff0000));
-    if (!Nan) return r;
-    return (u & all(ABS)) > all(INF_BITS) ? all(0x7fc00000) : r;
-}
-INLINE u16 float_to_half(float f) {
-    u32 u = bits<u32>(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
-    if (a > 0x7f800000u) return u16(sign | 0x7e00);
-    if (a >= 0x477ff000u) return u16(sign | 0x7c00);
-    if (a < 0x38800000u) {  // subnormal: the adder rounds
-        u32 m = bits<u32>(bits<float>(a) + 0.5f) - bits<u32>(0.5f);
-        return u16(sign | m);
-    }
-    return u16(sign | (a + 0xfff + (a >> 13 & 1) - 0x38000000u) >> 13);
-}
-INLINE Half to_half(VF v) {
-#if QT_ISA == 512
-    return (Half)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif QT_ISA == 2
-    return (Half)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    Half h;
-    for (int i = 0; i < W; i++) h[i] = float_to_half(v[i]);
-    return h;
-#endif
-}
-template <class D>
-INLINE VF round_to(VF v) {
-    if (D::id == BF16) return (VF)to_bfloat16_bits((VI)v);
-    if (D::id == F16) {
-        Half h = to_half(v);
-        return (VF)Float16::one((const u16*)&h);
-    }
-    return v;
-}
-
 // ---- rotation ---------------------------------------------------------------------------------------------------------------
-constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
 // W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an output adds up: a sum
 // of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the reference do; each lane is a block, and equal
 // beginnings of sums are added up once.
@@ -90,6 +49,11 @@ INLINE VF flush_subnormals(VF v) {
 // W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
 template <class D>
 static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs) {
+#if QT_ISA == 512
+    VF s[NV];
+    VI amax;
+    if (rotated && rotated_lanes<D>(x, signs, s, amax)) return blocks_of_lanes<D::pairs>(s, y);
+#endif
     for (int i = 0; i < W * NV; i += W) {
         VF v = (VF)D::one(x + i);
         store(y + i, rotated && D::id == BF16 ? flush_subnormals(v) : v);
