@@ -229,7 +229,16 @@ struct BlockQuantizer {
             if (!direct) strips.gather(line, block, gathered);
             const T* from = direct ? strips.source(line, block) : gathered;
 #if QT_ISA == 512
-            if (B == NV && stays_below<D>(from, top)) continue;
+            if constexpr (B == NV) {
+                if (stays_below<D>(from, top)) continue;
+                VF s[NV];
+                VI amax;
+                if (rotated_lanes<D>(from, p.signs, s, amax)) {
+                    const i32 part = lane_max(amax);
+                    top = top > part ? top : part;
+                    continue;
+                }
+            }
 #endif
             to_finite<D>(from, wide, true, p.signs);
             const i32 part = amax_run<Float32>(wide, W * NV);

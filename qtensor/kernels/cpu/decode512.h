@@ -191,6 +191,55 @@ INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, 
         store_bytes((u8*)(y + 32 * h), (VB)w, stream);
     }
 }
+
+// Rotated blocks of NVFP4, 16 at a time, each in a lane of its own (rotate512.h). False where a block is all zeros, whose signs would
+// count, or factors are not of the usual size. Where all is well, outputs with a sign are 0 less the others.
+template <class D>
+INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typename D::T* y) {
+    const __m512i a = load<__m512i>(codes), b = load<__m512i>(codes + 64);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i half[2] = {_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b)};
+    const VI nonzero = (VI)_mm512_and_si512(_mm512_or_si512(half[0], half[1]), _mm512_set1_epi32(0x77777777));
+    // Products are normal, and so are all sums.
+    const VI fits = (VI)(factor >= all(0x1p-9f)) & (VI)(global >= all(0x1p-80f)) & (VI)(global <= all(0x1p80f)) & (VI)(nonzero != all(0));
+    if (any(~fits)) return false;
+    const __m512 grid = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+    VF v[NV], s[NV];
+#pragma GCC unroll 16
+    for (int k = 0; k < NV; k++)
+        v[k] = (VF)_mm512_permutexvar_ps(_mm512_srli_epi32(half[k / 8], 4 * (k % 8)), grid) * factor * (global * all(0.25f));
+    add_up<0>(v, s);
+    __m512i z[NV];
+#pragma GCC unroll 16
+    for (int j = 0; j < NV; j++) z[j] = (__m512i)(signs && (SIGN_MASK >> j & 1) ? all(0.0f) - s[j] : s[j]);
+    if constexpr (D::id == BF16) {
+        __m512i d[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++)
+            d[i] = (__m512i)((VI)((VU)(VI)rounded_to<D>((VF)z[2 * i]) >> 16) | (VI)rounded_to<D>((VF)z[2 * i + 1]));
+        turn_parts<float, 4>(d), turn_parts<float, 4>(d + 4);
+        // Lane i of 128 bits of d[c] and d[4 + c]: the halves of block 4 i + c.
+        alignas(64) u16 blocks[W * NV];
+        for (int c = 0; c < 4; c++)
+            for (int h = 0; h < 2; h++) {
+                const __m512i w = d[4 * h + c];
+                store(blocks + c * NV + 8 * h, _mm512_castsi512_si128(w));
+                store(blocks + (4 + c) * NV + 8 * h, _mm512_extracti32x4_epi32(w, 1));
+                store(blocks + (8 + c) * NV + 8 * h, _mm512_extracti32x4_epi32(w, 2));
+                store(blocks + (12 + c) * NV + 8 * h, _mm512_extracti32x4_epi32(w, 3));
+            }
+        memcpy(y, blocks, sizeof blocks);
+    } else {
+        turn_lanes(z);
+        for (int i = 0; i < NV; i++) {
+            if constexpr (D::id == F16)
+                store(y + NV * i, to_half((VF)z[i]));
+            else
+                store(y + NV * i, z[i]);
+        }
+    }
+    return true;
+}
 #endif
 
 }  // namespace QT_NAMESPACE

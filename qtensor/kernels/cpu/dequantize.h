@@ -419,6 +419,9 @@ struct LineDecoder {
         strip_of(*this, codes, y, stream);
     }
     void rotated_strip(const u8* codes, T* y) {
+#if QT_ISA == 512
+        if (Codes == 2 && turned_back<D>(codes, load<VF>(factor), load<VF>(global), p.signs, y)) return;
+#endif
         const Table<E>& t = table<E>();
         alignas(64) float wide[W * B];
         for (int at = 0; at < W * B; at += GROUP) {

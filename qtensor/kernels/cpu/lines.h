@@ -448,7 +448,7 @@ struct LineQuantizer {
             if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
             const Factors f = factors_of<E>(top, d, global);
             if (!fits_quarters<D>(top, f.encode)) return false;
-            encode_lanes<D::pairs>(s, f.encode * all(4.0f), out);
+            encode_lanes<D::pairs>(s, f.encode * all(4.0f * AFTER<D>), out);
             stored = (VI)_mm512_permutexvar_epi32(_mm512_load_si512(LANES<D::pairs>.lane), (__m512i)f.stored);
             return true;
         }

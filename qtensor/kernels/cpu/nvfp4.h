@@ -52,7 +52,7 @@ static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs
 #if QT_ISA == 512
     VF s[NV];
     VI amax;
-    if (rotated && rotated_lanes<D>(x, signs, s, amax)) return blocks_of_lanes<D::pairs>(s, y);
+    if (rotated && rotated_lanes<D>(x, signs, s, amax)) return blocks_of_lanes<D::pairs>(s, AFTER<D>, y);
 #endif
     for (int i = 0; i < W * NV; i += W) {
         VF v = (VF)D::one(x + i);

@@ -120,9 +120,8 @@ INLINE void add_up(const VF v[NV], VF s[NV]) {
         }
     }
 }
-// Rotated, and the largest magnitude of each block.
-INLINE VF rotate_lanes(VF v[NV], VF s[NV], bool signs) {
-    for (int k = 0; k < NV; k++) v[k] = v[k] * all(0.25f);
+// Rotated but for the factor of 1/4, and the largest magnitude of each block.
+INLINE VF rotate_lanes(const VF v[NV], VF s[NV], bool signs) {
     if (signs)
         add_up<SIGN_MASK>(v, s);
     else
@@ -134,12 +133,20 @@ INLINE VF rotate_lanes(VF v[NV], VF s[NV], bool signs) {
 }
 template <class D>
 INLINE VF rounded_to(VF v) {  // no NaN
-    if constexpr (D::id == BF16) return (VF)to_bfloat16_bits<false>((VI)v);
+    if constexpr (D::id == BF16) {
+        // Up from a half; a tie, whose low half is then 0, down to even.
+        const __m512i up = _mm512_add_epi32((__m512i)v, _mm512_set1_epi32(0x8000));
+        const __m512i r = _mm512_and_si512(up, _mm512_set1_epi32(i32(0xffff0000)));
+        return (VF)_mm512_mask_and_epi32(r, _mm512_testn_epi32_mask(up, _mm512_set1_epi32(0xffff)), r, _mm512_set1_epi32(i32(0xfffe0000)));
+    }
     if constexpr (D::id == F16) return (VF)_mm512_cvtph_ps((__m256i)to_half(v));
     return v;
 }
 // Whether bfloat16 have values, other than 0, so small that a rotated one might be subnormal: that counts as 0.
 INLINE bool has_tiny(const u16* x) {
+    __mmask32 small = 0;
+    for (int i = 0; i < 8; i++) small |= _mm512_testn_epi16_mask(load<__m512i>(x + 32 * i), _mm512_set1_epi16(0x6000));
+    if (!small) return false;
     __m512i least = _mm512_set1_epi16(-1);
     for (int i = 0; i < 8; i++) {
         const __m512i w = load<__m512i>(x + 32 * i);
@@ -148,7 +155,9 @@ INLINE bool has_tiny(const u16* x) {
     return _mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(27 << 8)) != 0;
 }
 // W blocks rotated and rounded to D, in the lane order of Lanes<D::pairs>, and their maxima; false where they are not all finite,
-// or too small.
+// or too small. Bfloat16, of which then none is subnormal, are not multiplied by AFTER<D> yet.
+template <class D>
+constexpr float AFTER = D::id == BF16 ? 0.25f : 1.0f;
 template <class D>
 INLINE bool rotated_lanes(const typename D::T* x, bool signs, VF s[NV], VI& amax) {
     if constexpr (D::id == BF16) {
@@ -156,16 +165,18 @@ INLINE bool rotated_lanes(const typename D::T* x, bool signs, VF s[NV], VI& amax
     }
     VF v[NV];
     blocks_in_lanes<D>(x, v);
-    amax = (VI)rounded_to<D>(rotate_lanes(v, s, signs));
+    for (int k = 0; D::id != BF16 && k < NV; k++) v[k] = v[k] * all(0.25f);
+    const VF top = rounded_to<D>(rotate_lanes(v, s, signs));
+    amax = (VI)(top * all(AFTER<D>));
     if (any(amax >= all(INF_BITS))) return false;
     for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j]);
     return true;
 }
 // Blocks one behind the other.
 template <bool Pairs>
-INLINE void blocks_of_lanes(const VF s[NV], float* y) {
+INLINE void blocks_of_lanes(const VF s[NV], float factor, float* y) {
     __m512i z[NV];
-    for (int j = 0; j < NV; j++) z[j] = (__m512i)s[j];
+    for (int j = 0; j < NV; j++) z[j] = (__m512i)(s[j] * all(factor));
     turn_lanes(z);
     for (int b = 0; b < NV; b++) store(y + b * NV, z[LANES<Pairs>.lane[b]]);
 }
