@@ -192,31 +192,36 @@ INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, 
     }
 }
 
-// Rotated blocks of NVFP4, 16 at a time, each in a lane of its own (rotate512.h). False where a block is all zeros, whose signs would
-// count, or factors are not of the usual size. Where all is well, outputs with a sign are 0 less the others.
-template <class D>
-INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typename D::T* y) {
-    const __m512i a = load<__m512i>(codes), b = load<__m512i>(codes + 64);
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i half[2] = {_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b)};
+// Rotated blocks of NVFP4, 16 at a time, each in a lane of its own (rotate512.h), turned back; half: codes 0 .. 7 and 8 .. 15 of each.
+// False where a block is all zeros, whose signs would count, or factors are not of the usual size.
+INLINE bool back_in_lanes(const __m512i half[2], VF factor, VF global, bool signs, VF s[NV]) {
     const VI nonzero = (VI)_mm512_and_si512(_mm512_or_si512(half[0], half[1]), _mm512_set1_epi32(0x77777777));
     // Products are normal, and so are all sums.
     const VI fits = (VI)(factor >= all(0x1p-9f)) & (VI)(global >= all(0x1p-80f)) & (VI)(global <= all(0x1p80f)) & (VI)(nonzero != all(0));
     if (any(~fits)) return false;
     const __m512 grid = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
-    VF v[NV], s[NV];
+    VF v[NV];
 #pragma GCC unroll 16
     for (int k = 0; k < NV; k++)
         v[k] = (VF)_mm512_permutexvar_ps(_mm512_srli_epi32(half[k / 8], 4 * (k % 8)), grid) * factor * (global * all(0.25f));
     add_up<0>(v, s);
-    __m512i z[NV];
-#pragma GCC unroll 16
-    for (int j = 0; j < NV; j++) z[j] = (__m512i)(signs && (SIGN_MASK >> j & 1) ? all(0.0f) - s[j] : s[j]);
+    // What is not all zeros adds up to +0 or to a value with a sign, as its opposite does.
+    for (int j = 0; signs && j < NV; j++)
+        if (SIGN_MASK >> j & 1) s[j] = all(0.0f) - s[j];
+    return true;
+}
+template <class D>
+INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typename D::T* y) {
+    const __m512i a = load<__m512i>(codes), b = load<__m512i>(codes + 64);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i half[2] = {_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b)};
+    VF s[NV];
+    if (!back_in_lanes(half, factor, global, signs, s)) return false;
     if constexpr (D::id == BF16) {
         __m512i d[8];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++)
-            d[i] = (__m512i)((VI)((VU)(VI)rounded_to<D>((VF)z[2 * i]) >> 16) | (VI)rounded_to<D>((VF)z[2 * i + 1]));
+            d[i] = (__m512i)((VI)((VU)(VI)rounded_to<D>(s[2 * i]) >> 16) | (VI)rounded_to<D>(s[2 * i + 1]));
         turn_parts<float, 4>(d), turn_parts<float, 4>(d + 4);
         // Lane i of 128 bits of d[c] and d[4 + c]: the halves of block 4 i + c.
         alignas(64) u16 blocks[W * NV];
@@ -230,12 +235,43 @@ INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typen
             }
         memcpy(y, blocks, sizeof blocks);
     } else {
+        __m512i z[NV];
+        for (int j = 0; j < NV; j++) z[j] = (__m512i)s[j];
         turn_lanes(z);
         for (int i = 0; i < NV; i++) {
             if constexpr (D::id == F16)
                 store(y + NV * i, to_half((VF)z[i]));
             else
                 store(y + NV * i, z[i]);
+        }
+    }
+    return true;
+}
+// 128 rows of as many columns as fill a line of memory, of which the codes lie transposed. stored: their factors, a line for 16 rows.
+template <class D>
+INLINE bool rotated_rows_back(const u8* codes, i64 stride, const u8* stored, VF global, bool signs, typename D::T* y, i64 ld, bool stream) {
+    constexpr int parts = D::id == F32 ? 1 : 2;
+    __m512i z[parts][NV];
+    for (int p = 0; p < parts; p++) {
+        for (int i = 0; i < W; i++) z[p][i] = load<__m512i>(codes + (p * W + i) * stride);
+        turn_lanes(z[p]);  // two dwords are a block
+    }
+    for (int b = 0; b < 8; b++) {
+        VF s[parts][NV];
+        for (int p = 0; p < parts; p++) {
+            const VI c = widen(stored + (b * parts + p) * W);
+            if (any(c >= all(0x7f))) return false;
+            const VF small = __builtin_convertvector(c, VF) * all(0x1p-9f), factor = c < all(8) ? small : (VF)((c << 20) + all(120 << 23));
+            if (!back_in_lanes(z[p] + 2 * b, factor, global, signs, s[p])) return false;
+        }
+        for (int j = 0; j < NV; j++) {
+            typename D::T* to = y + (b * NV + j) * ld;
+            if constexpr (D::id == F32)
+                store_bytes((u8*)to, (VB)s[0][j], stream);
+            else if constexpr (D::id == BF16)
+                store_bytes((u8*)to, high_halves((VI)rounded_to<D>(s[0][j]), (VI)rounded_to<D>(s[1][j])), stream);
+            else
+                store_bytes((u8*)to, (VB)words_of<D>(s[0][j], s[1][j]), stream);
         }
     }
     return true;

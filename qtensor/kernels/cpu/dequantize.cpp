@@ -7,9 +7,10 @@ namespace QT_NAMESPACE {
 
 constexpr i64 TILE = 256;
 
-// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y.
-template <class T, class F>
-static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f) {
+// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y. quick(line0, lines,
+// first, length): do all of it, or return false.
+template <class T, class Q, class F>
+static void by_transposed_tiles(const DequantizeCall& c, bool stream, const Q& quick, const F& f) {
     constexpr i64 WIDE = 64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
     const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + WIDE - 1) / WIDE;
     parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
@@ -17,6 +18,7 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f
         for (i64 t = a; t < b; t++) {
             const i64 r = t / across * TILE, k = t % across * WIDE;
             const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < WIDE ? c.cols - k : WIDE;
+            if (quick(k, width, r, n)) continue;
             f(turned, n, k, width, r, n);
             turn<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
         }
@@ -228,6 +230,39 @@ static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, boo
     });
 }
 
+// A tile of rotated NVFP4 whose codes lie transposed; false where that needs more than quick ways.
+template <class D>
+static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const DequantizeCall& c, [[maybe_unused]] const Sink& s,
+                         [[maybe_unused]] i64 k, [[maybe_unused]] i64 width, [[maybe_unused]] i64 r, [[maybe_unused]] i64 n,
+                         [[maybe_unused]] bool stream) {
+#if QT_ISA == 512
+    using T = typename D::T;
+    constexpr i64 WIDE = 64 / i64(sizeof(T)), BLOCKS = TILE / NV, ROWS = 128;
+    if (width != WIDE || n % ROWS || c.first % NV) return false;
+    alignas(64) u8 lines[WIDE * BLOCKS], turned[BLOCKS * WIDE];
+    const i64 block = (c.first + r) / NV, stride = (c.rows + NV - 1) / NV * (NV / 2);
+    for (i64 i = 0; i < WIDE; i++) {
+        u8* line = lines + i * BLOCKS;
+        if (!s.tiles)
+            memcpy(line, s.base + s.at(s, k + i, block), size_t(n / NV));
+        else
+            for (i64 b = 0; b < n / NV; b++) line[b] = s.base[s.at(s, k + i, block + b)];
+    }
+    transpose<u8>(lines, BLOCKS, turned, WIDE, WIDE, BLOCKS);
+    T* y = (T*)c.y + r * c.cols + k;
+    stream = stream && ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & 63) == 0;
+    const VF global = all(c.column.amax ? *c.column.amax / (6.0f * p.e4m3_max) : 1.0f);
+    for (i64 i = 0; i < n; i += ROWS) {
+        const u8* codes = c.column.data + k * stride + (c.first + r + i) / 2;
+        if (k + 2 * WIDE <= c.cols) prefetch(codes + WIDE * stride, WIDE, stride, 64);
+        if (!rotated_rows_back<D>(codes, stride, turned + i / NV * WIDE, global, p.signs, y + i * c.cols, c.cols, stream)) return false;
+    }
+    return true;
+#else
+    return false;
+#endif
+}
+
 template <class D, class E, int B, int Codes>
 static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
@@ -248,7 +283,8 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
             if (!rotated) return turned_nv<D, E>(p, c, s, stream);
         }
         const i64 stride = line_bytes(c.rows, rotated);
-        by_transposed_tiles<T>(c, stream, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+        const auto quick = [&](i64 k, i64 width, i64 r, i64 n) { return B == NV && Codes == 2 && rotated_tile<D>(p, c, s, k, width, r, n, stream); };
+        by_transposed_tiles<T>(c, stream, quick, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;
             const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes), lines, n, stride, out, ld, line, at / B};
             Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));
