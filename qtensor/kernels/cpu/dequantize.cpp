@@ -194,7 +194,7 @@ struct TurnedNv {
         transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
     }
     // Rows r and r + 1.
-    void run(const u8* codes, i64 r, i64 k, i64 n) {
+    __attribute__((always_inline)) void run(const u8* codes, i64 r, i64 k, i64 n) {
         if (r % TILE == 0) read(r, k, n);
         const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
         const u8* stored = turned + r % TILE / NV * TILE;
@@ -215,7 +215,8 @@ struct TurnedNv {
         } else
 #endif
             if (r % NV == 0) factors.template fill_codes<false>(n, stored);
-        for (int i = 0; i <= two; i++) factors.template run<2>(codes, n, y + i * c.cols, stream, i, second);
+        factors.template run<2>(codes, n, y, stream, 0, second);
+        if (two) factors.template run<2>(codes, n, y + c.cols, stream, 1, second);
     }
 };
 template <class D, class E>
