@@ -142,17 +142,17 @@ INLINE Products products(VU a, u32 b) {
 }
 // Philox4x32-10: 16 bytes for each of W counters.
 INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
-    VU c0, c1, c2{}, c3 = (VU)all(stream);
-    for (int b = 0; b < W; b++) c0[b] = u32(counter[b]), c1[b] = u32(uint64_t(counter[b]) >> 32);
+    u32 low[W], high[W], words[4][W];
+    for (int b = 0; b < W; b++) low[b] = u32(counter[b]), high[b] = u32(uint64_t(counter[b]) >> 32);
+    VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(stream);
     for (int round = 0; round < 10; round++) {
         const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
         c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])), c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
         c1 = b.low, c3 = a.low;
     }
-    for (int b = 0; b < W; b++) {
-        const u32 words[4] = {c0[b], c1[b], c2[b], c3[b]};
-        memcpy(out + b * NV, words, NV);
-    }
+    store(words[0], c0), store(words[1], c1), store(words[2], c2), store(words[3], c3);
+    for (int b = 0; b < W; b++)
+        for (int k = 0; k < 4; k++) memcpy(out + b * NV + 4 * k, &words[k][b], 4);
 }
 #endif
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.

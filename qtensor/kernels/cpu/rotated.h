@@ -42,6 +42,16 @@ INLINE bool rotated_rows(VF v[NV], bool signs, VF s[NV], VI& amax) {
     for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j]);
     return true;
 }
+// Whether no rotated value of 16 rows and 32 columns of bfloat16 exceeds `top`: one read of whole lines of memory.
+INLINE bool pairs_stay_below(const u16* x, i64 stride, i32 top) {
+    VF even{}, odd{};
+    for (int k = 0; k < NV; k++) {
+        __builtin_prefetch(x + k * stride + 256, 0, 2);
+        const VI w = load<VI>(x + k * stride);
+        even = even + (VF)(w << 16 & all(ABS)), odd = odd + (VF)(w & all(0x7fff0000));
+    }
+    return sum_stays_below(even, top) && sum_stays_below(odd, top);
+}
 // The largest rotated magnitude of blocks along columns, at least `top`.
 template <class D>
 static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64 cols, bool signs, i32 top) {
@@ -49,6 +59,12 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
         for (i64 c = 0; c < cols; c += W) {
             VF v[NV], s[NV];
             VI amax;
+            if constexpr (D::pairs) {
+                if (r + NV <= rows && c + 2 * W <= cols && pairs_stay_below(x + r * stride + c, stride, top)) {
+                    c += W;
+                    continue;
+                }
+            }
             rows_in_lanes<D>(x + r * stride + c, stride, rows - r, cols - c, v);
             if (sum_stays_below(magnitudes(v), top)) continue;
             if (rotated_rows<D>(v, signs, s, amax)) {
