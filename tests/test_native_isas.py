@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from formats import DTYPES, FormatCase, formats, layouts
+from formats import BY_NAME, DTYPES, FormatCase, formats, layouts
 from native_cases import (
     INPUTS,
     assert_same_values,
@@ -80,3 +80,42 @@ def test_any_byte_decodes_alike(case: FormatCase) -> None:
 def test_random_cases() -> None:
     for seed in range(5000, 5600):
         check_random(seed)
+
+
+def test_random_bytes_that_reach_the_next_code_only_by_rounding() -> None:
+    """Encode factors are 1 here. The float32 sum of a value and its random part may round up to 0.5."""
+    steps = torch.arange(1, 256).repeat_interleave(3) / 512
+    below = steps - torch.tensor([0.0, 1.0, 2.0]).repeat(255) * 2.0**-26
+    x = below.repeat(512 * 512 // below.numel() + 1)[: 512 * 512].reshape(-1, 16)
+    x *= torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)[:, None]
+    x[:, 0], x[0, 0] = 6.0, 6.0 * 448
+    codec = BY_NAME["nvfp4"].quantizer(stochastic_rounding=True)
+    for seed in range(4):
+        check(codec, x.reshape(512, 512), seed=torch.tensor([seed]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotated_values_around_what_the_quick_ways_take(dtype: torch.dtype) -> None:
+    """Whole tiles, with blocks that are tiny, zero or not finite in one place, and a maximum in the last block."""
+    tiny = torch.finfo(dtype).tiny
+    for side in ("rowwise", "columnwise"):
+        codec = BY_NAME["nvfp4"].quantizer(
+            rowwise=side == "rowwise",
+            columnwise=side == "columnwise",
+            with_rht=True,
+            rht_side=side,
+        )
+        for place, value in [
+            ((0, 0), float("nan")),
+            ((100, 37), float("-inf")),
+            ((255, 511), 1000.0),
+            ((20, 64), tiny),
+            ((20, 64), tiny / 4),
+            ((5, 5), -0.0),
+        ]:
+            x = data("randn", (256, 512), dtype)
+            x[place] = value
+            check(codec, x)
+        x[16:32] = 0
+        x[:, 48:64] = tiny * 3
+        check(codec, x)

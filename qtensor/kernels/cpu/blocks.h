@@ -1,6 +1,7 @@
 // Block formats: how a tensor is cut into tiles, so that its rows and columns are quantized from one read of memory.
 #pragma once
 #include "amax.h"
+#include "rotated.h"
 #include "square.h"
 #include "turned.h"
 
@@ -155,17 +156,43 @@ struct BlockQuantizer {
         ~Rest() {
             delete square;
             delete[] turned;
+#if QT_ISA == 512
+            delete columns16;
+#endif
         }
         Rest(const Rest&) = delete;
+
+        void transposed(i64 r, i64 n, i64 k, i64 width) {
+#if QT_ISA == 512
+            if constexpr (B == NV && Codes == 2) {
+                if (Rotated::serves(q.p) && !given_up) return rotated(r, n, k, width);
+            }
+#endif
+            if (!turned) turned = new T[size_t(TILE * TILE)];
+            q.one_tile(r, n, k, width, turned, [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
+        }
+#if QT_ISA == 512
+        using Rotated = RotatedColumns<D, E>;
+        Rotated* columns16 = nullptr;
+        bool given_up = false;  // within a tile whose columns have failed
+        void rotated(i64 r, i64 n, i64 k, i64 width) {
+            if (!columns16) columns16 = new Rotated(q.column);
+            const i64 stride = q.line_bytes(q.c.rows, true), known = width / W * W;
+            columns16->run(q.x + r * q.c.stride + k, q.c.stride, n, width, r, k, q.c.column.data + k * stride + r / Codes, stride);
+            given_up = true;
+            for (i64 c = 0; c < known; c += W)
+                if (columns16->failed[c / W]) transposed(r, n, k + c, W);
+            if (known < width) transposed(r, n, k + known, width - known);
+            given_up = false;
+        }
+#endif
 
         // n rows from row r, columns first .. last.
         void run(i64 r, i64 n, i64 first, i64 last) {
             if (!q.p.square) {
-                if (!turned) turned = new T[size_t(TILE * TILE)];
                 for (i64 at = r; at < r + n; at += TILE)
                     for (i64 k = first; k < last; k += TILE)
-                        q.one_tile(at, r + n - at < TILE ? r + n - at : TILE, k, last - k < TILE ? last - k : TILE, turned,
-                                   [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
+                        transposed(at, r + n - at < TILE ? r + n - at : TILE, k, last - k < TILE ? last - k : TILE);
                 return;
             }
             if (!square) square = new Square(q.row, columns);
@@ -217,26 +244,45 @@ struct BlockQuantizer {
     i32 rotated(bool columnwise) {
         if (!columnwise) {
             const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
-            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b); });
+            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b, 0); });
         }
+#if QT_ISA == 512
+        // Bands of 16 rows.
+        return parallel_max(end - begin, NV, c.threads, [&](i64 a, i64 b) {
+            return rotated_columns_max<D>(x + (begin + a) * c.stride, c.stride, b - a, c.cols, p.signs, 0);
+        });
+#endif
         i32 top = 0;
         each_tile([&](const Lines<T>& m) {
-            const i32 part = rotated_lines(m, 0, blocks_of(m));
+            const i32 part = rotated_lines(m, 0, blocks_of(m), 0);
 #pragma omp critical(qtensor_max)
             top = top > part ? top : part;
         });
         return top;
     }
-    i32 rotated_lines(const Lines<T>& m, i64 first, i64 end) {
+    // At least `top`.
+    i32 rotated_lines(const Lines<T>& m, i64 first, i64 end, i32 top) {
         Strips<D, B, Codes> strips(m);
         alignas(64) T gathered[W * B];
         alignas(64) float wide[W * B];
-        i32 top = 0;
         for (i64 at = first; at < end; at += W) {
             const i64 line = at / strips.blocks, block = at % strips.blocks;
             const bool direct = strips.direct(line, block, strips.flat_in);
             if (!direct) strips.gather(line, block, gathered);
-            to_finite<D>(direct ? strips.source(line, block) : gathered, wide, true, p.signs);
+            const T* from = direct ? strips.source(line, block) : gathered;
+#if QT_ISA == 512
+            if constexpr (B == NV) {
+                if (stays_below<D>(from, top)) continue;
+                VF s[NV];
+                VI amax;
+                if (rotated_lanes<D>(from, p.signs, s, amax)) {
+                    const i32 part = lane_max(amax);
+                    top = top > part ? top : part;
+                    continue;
+                }
+            }
+#endif
+            to_finite<D>(from, wide, true, p.signs);
             const i32 part = amax_run<Float32>(wide, W * NV);
             top = top > part ? top : part;
         }

@@ -7,9 +7,10 @@ namespace QT_NAMESPACE {
 
 constexpr i64 TILE = 256;
 
-// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y.
-template <class T, class F>
-static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f) {
+// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y. quick(line0, lines,
+// first, length): do all of it, or return false.
+template <class T, class Q, class F>
+static void by_transposed_tiles(const DequantizeCall& c, bool stream, const Q& quick, const F& f) {
     constexpr i64 WIDE = 64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
     const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + WIDE - 1) / WIDE;
     parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
@@ -17,13 +18,15 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const F& f
         for (i64 t = a; t < b; t++) {
             const i64 r = t / across * TILE, k = t % across * WIDE;
             const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < WIDE ? c.cols - k : WIDE;
+            if (quick(k, width, r, n)) continue;
             f(turned, n, k, width, r, n);
             turn<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
         }
     });
 }
 
-// f(codes, row, first column, columns): decode a part of a row, whose codes are those of a tile of the transpose, turned.
+// f(codes, row, first column, columns): decode a part of the rows that share bytes; the codes are those of a tile of the transpose,
+// turned.
 template <int Codes, class F>
 static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     const i64 across = (c.cols + TILE - 1) / TILE, stride = (c.rows + Codes - 1) / Codes;
@@ -35,8 +38,8 @@ static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
         const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
         turn_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
         const u8* next = t + 1 < b ? tile(t + 1) : nullptr;
-        for (i64 i = 0; i < n; i++) {
-            if (next) prefetch(next + i * stride, 1, 0, TILE / Codes);
+        for (i64 i = 0; i < n; i += Codes) {
+            if (next) prefetch(next + i * stride, Codes, stride, TILE / Codes);
             f(codes + i / Codes * LD, r + i, k, width);
         }
     }
@@ -158,36 +161,107 @@ static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
 
 // NVFP4 whose codes lie transposed, but for rotated ones. Its two factors are multiplied one after the other.
 template <class D, class E>
-static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
+struct TurnedNv {
     using T = typename D::T;
-    constexpr i64 BLOCKS = TILE / NV;
+    static constexpr i64 BLOCKS = TILE / NV;
+    const Plan& p;
+    const DequantizeCall& c;
+    const Sink& s;
+    const bool stream;
+    const ColumnFactors<D, E>& global;
+    ColumnFactors<D, E> factors{TILE};
+    alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
+#if QT_ISA == 512
+    NvColumns words;
+    const NvTable one{p.row_scaled ? 0.0f : global.lanes[0][0]};
+#endif
+
+    TurnedNv(const Plan& plan, const DequantizeCall& call, const Sink& sink, bool nontemporal, const ColumnFactors<D, E>& second)
+        : p(plan), c(call), s(sink), stream(nontemporal), global(second) {}
+
+    // Factors of a tile: n columns from column k, rows from row r.
+    void read(i64 r, i64 k, i64 n) {
+        const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
+        for (i64 i = 0; i < n; i++) {
+            u8* line = lines + i * BLOCKS;
+            if (!s.tiles)
+                memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
+            else if (block % 4 == 0)  // tiles are whole
+                for (i64 j = 0; j < count; j += 4) memcpy(line + j, s.base + s.at(s, k + i, block + j), 4);
+            else
+                for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
+        }
+        transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
+    }
+    // Rows r and r + 1.
+    __attribute__((always_inline)) void run(const u8* codes, i64 r, i64 k, i64 n) {
+        if (r % TILE == 0) read(r, k, n);
+        const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
+        const u8* stored = turned + r % TILE / NV * TILE;
+        T* y = (T*)c.y + r * c.cols + k;
+        const bool two = r + 1 < c.count;
+        // What read() will ask for in the next tile.
+        for (i64 i = k + TILE + r % TILE; i < k + TILE + r % TILE + 2 && i < c.cols; i++)
+            __builtin_prefetch(s.base + s.at(s, i, (c.first + r / TILE * TILE) / NV), 0, 2);
+#if QT_ISA == 512
+        if constexpr (D::id == BF16) {
+            if (r % NV == 0) {
+                if (!p.row_scaled) words.fill(n, stored, one);
+                if (p.row_scaled || !words.fit) factors.template fill_codes<false>(n, stored);
+                if (p.row_scaled) words.fill(n, factors.lanes, second);
+            }
+            const bool whole = ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & (GROUP - 1)) == 0;
+            if (words.fit) return nv_two_rows(words, codes, n, y, two ? y + c.cols : nullptr, stream && whole);
+        } else
+#endif
+            if (r % NV == 0) factors.template fill_codes<false>(n, stored);
+        factors.template run<2>(codes, n, y, stream, 0, second);
+        if (two) factors.template run<2>(codes, n, y + c.cols, stream, 1, second);
+    }
+};
+template <class D, class E>
+static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
     const float* amax = c.column.amax;
     const float bound = 6.0f * p.e4m3_max;
     ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
     global.fill(p.row_scaled ? c.cols : TILE, [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-        ColumnFactors<D, E> factors(TILE);
-        alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
-        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
-            if (r % TILE == 0) {
-                const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
-                for (i64 i = 0; i < n; i++) {
-                    u8* line = lines + i * BLOCKS;
-                    if (!s.tiles)
-                        memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
-                    else
-                        for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
-                }
-                transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
-            }
-            const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
-            if (r % NV == 0) {
-                factors.template fill_codes<false>(n, turned + r % TILE / NV * TILE);
-                factors.multiply(n, second);
-            }
-            factors.template run<2>(codes, n, (T*)c.y + r * c.cols + k, stream, int(r % 2), second);
-        });
+        TurnedNv<D, E> tiles(p, c, s, stream, global);
+        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { tiles.run(codes, r, k, n); });
     });
+}
+
+// A tile of rotated NVFP4 whose codes lie transposed; false where that needs more than quick ways.
+template <class D>
+static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const DequantizeCall& c, [[maybe_unused]] const Sink& s,
+                         [[maybe_unused]] i64 k, [[maybe_unused]] i64 width, [[maybe_unused]] i64 r, [[maybe_unused]] i64 n,
+                         [[maybe_unused]] bool stream) {
+#if QT_ISA == 512
+    using T = typename D::T;
+    constexpr i64 WIDE = 64 / i64(sizeof(T)), BLOCKS = TILE / NV, ROWS = 128;
+    if (width != WIDE || n % ROWS || c.first % NV) return false;
+    alignas(64) u8 lines[WIDE * BLOCKS], turned[BLOCKS * WIDE];
+    const i64 block = (c.first + r) / NV, stride = (c.rows + NV - 1) / NV * (NV / 2);
+    for (i64 i = 0; i < WIDE; i++) {
+        u8* line = lines + i * BLOCKS;
+        if (!s.tiles)
+            memcpy(line, s.base + s.at(s, k + i, block), size_t(n / NV));
+        else
+            for (i64 b = 0; b < n / NV; b++) line[b] = s.base[s.at(s, k + i, block + b)];
+    }
+    transpose<u8>(lines, BLOCKS, turned, WIDE, WIDE, BLOCKS);
+    T* y = (T*)c.y + r * c.cols + k;
+    stream = stream && ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & 63) == 0;
+    const VF global = all(c.column.amax ? *c.column.amax / (6.0f * p.e4m3_max) : 1.0f);
+    for (i64 i = 0; i < n; i += ROWS) {
+        const u8* codes = c.column.data + k * stride + (c.first + r + i) / 2;
+        if (k + 2 * WIDE <= c.cols) prefetch(codes + WIDE * stride, WIDE, stride, 64);
+        if (!rotated_rows_back<D>(codes, stride, turned + i / NV * WIDE, global, p.signs, y + i * c.cols, c.cols, stream)) return false;
+    }
+    return true;
+#else
+    return false;
+#endif
 }
 
 template <class D, class E, int B, int Codes>
@@ -210,7 +284,8 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
             if (!rotated) return turned_nv<D, E>(p, c, s, stream);
         }
         const i64 stride = line_bytes(c.rows, rotated);
-        by_transposed_tiles<T>(c, stream, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
+        const auto quick = [&](i64 k, i64 width, i64 r, i64 n) { return B == NV && Codes == 2 && rotated_tile<D>(p, c, s, k, width, r, n, stream); };
+        by_transposed_tiles<T>(c, stream, quick, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;
             const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes), lines, n, stride, out, ld, line, at / B};
             Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));

@@ -118,9 +118,6 @@ struct ColumnFactors {
     using T = typename D::T;
     VF* lanes;
     bool pow2 = false;
-#if QT_ISA == 512
-    NvColumns nv;
-#endif
     ColumnFactors(i64 cols) : lanes(new (std::align_val_t(64)) VF[size_t((cols + GROUP - 1) / GROUP * 4)]) {}
     ~ColumnFactors() { operator delete[](lanes, std::align_val_t(64)); }
     ColumnFactors(const ColumnFactors&) = delete;
@@ -176,12 +173,6 @@ struct ColumnFactors {
         }
         check(cols);
     }
-    // Before run() with `second`.
-    void multiply([[maybe_unused]] i64 cols, [[maybe_unused]] const VF* second) {
-#if QT_ISA == 512
-        if (D::id == BF16) nv.fill(cols, lanes, second);
-#endif
-    }
     void check(i64 cols) {
         VI odd{};
         for (i64 i = 0; i < (cols + GROUP - 1) / GROUP * 4; i++) odd = odd | unfit_exponents<E>((VI)lanes[i]);
@@ -220,15 +211,6 @@ struct ColumnFactors {
                 }
                 return;
             }
-#if QT_ISA == 512
-            if (E::width == 4 && second && q.nv.fit) {
-                VH w[2];
-                words<E>(c, q.elements, w);
-                for (int h = 0; h < 2; h++)
-                    store_bytes((u8*)(y + h * 2 * W), (VB)nv_products((__m512i)w[h], q.nv.one[at / 2 + h], q.nv.more[at / 2 + h]), stream);
-                return;
-            }
-#endif
         }
         VF v[4];
         decode_group<D, E>(c, q.elements, v);
@@ -266,10 +248,17 @@ struct LineDecoder {
     alignas(64) u8 gathered[W * bytes];
     alignas(64) T scattered[W * B];
     alignas(64) float factor[W], global[W];
+#if QT_ISA == 512
+    NvTable nv{0};
+    i64 known_line = -1;
+#endif
 
     LineDecoder(const DecodeLines<T>& lines, const Plan& plan, const Sink& sink, const float* maxima, bool rotate, bool stream)
         : m(lines), p(plan), s(sink), amax(maxima), rotated(rotate), nontemporal(stream), blocks((lines.length + B - 1) / B) {
         for (int b = 0; b < W; b++) global[b] = amax && !p.row_scaled ? amax[0] / (6.0f * p.e4m3_max) : 1.0f;
+#if QT_ISA == 512
+        if (B == NV && D::id == BF16) nv = NvTable(global[0]);
+#endif
     }
 
     float read(i64 line, i64 block) const {
@@ -284,7 +273,6 @@ struct LineDecoder {
         for (i64 at = first; at < end; at += W, block += W) {
             for (; block >= blocks; block -= blocks) line++;
             const int lanes = int(end - at < W ? end - at : W);
-            factors(line, block, lanes);
             const bool whole = lanes == W && (block + W) * B <= m.length;
             const bool in = whole || (lanes == W && flat && m.code_stride == blocks * bytes);
             const bool out = whole || (lanes == W && flat && m.stride == m.length);
@@ -292,9 +280,22 @@ struct LineDecoder {
             T* y = m.y + line * m.stride + block * B;
             if (!in) gather(line, block, lanes);
             const bool stream = out && nontemporal && (uintptr_t(y) & (GROUP - 1)) == 0;
-            strip(in ? codes : gathered, out ? y : scattered, stream);
+            if (!in) codes = gathered;
+            if (!out) y = scattered;
+            if (!quick(line, block, lanes, codes, y, stream)) {
+                factors(line, block, lanes);
+                strip(codes, y, stream);
+            }
             if (!out) scatter(line, block, lanes);
         }
+    }
+
+    bool quick([[maybe_unused]] i64 line, [[maybe_unused]] i64 block, [[maybe_unused]] int lanes, [[maybe_unused]] const u8* codes,
+               [[maybe_unused]] T* y, [[maybe_unused]] bool stream) {
+#if QT_ISA == 512
+        if constexpr (B == NV && D::id == BF16) return nv_quick(line, block, lanes, codes, y, stream);
+#endif
+        return false;
     }
 
     // Factors of narrow codes that lie side by side.
@@ -349,28 +350,27 @@ struct LineDecoder {
     }
 
 #if QT_ISA == 512
-    INLINE void nv_quick(const NvWords& found, const u8* codes, T* y, bool stream) {
-        const __m512i one = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.one >> 16)));
-        const __m512i more = _mm512_castsi256_si512(_mm512_cvtepi32_epi16((__m512i)((VU)found.more >> 16)));
-        __m512i at = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);  // the block of each lane
-        for (int i = 0; i < W * B; i += GROUP) {
-            look_ahead<GROUP / 2>(codes + i / 2);
-            VH w[2];
-            words<E>(load_nibbles(codes + i / 2), table<E>(), w);
-            for (int h = 0; h < 2; h++) {
-                const __m512i v = nv_products((__m512i)w[h], _mm512_permutexvar_epi16(at, one), _mm512_permutexvar_epi16(at, more));
-                store_bytes((u8*)(y + i + h * 2 * W), (VB)v, stream);
-                at = _mm512_add_epi16(at, _mm512_set1_epi16(2));
+    // NVFP4 to bfloat16 by the words of stored factors; false where these do not allow it.
+    bool nv_quick(i64 line, i64 block, int lanes, const u8* codes, T* y, bool stream) {
+        if (p.row_scaled && line != known_line) nv = NvTable(amax[m.line0 + (known_line = line)] / (6.0f * p.e4m3_max));
+        if (!nv.fit || rotated || (p.row_scaled && block + lanes > blocks)) return false;
+        alignas(16) u8 stored[W] = {};
+        if (lanes == W && block + W <= blocks && (s.tiles ? (m.block0 + block) % 4 == 0 : s.block_stride == 1)) {
+            for (int b = 0; b < W; b += 4) memcpy(stored + b, s.base + s.at(s, m.line0 + line, m.block0 + block + b), 4);
+        } else {
+            for (int b = 0; b < lanes; b++) {
+                stored[b] = s.base[s.at(s, m.line0 + line, m.block0 + block)];
+                if (++block == blocks) block = 0, line++;
             }
         }
+        const __m512i c = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(stored)));
+        if (_mm512_cmpge_epu16_mask(c, _mm512_set1_epi16(0x7f))) return false;
+        nv_strip_of_words(NvTable::of(nv, c, _mm512_maskz_set1_epi16(0xffff0000u, 16)), codes, y, stream);
+        return true;
     }
     INLINE void nv_strip(LineDecoder& q, const u8* codes, T* y, bool stream) {
         if constexpr (D::id != F32) {
             const VF f = load<VF>(q.factor), g = load<VF>(q.global);
-            if constexpr (D::id == BF16) {
-                const NvWords found = nv_words(f, g);
-                if (found.fit) return nv_quick(found, codes, y, stream);
-            }
             for (int b = 0; b < W; b += 4) nv_blocks<D>(f, g, b, codes + b * bytes, y + b * B, stream);
             return;
         }
@@ -419,6 +419,9 @@ struct LineDecoder {
         strip_of(*this, codes, y, stream);
     }
     void rotated_strip(const u8* codes, T* y) {
+#if QT_ISA == 512
+        if (Codes == 2 && turned_back<D>(codes, load<VF>(factor), load<VF>(global), p.signs, y)) return;
+#endif
         const Table<E>& t = table<E>();
         alignas(64) float wide[W * B];
         for (int at = 0; at < W * B; at += GROUP) {

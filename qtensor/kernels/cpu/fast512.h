@@ -108,6 +108,59 @@ INLINE VF e2m1_values(const u8* p) {
     __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_load_si512(ORDER.nibble), _mm512_set1_epi64(load<i64>(p)));
     return (VF)_mm512_permutexvar_ps(nibbles, _mm512_loadu_ps(grid));
 }
+// ---- stochastic rounding of NVFP4 ---------------------------------------------------------------------------------------------
+// The grid of E2M1 is stretched until its codes lie 256 apart: a value's place is its code and, behind it, how much of the way to
+// the next one it has gone. A random byte is added, and the code is cut off.
+template <class D>
+INLINE bool fits_places(VI amax, VF encode) {
+    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);  // below it a product could underflow to -0, whose sign is dropped
+    return !any(~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p100f))));
+}
+// Codes of 32 elements in the high bytes of words. f: 512 times the factors of even and odd elements, or of each half. Below 0.25, sums
+// that round to 0.5 count as such: the random byte is added to a float32 there.
+template <class D>
+INLINE __m512i stochastic_codes(const typename D::T* x, __m512 f0, __m512 f1, const u8* random) {
+    // Just below 2^-17, which would be half a unit of the sums from 0.25 on.
+    const __m512 rounded = _mm512_set1_ps(0x1.fffffep-18f);
+    __m512i place;
+    __mmask32 negative;
+    if constexpr (D::pairs) {
+        const __m512i w = load<__m512i>(x), a = _mm512_and_si512(w, _mm512_set1_epi16(0x7fff)), high = _mm512_set1_epi32(i32(0xffff0000));
+        const __m512 even = _mm512_mul_ps((__m512)_mm512_slli_epi32(a, 16), f0);
+        const __m512 odd = _mm512_mul_ps((__m512)_mm512_and_si512(a, high), _mm512_mul_ps(f1, _mm512_set1_ps(65536)));
+        const __m512i high_place = _mm512_cvttps_epi32(_mm512_add_ps(odd, _mm512_set1_ps(0x1.fffffep-2f)));
+        place = _mm512_ternarylogic_epi32(_mm512_cvttps_epi32(_mm512_add_ps(even, rounded)), high_place, high, 0xf8);
+        negative = _mm512_cmpgt_epu16_mask(w, _mm512_set1_epi16(short(0x8000)));
+    } else {
+        const __m512 v0 = (__m512)D::one(x), v1 = (__m512)D::one(x + W);
+        const __m512i p0 = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(_mm512_abs_ps(v0), f0), rounded));
+        const __m512i p1 = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(_mm512_abs_ps(v1), f1), rounded));
+        place = _mm512_permutex2var_epi16(p0, _mm512_load_si512(BYTES.low), p1);
+        const __m512 zero = _mm512_setzero_ps();
+        negative = __mmask32(_mm512_cmp_ps_mask(v0, zero, _CMP_LT_OQ)) | __mmask32(_mm512_cmp_ps_mask(v1, zero, _CMP_LT_OQ)) << 16;
+    }
+    // 512 a up to 2, from there on 256 a + 512, from 4 on 128 a + 1024, and no more than 6: the least of all.
+    const __m512i from2 = _mm512_avg_epu16(place, _mm512_set1_epi16(1023)), from4 = _mm512_avg_epu16(from2, _mm512_set1_epi16(1535));
+    place = _mm512_min_epu16(_mm512_min_epu16(place, from2), _mm512_min_epu16(from4, _mm512_set1_epi16(7 << 8)));
+    place = _mm512_add_epi16(place, _mm512_cvtepu8_epi16(load<__m256i>(random)));
+    return _mm512_mask_add_epi16(place, negative, place, _mm512_set1_epi16(8 << 8));
+}
+// 16 blocks, packed, two a byte.
+template <class D>
+INLINE void stochastic_strip(const typename D::T* x, VF encode, const u8* random, u8* out) {
+    const __m512 factors = (__m512)(encode * all(512.0f));
+    const auto of = [&](int g, int j) { return _mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[g][j]), factors); };
+    for (int g = 0; g < 4; g += 2) {
+        __m512i codes[2];
+        for (int h = 0; h < 2; h++) {
+            const int at = (g + h) * GROUP;
+            const __m512i a = stochastic_codes<D>(x + at, of(g + h, 0), of(g + h, 1), random + at);
+            const __m512i b = stochastic_codes<D>(x + at + 32, of(g + h, 2), of(g + h, 3), random + at + 32);
+            codes[h] = _mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.odd), b);
+        }
+        store(out + g * GROUP / 2, nibbles_of((VB)codes[0], (VB)codes[1]));
+    }
+}
 // The high halves of 32 dwords.
 INLINE VB high_halves(VI a, VI b) { return (VB)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(ORDER.high), (__m512i)b); }
 #endif

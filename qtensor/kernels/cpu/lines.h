@@ -2,19 +2,9 @@
 // of the tensor, or of the transpose that columns.h makes of a tile.
 #pragma once
 #include "nvfp4.h"
+#include "strips.h"
 
 namespace QT_NAMESPACE {
-
-// A matrix whose rows are cut into blocks, and where their codes and factors go.
-template <class T>
-struct Lines {
-    const T* x;
-    i64 count, length, stride;  // lines, elements of a line, elements between lines
-    u8* out;
-    i64 out_stride;             // bytes between lines
-    i64 line0, block0;          // of the first line and block, within the whole direction
-    i64 total;                  // elements of a whole line, which number the random bytes
-};
 
 // What is fixed for one direction of a call.
 struct Direction {
@@ -191,50 +181,6 @@ INLINE Factors factors_of(VI amax, const Direction& d, const GlobalLanes& g) {
     return nvfp4_factors((VF)amax * g.sixth, g.inverse);
 }
 
-// ---- which blocks a strip has, and where their codes go -----------------------------------------------------------------
-template <class D, int B, int Codes>
-struct Strips {
-    using T = typename D::T;
-    static constexpr int bytes = B * (Codes == 4 ? 3 : 1) / Codes;  // of a block's codes
-    const Lines<T>& m;
-    i64 blocks;  // a line
-    bool flat_in, flat_out;  // the blocks of all lines lie one behind the other
-
-    explicit Strips(const Lines<T>& lines)
-        : m(lines), blocks((lines.length + B - 1) / B),
-          flat_in(lines.length % B == 0 && lines.stride == lines.length),
-          flat_out(lines.length % B == 0 && lines.out_stride == blocks * bytes) {}
-    bool direct(i64 line, i64 block, bool flat) const {
-        return (flat && (line * blocks + block + W) <= m.count * blocks) || (block + W) * B <= m.length;
-    }
-    const T* source(i64 line, i64 block) const { return m.x + line * m.stride + block * B; }
-    u8* target(i64 line, i64 block) const { return m.out + line * m.out_stride + block * bytes; }
-    void gather(i64 line, i64 block, T* scratch) const {
-        for (int b = 0; b < W; b++) {
-            const i64 n = line < m.count ? m.length - block * B : 0;
-            if (n >= B) {
-                memcpy(scratch + b * B, source(line, block), sizeof(T) * B);
-            } else {
-                memset(scratch + b * B, 0, sizeof(T) * B);
-                if (n > 0) memcpy(scratch + b * B, source(line, block), sizeof(T) * size_t(n));
-            }
-            if (++block == blocks) block = 0, line++;
-        }
-    }
-    void scatter(i64 line, i64 block, const u8* scratch, bool whole, bool stream) const {
-        for (int b = 0; b < W && line < m.count; b++) {
-            const i64 n = m.length - block * B;
-            if (n < B && !whole)
-                memcpy(target(line, block), scratch + b * bytes, size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
-            else if (bytes % GROUP == 0 && stream)
-                put_bytes(target(line, block), scratch + b * bytes, bytes, true);
-            else
-                memcpy(target(line, block), scratch + b * bytes, bytes);
-            if (++block == blocks) block = 0, line++;
-        }
-    }
-};
-
 // Store the factors of a strip; `lanes` of them are real.
 INLINE void put_factors(const Sink& s, VI stored, i64 line, i64 block, i64 blocks, int lanes, i64 line0, i64 block0) {
     if (s.size == 1 && lanes == W && block + W <= blocks && (s.tiles ? (block0 + block) % 4 == 0 : s.block_stride == 1)) {
@@ -263,6 +209,7 @@ struct LineQuantizer {
     const Plan& p;
     Strips<D, B, Codes> strips;
     const bool nv, special;
+    const Keys keys;
     GlobalLanes global;
     i64 global_line = -1;
     alignas(64) T gathered[strip];
@@ -276,7 +223,7 @@ struct LineQuantizer {
 
     LineQuantizer(const Lines<T>& lines, const Direction& direction)
         : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
-          special(nv && (d.rotate || p.stochastic || p.four_over_six)) {
+          special(nv && (d.rotate || p.stochastic || p.four_over_six)), keys(d.seed) {
         for (int b = 0; b < W; b++) global.set(b, d.global);
     }
 
@@ -416,6 +363,11 @@ struct LineQuantizer {
     // NVFP4 with a rotation, random rounding, two candidates, or values that are not finite.
     __attribute__((noinline)) VI special_strip(const T* x, u8* out, i64 at) {
         if constexpr (B != NV) return VI{};
+#if QT_ISA == 512
+        VI known;
+        if (p.stochastic && !d.rotate && stochastic_small<D>(x, out, at, known)) return known;
+        if (d.rotate && !p.stochastic && !p.four_over_six && rotated_small(x, out, known)) return known;
+#endif
         to_finite<D>(x, wide, d.rotate, p.signs);
         const VI amax = strip_maxima<Float32, NV>(wide);
         if (p.four_over_six) {
@@ -423,6 +375,9 @@ struct LineQuantizer {
             pack_all<Codes>(unpacked, out);
             return stored;
         }
+#if QT_ISA == 512
+        if (p.stochastic && stochastic_small<Float32>(wide, out, at, known)) return known;
+#endif
         Factors f = factors_of<E>(amax, d, global);
         store(encode[0], f.encode);
         if (!p.stochastic) {
@@ -432,15 +387,56 @@ struct LineQuantizer {
             encode_strip<Float32, E, B, Codes, false>(wide, encode[0], out, false);
             return f.stored;
         }
-        i64 element[W];
-        for (int b = 0; b < W; b++)
-            element[b] = (m.line0 + (at + b) / strips.blocks) * m.total + (m.block0 + (at + b) % strips.blocks) * NV;
-        u8 random[W * NV];
-        noise(element, d.stream, d.seed, random);
+        alignas(64) u8 random[W * NV];
+        noise_of(at, random);
         encode_stochastic(wide, encode[0], random, unpacked);
         pack_all<Codes>(unpacked, out);
         return f.stored;
     }
+    void noise_of(i64 at, u8* random) {
+        i64 line = at / strips.blocks, block = at % strips.blocks;
+        alignas(64) i64 element[W];
+        const i64 first = (m.line0 + line) * m.total + (m.block0 + block) * NV;
+        for (int b = 0; b < W; b++) element[b] = first + b * NV;
+        if (block + W > strips.blocks)
+            for (int b = 0; b < W; b++) {
+                element[b] = (m.line0 + line) * m.total + (m.block0 + block) * NV;
+                if (++block == strips.blocks) block = 0, line++;
+            }
+        noise(element, d.stream, keys, random);
+    }
+#if QT_ISA == 512
+    // Finite values whose factors allow the short way to random rounding.
+    template <class S>
+    bool stochastic_small(const typename S::T* from, u8* out, i64 at, VI& stored) {
+        if constexpr (Codes == 2) {
+            const VI top = strip_maxima<S, B>(from);
+            if (any(top >= all(INF_BITS))) return false;
+            const Factors f = factors_of<E>(top, d, global);
+            if (!fits_places<S>(top, f.encode)) return false;
+            alignas(64) u8 random[W * NV];
+            noise_of(at, random);
+            stochastic_strip<S>(from, f.encode, random, out);
+            stored = f.stored;
+            return true;
+        }
+        return false;
+    }
+    // The same for rotated values and nearest rounding. The second level is one for all blocks here.
+    bool rotated_small(const T* x, u8* out, VI& stored) {
+        if constexpr (Codes == 2 && B == NV) {
+            VF s[NV];
+            VI top;
+            if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
+            const Factors f = factors_of<E>(top, d, global);
+            if (!fits_quarters<D>(top, f.encode)) return false;
+            encode_lanes<D::pairs>(s, f.encode * all(4.0f * AFTER<D>), out);
+            stored = (VI)_mm512_permutexvar_epi32(_mm512_load_si512(LANES<D::pairs>.lane), (__m512i)f.stored);
+            return true;
+        }
+        return false;
+    }
+#endif
 };
 
 template <class D, class E, int B, int Codes>

@@ -1,54 +1,13 @@
 // What only NVFP4 has: the rotation, stochastic rounding and the choice of two block factors. All work on W blocks of 16
 // floats a line.
 #pragma once
-#include "fast512.h"
-#include "transpose.h"
+#include "rotate512.h"
 
 namespace QT_NAMESPACE {
 
-constexpr int NV = 16;  // block, and size of the rotation
 constexpr int MX = 32;
 
-// ---- rounding to the input's dtype ----------------------------------------------------------------------------------------
-template <bool Nan = true>
-INLINE VI to_bfloat16_bits(VI u) {  // bfloat16 in the high half, nearest even. Without Nan, NaN must have zeros in the low half
-    VI r = (u + all(0x7fff) + ((VI)((VU)u >> 16) & all(1))) & all(i32(0xffff0000));
-    if (!Nan) return r;
-    return (u & all(ABS)) > all(INF_BITS) ? all(0x7fc00000) : r;
-}
-INLINE u16 float_to_half(float f) {
-    u32 u = bits<u32>(f), sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
-    if (a > 0x7f800000u) return u16(sign | 0x7e00);
-    if (a >= 0x477ff000u) return u16(sign | 0x7c00);
-    if (a < 0x38800000u) {  // subnormal: the adder rounds
-        u32 m = bits<u32>(bits<float>(a) + 0.5f) - bits<u32>(0.5f);
-        return u16(sign | m);
-    }
-    return u16(sign | (a + 0xfff + (a >> 13 & 1) - 0x38000000u) >> 13);
-}
-INLINE Half to_half(VF v) {
-#if QT_ISA == 512
-    return (Half)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif QT_ISA == 2
-    return (Half)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    Half h;
-    for (int i = 0; i < W; i++) h[i] = float_to_half(v[i]);
-    return h;
-#endif
-}
-template <class D>
-INLINE VF round_to(VF v) {
-    if (D::id == BF16) return (VF)to_bfloat16_bits((VI)v);
-    if (D::id == F16) {
-        Half h = to_half(v);
-        return (VF)Float16::one((const u16*)&h);
-    }
-    return v;
-}
-
 // ---- rotation ---------------------------------------------------------------------------------------------------------------
-constexpr u32 SIGN_MASK = 0xD7E8;  // bit k: row k of the matrix is negated
 // W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an output adds up: a sum
 // of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the reference do; each lane is a block, and equal
 // beginnings of sums are added up once.
@@ -90,6 +49,11 @@ INLINE VF flush_subnormals(VF v) {
 // W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
 template <class D>
 static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs) {
+#if QT_ISA == 512
+    VF s[NV];
+    VI amax;
+    if (rotated && rotated_lanes<D>(x, signs, s, amax)) return blocks_of_lanes<D::pairs>(s, AFTER<D>, y);
+#endif
     for (int i = 0; i < W * NV; i += W) {
         VF v = (VF)D::one(x + i);
         store(y + i, rotated && D::id == BF16 ? flush_subnormals(v) : v);
@@ -118,17 +82,52 @@ INLINE void pack_all(const u8* codes, u8* out) {
 }
 
 // ---- stochastic rounding -------------------------------------------------------------------------------------------------
+constexpr u32 PHILOX[2] = {0xD2511F53u, 0xCD9E8D57u}, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
+// The keys of the ten rounds.
+struct Keys {
+    u32 of[10][2];
+    Keys(i64 seed) {
+        for (u32 r = 0; r < 10; r++) of[r][0] = u32(seed) + r * WEYL[0], of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
+    }
+};
+#if QT_ISA == 512
+// Philox4x32-10: 16 bytes for each of W counters, in two vectors side by side. Numbers of 32 bits lie in the low halves of lanes of
+// 64, as the multiplier takes them; what the high halves hold does not count.
+INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
+    const __m512i p0 = _mm512_set1_epi64(PHILOX[0]), p1 = _mm512_set1_epi64(PHILOX[1]);
+    __m512i c[2][4];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+        // The last step writes lanes 0, 2, 4, 6 before the others.
+        const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h)), c[h][1] = _mm512_srli_epi64(c[h][0], 32);
+        c[h][2] = _mm512_setzero_si512(), c[h][3] = _mm512_set1_epi32(stream);
+    }
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; round++) {
+        const __m512i k0 = _mm512_set1_epi32(i32(keys.of[round][0])), k1 = _mm512_set1_epi32(i32(keys.of[round][1]));
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            const __m512i a = _mm512_mul_epu32(c[h][0], p0), b = round ? _mm512_mul_epu32(c[h][2], p1) : _mm512_setzero_si512();
+            c[h][0] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c[h][1], k0, 0x96);
+            c[h][2] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c[h][3], k1, 0x96);
+            c[h][1] = b, c[h][3] = a;
+        }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+        const __m512i low = _mm512_mask_shuffle_epi32(c[h][0], 0xaaaa, c[h][1], _MM_PERM_ENUM(0xa0));
+        const __m512i high = _mm512_mask_shuffle_epi32(c[h][2], 0xaaaa, c[h][3], _MM_PERM_ENUM(0xa0));
+        store(out + 128 * h, _mm512_unpacklo_epi64(low, high)), store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
+    }
+}
+#else
 // Both halves of products of 32 bits.
 struct Products {
     VU low, high;
 };
 INLINE Products products(VU a, u32 b) {
-#if QT_ISA == 512
-    const __m512i k = _mm512_set1_epi32(i32(b)), v = (__m512i)a;
-    const __m512i even = _mm512_mul_epu32(v, k), odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), k);
-    return {(VU)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_ENUM(0xa0)),
-            (VU)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_ENUM(0xf5))};
-#elif QT_ISA == 2
+#if QT_ISA == 2
     const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
     const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
     return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa), (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
@@ -141,40 +140,35 @@ INLINE Products products(VU a, u32 b) {
     return p;
 #endif
 }
-// Philox4x32-10: 16 bytes for each counter.
-INLINE void philox(const u32 low[W], const u32 high[W], u32 stream, i64 seed, u32 out[4][W]) {
-    VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(i32(stream));
-    u32 k0 = u32(seed), k1 = u32(uint64_t(seed) >> 32);
+// Philox4x32-10: 16 bytes for each of W counters.
+INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
+    u32 low[W], high[W], words[4][W];
+    for (int b = 0; b < W; b++) low[b] = u32(counter[b]), high[b] = u32(uint64_t(counter[b]) >> 32);
+    VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(stream);
     for (int round = 0; round < 10; round++) {
-        const Products a = products(c0, 0xD2511F53u), b = products(c2, 0xCD9E8D57u);
-        c0 = b.high ^ c1 ^ (VU)all(i32(k0)), c2 = a.high ^ c3 ^ (VU)all(i32(k1));
+        const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
+        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])), c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
         c1 = b.low, c3 = a.low;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    store(out[0], c0), store(out[1], c1), store(out[2], c2), store(out[3], c3);
+    store(words[0], c0), store(words[1], c1), store(words[2], c2), store(words[3], c3);
+    for (int b = 0; b < W; b++)
+        for (int k = 0; k < 4; k++) memcpy(out + b * NV + 4 * k, &words[k][b], 4);
 }
+#endif
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
-INLINE void noise(const i64 element[W], int stream, i64 seed, u8* bytes) {
-    u32 low[W], high[W], words[4][W], next[4][W];
-    bool aligned = true;
+INLINE void noise(const i64 element[W], int stream, const Keys& keys, u8* bytes) {
+    alignas(64) i64 group[W];
+    i64 within = 0;
+    for (int b = 0; b < W; b++) within |= element[b], group[b] = element[b] >> 4;
+    philox(group, stream, keys, bytes);
+    if ((within & 15) == 0) return;
+    alignas(64) u8 next[W * NV];
+    for (int b = 0; b < W; b++) group[b]++;
+    philox(group, stream, keys, next);
     for (int b = 0; b < W; b++) {
-        i64 group = element[b] >> 4;
-        low[b] = u32(group), high[b] = u32(group >> 32);
-        aligned &= (element[b] & 15) == 0;
-    }
-    philox(low, high, u32(stream), seed, words);
-    if (!aligned) {
-        for (int b = 0; b < W; b++) {
-            i64 group = (element[b] >> 4) + 1;
-            low[b] = u32(group), high[b] = u32(group >> 32);
-        }
-        philox(low, high, u32(stream), seed, next);
-    }
-    for (int b = 0; b < W; b++) {
-        u32 both[8] = {words[0][b], words[1][b], words[2][b], words[3][b]};
-        if (!aligned)
-            for (int k = 0; k < 4; k++) both[4 + k] = next[k][b];
-        memcpy(bytes + b * NV, (const u8*)both + (element[b] & 15), NV);
+        u8 both[2 * NV];
+        memcpy(both, bytes + b * NV, NV), memcpy(both + NV, next + b * NV, NV);
+        memcpy(bytes + b * NV, both + (element[b] & 15), NV);
     }
 }
 // Codes of W blocks, rounded up with a probability equal to the distance from the lower neighbour.
