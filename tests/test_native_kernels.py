@@ -180,12 +180,33 @@ def test_each_option_and_shape(
 def test_edges_of_tiles(
     case: FormatCase, options: dict[str, Any], rowwise: bool, columnwise: bool
 ) -> None:
-    """Tiles of 256 x 256 and of 1024 columns, one more and one less."""
+    """Tiles of 256 rows or columns and of 1024 columns, one more and one less."""
     codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
     shapes = [(m, k) for m in EDGES for k in EDGES]
     shapes += [(33, n) for n in WIDE] + [(n, 33) for n in WIDE]
     for turn, shape in enumerate(shapes):
         check(codec, data("randn", shape, DTYPES[turn % 3]), **call_of(case, options))
+
+
+@layouts
+@dtypes
+@usages
+def test_more_than_one_tall_tile(
+    case: FormatCase, options: dict[str, Any], dtype: torch.dtype, rowwise: bool, columnwise: bool
+) -> None:
+    """Finite values in tiles of 1024 rows and what is left below and beside them, with some blocks of zeros."""
+    codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
+    x = rand(1072, 577, dtype=dtype)
+    x[160:192], x[:, 256:288] = 0, 0
+    check(codec, x, **call_of(case, options))
+
+
+@pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp4", "nvfp4"])
+@usages
+def test_codes_that_go_around_the_cache(name: str, rowwise: bool, columnwise: bool) -> None:
+    """More elements than ``STREAMED`` of quantize.cpp; rows and columns are whole lines of memory."""
+    x = rand((8 << 20) // 2048 + 128, 2048, dtype=torch.bfloat16)
+    check(qtensor.quantizer(name, rowwise=rowwise, columnwise=columnwise), x)
 
 
 @formats

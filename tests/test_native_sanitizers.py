@@ -40,7 +40,7 @@ with loaded(Library(sys.argv[1])):
         for options in case.each_option():
             for rowwise, columnwise in USAGES:
                 codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
-                for shape in ((1, 1), (3, 17), (33, 50), (130, 257), (1, 1025), (520, 66)):
+                for shape in ((1, 1), (3, 17), (33, 50), (130, 257), (1, 1025), (257, 2), (520, 66)):
                     dtype = (torch.float32, torch.bfloat16, torch.float16)[sum(shape) % 3]
                     with threads(1 + sum(shape) % 2):
                         check(codec, data("nan", shape, dtype), **call_of(case, options))

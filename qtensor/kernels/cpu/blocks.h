@@ -109,10 +109,10 @@ struct BlockQuantizer {
     // Transposed codes, and square blocks. `turned`: there are transposed codes.
     void tiled(bool turned) {
         using Turned = TurnedQuantizer<D, E, B, Codes>;
-        const auto size = Turned::size_of(c.row.data, turned);
+        const bool served = Turned::serves(p);
+        const auto size = served ? Turned::size_of(c.row.data, turned, end - begin, c.cols, c.threads) : Turned::WIDE;
         const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
-        const bool served = Turned::serves(p);
         Direction columns = column;
         if (!turned) columns.sink.base = nullptr;
         const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
@@ -251,7 +251,7 @@ struct BlockQuantizer {
         return parallel_max(end - begin, NV, c.threads, [&](i64 a, i64 b) {
             return rotated_columns_max<D>(x + (begin + a) * c.stride, c.stride, b - a, c.cols, p.signs, 0);
         });
-#endif
+#else
         i32 top = 0;
         each_tile([&](const Lines<T>& m) {
             const i32 part = rotated_lines(m, 0, blocks_of(m), 0);
@@ -259,6 +259,7 @@ struct BlockQuantizer {
             top = top > part ? top : part;
         });
         return top;
+#endif
     }
     // At least `top`.
     i32 rotated_lines(const Lines<T>& m, i64 first, i64 end, i32 top) {

@@ -154,11 +154,10 @@ struct ColumnQuantizer {
         encode_rows<PRODUCTS, Joined>(m, groups, stream);
     }
 #if QT_ISA == 512
-    // Blocks of zeros, whose factors are extreme, have the same codes with any factor.
     bool use_quarters(int groups) {
         bool small = true;
         for (int j = 0; j < 4 * groups; j++) {
-            factor[j] = amax[j] == all(0) ? all(1.0f) : factor[j];
+            factor[j] = useful_factor(amax[j], factor[j]);
             small &= fits_quarters<D>(amax[j], factor[j]);
         }
         for (int j = 0; small && j < 4 * groups; j++) factor[j] = factor[j] * all(4.0f);

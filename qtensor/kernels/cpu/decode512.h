@@ -1,4 +1,4 @@
-// Codes to bfloat16 and float16 with AVX-512, without arithmetic on the values: products with one factor stand in a table.
+// Codes to bfloat16 and float16 with AVX-512: products with one factor stand in a table; and rotated values turned back.
 // dequantize.h says what is computed; here is only speed.
 #pragma once
 #include "exponents.h"
@@ -141,7 +141,7 @@ struct NvColumns {
         const VI w = (VI)((VU)to_bfloat16_bits((VI)even) >> 16) | to_bfloat16_bits((VI)odd);
         return _mm512_add_epi16((__m512i)w, _mm512_set1_epi16(FOUR_TIMES));
     }
-    // Codes of E4M3 with one second factor; 64 at a time may be read.
+    // Codes of E4M3 with one second factor.
     void fill(i64 cols, const u8* codes, const NvTable& t) {
         fit = cols <= 256 && t.fit;
         for (i64 k = 0; fit && k < cols; k += 32) {

@@ -108,6 +108,9 @@ INLINE VF e2m1_values(const u8* p) {
     __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_load_si512(ORDER.nibble), _mm512_set1_epi64(load<i64>(p)));
     return (VF)_mm512_permutexvar_ps(nibbles, _mm512_loadu_ps(grid));
 }
+// Blocks of zeros, whose factors are extreme, have the same codes with any factor.
+INLINE VF useful_factor(VI amax, VF encode) { return amax == all(0) ? all(1.0f) : encode; }
+
 // ---- stochastic rounding of NVFP4 ---------------------------------------------------------------------------------------------
 // The grid of E2M1 is stretched until its codes lie 256 apart: a value's place is its code and, behind it, how much of the way to
 // the next one it has gone. A random byte is added, and the code is cut off.

@@ -413,10 +413,11 @@ struct LineQuantizer {
             const VI top = strip_maxima<S, B>(from);
             if (any(top >= all(INF_BITS))) return false;
             const Factors f = factors_of<E>(top, d, global);
-            if (!fits_places<S>(top, f.encode)) return false;
+            const VF encode = useful_factor(top, f.encode);
+            if (!fits_places<S>(top, encode)) return false;
             alignas(64) u8 random[W * NV];
             noise_of(at, random);
-            stochastic_strip<S>(from, f.encode, random, out);
+            stochastic_strip<S>(from, encode, random, out);
             stored = f.stored;
             return true;
         }
@@ -429,8 +430,9 @@ struct LineQuantizer {
             VI top;
             if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
             const Factors f = factors_of<E>(top, d, global);
-            if (!fits_quarters<D>(top, f.encode)) return false;
-            encode_lanes<D::pairs>(s, f.encode * all(4.0f * AFTER<D>), out);
+            const VF encode = useful_factor(top, f.encode);
+            if (!fits_quarters<D>(top, encode)) return false;
+            encode_lanes<D::pairs>(s, encode * all(4.0f * AFTER<D>), out);
             stored = (VI)_mm512_permutexvar_epi32(_mm512_load_si512(LANES<D::pairs>.lane), (__m512i)f.stored);
             return true;
         }

@@ -124,9 +124,10 @@ struct RotatedColumns {
         rows_in_lanes<D>(x, stride, rows, W, v);
         if (!rotated_rows<D>(v, d.plan->signs, s, top)) return false;
         const Factors f = factors_of<E>(top, d, global);
-        if (!fits_quarters<D>(top, f.encode)) return false;
+        const VF encode = useful_factor(top, f.encode);
+        if (!fits_quarters<D>(top, encode)) return false;
         alignas(64) u8 packed[W * NV / 2];
-        encode_lanes<false>(s, f.encode * all(4.0f * AFTER<D>), packed);
+        encode_lanes<false>(s, encode * all(4.0f * AFTER<D>), packed);
         put_lane(*this, b, g, packed);
         narrow(factors[b] + g * W, f.stored);
         return true;

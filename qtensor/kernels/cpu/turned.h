@@ -1,6 +1,7 @@
 // Codes that are stored transposed, and those of square blocks, which both directions share: quantized where the elements lie, lanes
 // being columns; then the codes, of which there are fewer bytes than of elements, are transposed.
 #pragma once
+#include "sinks.h"
 #include "square.h"
 #include "transpose.h"
 
@@ -31,7 +32,12 @@ struct TurnedQuantizer {
     static constexpr Size SQUARE = {B, B == 128 && sizeof(T) == 4 ? 128 : COLUMN_TILE};
     static constexpr Size TALL = nv ? Size{1024, 128} : SQUARE, BOTH = nv ? Size{1024, 512} : SQUARE;
     static constexpr Size WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
-    static constexpr Size size_of(bool rows, bool columns) { return !columns ? WIDE : rows ? BOTH : TALL; }
+    // Of a tensor of these rows and columns: low enough that all threads have some.
+    static Size size_of(bool row_codes, bool column_codes, i64 rows, i64 cols, i64 threads) {
+        Size s = !column_codes ? WIDE : row_codes ? BOTH : TALL;
+        while (s.rows > WIDE.rows && up(rows, s.rows) / s.rows * (up(cols, s.cols) / s.cols) < 2 * threads) s.rows /= 2;
+        return s;
+    }
     static constexpr i64 greater(i64 a, i64 b) { return a > b ? a : b; }
     const Direction &row, &column;  // square blocks: of both; without column.sink.base, nothing is transposed
     const Plan& p;
