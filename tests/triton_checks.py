@@ -46,7 +46,7 @@ def child() -> concurrent.futures.ProcessPoolExecutor:
 
 def backend() -> Any:
     """The kernels' entry points, imported here so that no pytest worker does."""
-    return importlib.import_module("qtensor.kernels.triton_backend")
+    return importlib.import_module("qtensor.kernels.triton.backend")
 
 
 def device() -> str:

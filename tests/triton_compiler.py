@@ -62,7 +62,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
     triton = importlib.import_module("triton")
     source_of = importlib.import_module("triton.compiler").ASTSource
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
-    common = importlib.import_module("qtensor.kernels.triton_common")
+    common = importlib.import_module("qtensor.kernels.triton.common")
     warps = constants.pop("num_warps", 4)
     args = tuple(a.arguments if isinstance(a, common.Made) else a for a in args)
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
@@ -104,8 +104,8 @@ def _round_trip(
 ) -> None:
     """Quantize and dequantize with ``launch`` in the place of the real one."""
     for module in MODULES:
-        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = launch
-    backend = importlib.import_module("qtensor.kernels.triton_backend")
+        importlib.import_module(f"qtensor.kernels.triton.{module}").launch = launch
+    backend = importlib.import_module("qtensor.kernels.triton.backend")
     codec = qtensor.quantizer(name, **options)
     x = torch.zeros(shape, dtype=dtype)
     buffers = codec.alloc_tensors(shape)
@@ -146,7 +146,7 @@ def unused(cases: list[tuple[str, dict[str, Any]]]) -> set[str]:
         _round_trip(record, name, options, torch.bfloat16, (256, 512))
     every: set[str] = set()
     for module in (*MODULES, "nvfp4_kernels"):
-        names = vars(importlib.import_module(f"qtensor.kernels.triton_{module}"))
+        names = vars(importlib.import_module(f"qtensor.kernels.triton.{module}"))
         every |= {name for name in names if name.endswith("_kernel")}
     assert len(every) >= 10
     return every - used

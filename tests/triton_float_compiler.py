@@ -17,8 +17,8 @@ MODULES = ("activation", "norm")
 def _calls(launch: Any, dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int]) -> None:
     """Every kernel with ``launch`` in the place of the real one."""
     for module in MODULES:
-        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = launch
-    backend = importlib.import_module("qtensor.kernels.triton_backend")
+        importlib.import_module(f"qtensor.kernels.triton.{module}").launch = launch
+    backend = importlib.import_module("qtensor.kernels.triton.backend")
     rows, cols = shape
     x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(cols)
     stats = torch.zeros(rows), torch.zeros(rows)
@@ -55,8 +55,8 @@ def check_fused(name: str) -> int:
         texts.extend(compiled(kernel, args, constants))
 
     for module in (*MODULES, "amax", "float8", "mx", "nvfp4"):
-        importlib.import_module(f"qtensor.kernels.triton_{module}").launch = compile_only
-    backend = importlib.import_module("qtensor.kernels.triton_backend")
+        importlib.import_module(f"qtensor.kernels.triton.{module}").launch = compile_only
+    backend = importlib.import_module("qtensor.kernels.triton.backend")
     codec = qtensor.quantizer(name)
     x, weight = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(512)
     stats = torch.zeros(256), torch.zeros(256)
@@ -88,7 +88,7 @@ def unused() -> set[str]:
     every = {
         name
         for module in MODULES
-        for name in vars(importlib.import_module(f"qtensor.kernels.triton_{module}"))
+        for name in vars(importlib.import_module(f"qtensor.kernels.triton.{module}"))
         if name.endswith("_kernel")
     }
     assert len(every) >= 6

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from qtensor.kernels.cpu import native, tiny
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
-from qtensor.kernels.triton_calls import dequantize_ as triton_dequantize_
-from qtensor.kernels.triton_calls import quantize_ as triton_quantize_
-from qtensor.kernels.triton_calls import supports as triton_supports
-from qtensor.kernels.triton_float_calls import KERNELS as TRITON_FLOATS
+from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
+from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
+from qtensor.kernels.triton.calls import supports as triton_supports
+from qtensor.kernels.triton.float_calls import KERNELS as TRITON_FLOATS
 from qtensor.layout import Shape
 
 QuantizeKernel = Callable[

@@ -13,7 +13,7 @@ from qtensor.build import Recipe, Unit
 from qtensor.compilers import find_cxx
 from qtensor.errors import check
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "src"
 ISAS = ("avx512", "avx2", "baseline")
 """Instruction sets, the best first. "baseline" is whatever the compiler assumes of the machine."""
 _FLAGS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_elements import as_float, magnitude_bits
+from qtensor.kernels.triton.elements import as_float, magnitude_bits
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import join_16, round_bfloat16, split_16
-from qtensor.kernels.triton_elements import magnitude_bits
+from qtensor.kernels.triton.common import join_16, round_bfloat16, split_16
+from qtensor.kernels.triton.elements import magnitude_bits
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     SIDES,
     as_matrix,
     block_max,
@@ -22,7 +22,7 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_elements import (
+from qtensor.kernels.triton.elements import (
     e8m0_code,
     e8m0_factor,
     element_constants,

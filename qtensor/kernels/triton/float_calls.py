@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu.floats import Clamp, Target
-from qtensor.kernels.triton_calls import backend, supports, whole, write_
+from qtensor.kernels.triton.calls import backend, supports, whole, write_
 from qtensor.layout import Shape
 
 _PLAIN = (Tensor, torch.nn.Parameter)

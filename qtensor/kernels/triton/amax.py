@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     as_matrix,
     launch,
     load_tile,
@@ -15,7 +15,7 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_elements import finite_bits, magnitude_bits
+from qtensor.kernels.triton.elements import finite_bits, magnitude_bits
 
 
 @triton.jit

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.kernels.triton_amax import amax_
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.amax import amax_
+from qtensor.kernels.triton.common import (
     SIDES,
     as_matrix,
     block_max,
@@ -29,7 +29,7 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_elements import (
+from qtensor.kernels.triton.elements import (
     element_constants,
     encode,
     fp8_scale,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     as_matrix,
     factor_offsets,
     launch,
@@ -23,10 +23,10 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_elements import decode, e8m0_factor
-from qtensor.kernels.triton_mx import pack_of
-from qtensor.kernels.triton_nvfp4 import is_rotated
-from qtensor.kernels.triton_rotation import product_16
+from qtensor.kernels.triton.elements import decode, e8m0_factor
+from qtensor.kernels.triton.mx import pack_of
+from qtensor.kernels.triton.nvfp4 import is_rotated
+from qtensor.kernels.triton.rotation import product_16
 from qtensor.layout import ceil_div, round_up
 
 

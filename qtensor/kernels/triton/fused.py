@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.kernels.cpu.floats import Clamp
-from qtensor.kernels.triton_activation import GATED, NO_CLAMP, load_activated
-from qtensor.kernels.triton_common import Made, as_matrix, load_tile, raw
-from qtensor.kernels.triton_float_math import through
-from qtensor.kernels.triton_norm import norm_, normalize
+from qtensor.kernels.triton.activation import GATED, NO_CLAMP, load_activated
+from qtensor.kernels.triton.common import Made, as_matrix, load_tile, raw
+from qtensor.kernels.triton.float_math import through
+from qtensor.kernels.triton.norm import norm_, normalize
 
 _LOCAL = ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4")
 

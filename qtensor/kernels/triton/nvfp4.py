@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels.triton_amax import amax_
-from qtensor.kernels.triton_common import SIDES, as_matrix, launch, tile_for, tiles
-from qtensor.kernels.triton_nvfp4_kernels import (
+from qtensor.kernels.triton.amax import amax_
+from qtensor.kernels.triton.common import SIDES, as_matrix, launch, tile_for, tiles
+from qtensor.kernels.triton.nvfp4_kernels import (
     quantize_nvfp4_kernel,
     quantize_nvfp4_square_kernel,
     rotated_amax_kernel,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import round_bfloat16, to_float32
-from qtensor.kernels.triton_elements import as_bits, as_float, reciprocal
+from qtensor.kernels.triton.common import round_bfloat16, to_float32
+from qtensor.kernels.triton.elements import as_bits, as_float, reciprocal
 
 LANES = tl.constexpr(128)
 """Partial sums of a row."""

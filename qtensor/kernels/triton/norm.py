@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     as_matrix,
     launch,
     load_tile,
@@ -23,8 +23,8 @@ from qtensor.kernels.triton_common import (
     tiles,
     to_float32,
 )
-from qtensor.kernels.triton_elements import reciprocal
-from qtensor.kernels.triton_float_math import LANES, ROW_BLOCK, add_halves, rounded
+from qtensor.kernels.triton.elements import reciprocal
+from qtensor.kernels.triton.float_math import LANES, ROW_BLOCK, add_halves, rounded
 from qtensor.layout import ceil_div
 
 ROWS = 4

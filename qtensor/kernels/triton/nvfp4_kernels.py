@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     block_max,
     join_16,
     load_tile,
@@ -20,7 +20,7 @@ from qtensor.kernels.triton_common import (
     store_factors,
     tile_indices,
 )
-from qtensor.kernels.triton_elements import (
+from qtensor.kernels.triton.elements import (
     as_float,
     decode,
     encode,
@@ -29,8 +29,8 @@ from qtensor.kernels.triton_elements import (
     magnitude_bits,
     reciprocal,
 )
-from qtensor.kernels.triton_rotation import rotate
-from qtensor.kernels.triton_rounding import noise_bytes, stochastic_codes
+from qtensor.kernels.triton.rotation import rotate
+from qtensor.kernels.triton.rounding import noise_bytes, stochastic_codes
 
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 E2M1_LARGEST = tl.constexpr(0x40C00000)

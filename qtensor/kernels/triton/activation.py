@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qtensor.kernels.cpu.floats import Clamp
-from qtensor.kernels.triton_common import (
+from qtensor.kernels.triton.common import (
     as_matrix,
     launch,
     load_tile,
@@ -16,7 +16,7 @@ from qtensor.kernels.triton_common import (
     tile_indices,
     tiles,
 )
-from qtensor.kernels.triton_float_math import (
+from qtensor.kernels.triton.float_math import (
     activate,
     clamped,
     clamped_silu,

@@ -8,35 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels import (
-    triton_activation,
-    triton_dequantize,
-    triton_float8,
-    triton_fused,
-    triton_mx,
-    triton_norm,
-    triton_nvfp4,
+from qtensor.kernels.triton import (
+    activation,
+    dequantize,
+    float8,
+    fused,
+    mx,
+    norm,
+    nvfp4,
 )
-from qtensor.kernels.triton_common import FLOAT_DTYPES
+from qtensor.kernels.triton.common import FLOAT_DTYPES
 
 MODULES: dict[str, ModuleType] = {
-    "fp8": triton_float8,
-    "fp8_delayed": triton_float8,
-    "fp8_rowwise": triton_float8,
-    "fp8_blockwise": triton_float8,
-    "mxfp8": triton_mx,
-    "mxfp6": triton_mx,
-    "mxfp4": triton_mx,
-    "nvfp4": triton_nvfp4,
+    "fp8": float8,
+    "fp8_delayed": float8,
+    "fp8_rowwise": float8,
+    "fp8_blockwise": float8,
+    "mxfp8": mx,
+    "mxfp6": mx,
+    "mxfp4": mx,
+    "nvfp4": nvfp4,
 }
 
-activation_ = triton_activation.activation_
-norm_ = triton_norm.norm_
-norm_backward_ = triton_norm.norm_backward_
-bias_grad_ = triton_norm.bias_grad_
-made_activation = triton_fused.made_activation
-made_norm = triton_fused.made_norm
-fuses = triton_fused.serves
+activation_ = activation.activation_
+norm_ = norm.norm_
+norm_backward_ = norm.norm_backward_
+bias_grad_ = norm.bias_grad_
+made_activation = fused.made_activation
+made_norm = fused.made_norm
+fuses = fused.serves
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:
@@ -81,7 +81,7 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
         out: float32, bfloat16 or float16, the logical shape.
     """
     flat = out.contiguous()
-    triton_dequantize.dequantize_(codec, {n: b.contiguous() for n, b in buffers.items()}, flat)
+    dequantize.dequantize_(codec, {n: b.contiguous() for n, b in buffers.items()}, flat)
     if flat is not out:
         out.copy_(flat)
 
@@ -97,7 +97,7 @@ def quantize_with_amax_(
 ) -> None:
     """Delayed scaling: ``quantize_`` with ``scale``, and the maximum of |x| into ``amax`` (1,) float32, from one read."""
     flat = {name: buffer.contiguous() for name, buffer in out.items()}
-    triton_float8.quantize_with_amax_(codec, flat, x, scale, amax)
+    float8.quantize_with_amax_(codec, flat, x, scale, amax)
     _copy_back(out, flat)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from qtensor.formats import Element
-from qtensor.kernels.triton_common import float_bits
+from qtensor.kernels.triton.common import float_bits
 
 
 def element_constants(element: Element) -> dict[str, int]:

@@ -25,7 +25,7 @@ def backend() -> ModuleType | str:
         return "switched off by QTENSOR_TRITON=0"
     try:
         # Triton takes a second to import, and only GPUs need it.
-        return importlib.import_module("qtensor.kernels.triton_backend")
+        return importlib.import_module("qtensor.kernels.triton.backend")
     except ImportError as error:
         return f"Triton cannot be imported ({error}); install qtensor[triton]"
 

@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: the bytes of ``reference/``, checked without a GPU in the interpreter."""
