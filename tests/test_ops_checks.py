@@ -44,10 +44,10 @@ def test_empty_rows_of_l2_normalization():
 
 
 class Right(ops.BasicOperation):
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        return input_, None
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        return input, None
 
-    def op_forward_save_ctx(self, ctx, input_, returned):
+    def op_forward_save_ctx(self, ctx, input, returned):
         pass
 
     def op_backward(self, ctx, grad_output):
@@ -55,12 +55,12 @@ class Right(ops.BasicOperation):
 
 
 class ReturnsATensor(Right):
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        return input_
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        return input
 
 
 class ReturnsNothing(Right):
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
+    def op_forward_compute(self, input, *, next_op_input_request=None):
         return None, None
 
 
@@ -104,8 +104,8 @@ class Tap(ops.BasicOperation):
     extras = ()
     grads = ([()], [()])
 
-    def fuser_forward_compute(self, input_, **kwargs):
-        return input_, [self.extras], None
+    def fuser_forward_compute(self, input, **kwargs):
+        return input, [self.extras], None
 
     def fuser_forward_save_ctx(self, *args, **kwargs):
         pass

@@ -189,12 +189,12 @@ def test_the_region_inside_of_the_compiled_function():
 class Split(ops.BasicOperation):
     """``x * sin(x)``, in the form that is traced."""
 
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        s = torch.sin(input_)
-        return input_ * s, s
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        s = torch.sin(input)
+        return input * s, s
 
-    def op_forward_save_ctx(self, ctx, input_, returned):
-        ctx.save_for_backward(input_, returned)
+    def op_forward_save_ctx(self, ctx, input, returned):
+        ctx.save_for_backward(input, returned)
 
     def op_backward(self, ctx, grad_output):
         x, s = ctx.saved_tensors
@@ -204,9 +204,9 @@ class Split(ops.BasicOperation):
 class Single(ops.BasicOperation):
     """The same, with everything in one function."""
 
-    def op_forward(self, ctx, input_, *, next_op_input_request=None):
-        ctx.save_for_backward(input_)
-        return input_ * torch.sin(input_)
+    def op_forward(self, ctx, input, *, next_op_input_request=None):
+        ctx.save_for_backward(input)
+        return input * torch.sin(input)
 
     def op_backward(self, ctx, grad_output):
         (x,) = ctx.saved_tensors

@@ -68,9 +68,9 @@ def test_the_form_follows_the_last_class_that_says_so(prefix):
 
 def test_the_single_form_under_a_split_parent_is_what_runs():
     class Doubled(ops.ConstantScale):
-        def op_forward(self, ctx, input_, *, next_op_input_request=None):
+        def op_forward(self, ctx, input, *, next_op_input_request=None):
             ctx.factor = 2.0
-            return input_ * 2.0
+            return input * 2.0
 
         def op_backward(self, ctx, grad_output):
             return grad_output * ctx.factor, ()
@@ -84,8 +84,8 @@ def test_the_single_form_under_a_split_parent_is_what_runs():
 
 @pytest.mark.parametrize("missing", ["forward", "backward"])
 def test_an_operation_that_lacks_a_function(missing):
-    def compute(self, input_, **kwargs):
-        return input_ * 2, None
+    def compute(self, input, **kwargs):
+        return input * 2, None
 
     pair = {"op_forward_compute": compute, "op_forward_save_ctx": function}
     Half = type("Half", (BasicOperation,), pair if missing == "backward" else {})
@@ -101,8 +101,8 @@ def test_save_ctx_sees_inputs_arguments_and_what_compute_returned():
         def forward_kwargs(self, like, input_requires_grad):
             return {"number": 7}
 
-        def op_forward_compute(self, input_, *, number, next_op_input_request=None):
-            return input_ + number, "returned"
+        def op_forward_compute(self, input, *, number, next_op_input_request=None):
+            return input + number, "returned"
 
         def op_forward_save_ctx(self, *args, **kwargs):
             seen.append((args[1:], kwargs))

@@ -470,9 +470,9 @@ def test_explain_needs_an_input_where_none_follows_from_the_operations():
 class Told(ops.BasicOperation):
     """Keeps what its forward was told of gradients."""
 
-    def op_forward(self, ctx, input_, *, next_op_input_request=None):
+    def op_forward(self, ctx, input, *, next_op_input_request=None):
         self.__dict__.setdefault("told", []).append(ctx.input_requires_grad)
-        return input_ * 1.0
+        return input * 1.0
 
     def op_backward(self, ctx, grad_output):
         return grad_output, []

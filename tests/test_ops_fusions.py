@@ -105,10 +105,10 @@ def test_inference():
 
 
 class Negate(ops.BasicOperation):
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        return -input_, None
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        return -input, None
 
-    def op_forward_save_ctx(self, ctx, input_, returned):
+    def op_forward_save_ctx(self, ctx, input, returned):
         pass
 
     def op_backward(self, ctx, grad_output):
@@ -124,12 +124,12 @@ class NegateTwice(ops.FusedOperation):
         super().__init__(basic_ops)
 
     def fuser_forward_compute(
-        self, input_, *, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request=None
+        self, input, *, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request=None
     ):
         self.calls.append("forward")
-        return input_.clone(), [(), ()], None
+        return input.clone(), [(), ()], None
 
-    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, returned, **kwargs):
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input, returned, **kwargs):
         pass
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
@@ -245,17 +245,17 @@ def test_a_users_fusion_is_not_handed_quantized_tensors_it_does_not_ask_for():
     kinds = []
 
     class Watching(OneWay):
-        def fuser_forward_compute(self, input_, *, basic_op_kwargs, **kwargs):
-            kinds.append(type(input_))
+        def fuser_forward_compute(self, input, *, basic_op_kwargs, **kwargs):
+            kinds.append(type(input))
             linear = self.basic_ops[0]
-            out, returned = linear.op_forward_compute(input_, **basic_op_kwargs[0])
+            out, returned = linear.op_forward_compute(input, **basic_op_kwargs[0])
             return out, [()], returned
 
         def fuser_forward_save_ctx(
-            self, basic_op_ctxs, input_, returned, *, basic_op_kwargs, **kwargs
+            self, basic_op_ctxs, input, returned, *, basic_op_kwargs, **kwargs
         ):
             self.basic_ops[0].op_forward_save_ctx(
-                basic_op_ctxs[0], input_, returned, **basic_op_kwargs[0]
+                basic_op_ctxs[0], input, returned, **basic_op_kwargs[0]
             )
 
     build = lambda: ops.Sequential(ops.RMSNorm(WIDTH), ops.BasicLinear(WIDTH, 32))  # noqa: E731

@@ -182,11 +182,11 @@ def test_pickles_of_operations_that_ran_alone():
 
 
 class Cast(ops.BasicOperation):
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        return ops.produce(input_.bfloat16(), next_op_input_request), None
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        return ops.produce(input.bfloat16(), next_op_input_request), None
 
-    def op_forward_save_ctx(self, ctx, input_, returned):
-        ctx.dtype = input_.dtype
+    def op_forward_save_ctx(self, ctx, input, returned):
+        ctx.dtype = input.dtype
 
     def op_backward(self, ctx, grad_output):
         return grad_output.to(ctx.dtype), []
@@ -197,11 +197,11 @@ class Embedding(ops.BasicOperation):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(10, 32))
 
-    def op_forward_compute(self, input_, *, next_op_input_request=None):
-        return ops.produce(self.weight[input_], next_op_input_request), None
+    def op_forward_compute(self, input, *, next_op_input_request=None):
+        return ops.produce(self.weight[input], next_op_input_request), None
 
-    def op_forward_save_ctx(self, ctx, input_, returned):
-        ctx.save_for_backward(input_)
+    def op_forward_save_ctx(self, ctx, input, returned):
+        ctx.save_for_backward(input)
 
     def op_backward(self, ctx, grad_output):
         (indices,) = ctx.saved_tensors

@@ -80,11 +80,11 @@ def stored_canonical(parameter: Any) -> str:
     return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
 
 
-def activation_dtype(inp: Tensor) -> Tensor:
+def activation_dtype(input: Tensor) -> Tensor:
     """The input in the dtype of ``torch.autocast``, where that is on."""
-    if torch.is_autocast_enabled(inp.device.type):
-        return inp.to(torch.get_autocast_dtype(inp.device.type))
-    return inp
+    if torch.is_autocast_enabled(input.device.type):
+        return input.to(torch.get_autocast_dtype(input.device.type))
+    return input
 
 
 class QuantizedModule(nn.Module):
@@ -187,7 +187,7 @@ class QuantizedModule(nn.Module):
         # Not by the property, which a compiled graph would guard step by step.
         return active_recipe(None if recipe is None else recipe._key)
 
-    def _in_one_op(self, inp: Tensor, weight: str, bias: str) -> Tensor | None:
+    def _in_one_op(self, input: Tensor, weight: str, bias: str) -> Tensor | None:
         """The layer as one op of a traced program; None where it has to be followed, if only to say what is wrong.
 
         Every attribute and function that is read here is guarded at every call of the program, so it reads few.
@@ -197,34 +197,34 @@ class QuantizedModule(nn.Module):
             return None
         w = getattr(self, weight)
         training = torch.is_grad_enabled()
-        dgrad, wgrad = training and inp.requires_grad, training and w.requires_grad
+        dgrad, wgrad = training and input.requires_grad, training and w.requires_grad
         key = self._recipe_key()
-        layer = one_op(key, roles, inp.dtype, dgrad, wgrad)
+        layer = one_op(key, roles, input.dtype, dgrad, wgrad)
         rows, columns = w.shape
         if not layer.text or rows % layer.multiple or columns % layer.multiple:
             return None
-        if inp.ndim == 0 or inp.shape[-1] != columns or inp.device != w.device:
+        if input.ndim == 0 or input.shape[-1] != columns or input.device != w.device:
             return None
         b = getattr(self, bias) if bias else None
         if not layer.takes_state:
-            return LINEAR(inp, w, b, layer.text)[0]
+            return LINEAR(input, w, b, layer.text)[0]
         module, _, name = roles.partition("/")
         plan = linear_plan(key, module, name, dgrad, wgrad)
         state, seeds, delayed = self._states[weight], None, None
         if any(plan.stochastic):
-            seeds = draw(inp, state.draws, sum(plan.stochastic))
+            seeds = draw(input, state.draws, sum(plan.stochastic))
         if any(plan.delayed):
             delayed = list(state.delayed.begin(key, module, name, self.training))
-        out, *amaxes = LINEAR(inp, w, b, layer.text, seeds, delayed)
+        out, *amaxes = LINEAR(input, w, b, layer.text, seeds, delayed)
         self._record(amaxes, weight, plan)
         return out
 
     def _linear(
-        self, inp: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
+        self, input: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
     ) -> Tensor:
         """One linear layer of the module, by the names of its parameters; ``call`` is None for a plain one."""
         if call is None:
-            out = self._in_one_op(inp, weight, bias) if follows_calls() else None
+            out = self._in_one_op(input, weight, bias) if follows_calls() else None
             if out is not None:
                 return out
             call = Call()
@@ -233,17 +233,17 @@ class QuantizedModule(nn.Module):
         state = self._states[weight]
         training = torch.is_grad_enabled()
         args = LinearFwdArgs(
-            inp,
+            input,
             w,
             b,
-            training and inp.requires_grad,
+            training and input.requires_grad,
             training and w.requires_grad,
             training and b is not None and b.requires_grad,
         )
         args.output_quantizer = call.output_quantizer
         args.plan = self._plan(args.inp_requires_grad, args.weight_requires_grad, weight, options)
-        self._check_input(inp, w, args.plan, options)
-        self._complete(args, inp, weight, options, call)
+        self._check_input(input, w, args.plan, options)
+        self._complete(args, input, weight, options, call)
         if call.is_first_microbatch is not None:
             self._use_workspace(args, state, call)
         out, workspace, amaxes = run_linear(args)
@@ -260,7 +260,7 @@ class QuantizedModule(nn.Module):
     def _complete(
         self,
         args: LinearFwdArgs,
-        inp: Tensor,
+        input: Tensor,
         weight: str,
         options: LinearOptions,
         call: Call,
@@ -269,13 +269,13 @@ class QuantizedModule(nn.Module):
 
         Args:
             args: with the weight, the flags of gradients and the plan.
-            inp: the input, or a tensor of its dtype and device.
+            input: the input, or a tensor of its dtype and device.
             weight: name of the weight.
             options: of the layer.
             call: how it was called.
         """
         plan, state = args.plan, self._states[weight]
-        args.dtype = inp.dtype
+        args.dtype = input.dtype
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
@@ -283,7 +283,7 @@ class QuantizedModule(nn.Module):
         if call.seeds is not None:
             args.seeds = call.seeds
         elif any(plan.stochastic):
-            args.seeds = draw_seeds(inp, state.draws, plan.stochastic)
+            args.seeds = draw_seeds(input, state.draws, plan.stochastic)
         if any(plan.delayed):
             args.delayed = state.delayed.begin(
                 self._recipe_key(), options.module, options.name, self.training
@@ -307,12 +307,12 @@ class QuantizedModule(nn.Module):
             return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
         return linear_plan(key, options.module, options.name, dgrad, wgrad)
 
-    def _check_features(self, inp: Tensor, columns: int) -> None:
-        if inp.ndim == 0 or inp.shape[-1] != columns:
+    def _check_features(self, input: Tensor, columns: int) -> None:
+        if input.ndim == 0 or input.shape[-1] != columns:
             fail(
                 f"{self.label} input",
                 f"its last dim must be in_features, {columns}",
-                tuple(inp.shape),
+                tuple(input.shape),
                 "Mend the input or the module",
             )
 
@@ -327,26 +327,26 @@ class QuantizedModule(nn.Module):
         return draw_seeds(like, self._states[weight].draws, plan.stochastic)
 
     def _check_input(
-        self, inp: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
+        self, input: Tensor, weight: Tensor, plan: LinearPlan, options: LinearOptions
     ) -> None:
-        self._check_features(inp, weight.shape[1])
-        if inp.dtype not in FLOATING:
+        self._check_features(input, weight.shape[1])
+        if input.dtype not in FLOATING:
             fail(
                 f"{self.label} input",
                 "it must be float32, bfloat16 or float16",
-                inp.dtype,
+                input.dtype,
                 "Convert it first",
                 DtypeError,
             )
-        if inp.device != weight.device:
+        if input.device != weight.device:
             fail(
                 f"{self.label} input",
                 f"it must be on the weight's device, {weight.device}",
-                inp.device,
+                input.device,
                 "Move one of them",
             )
         if options.parallel is not None:
-            check_input(self.label, inp.shape, options.parallel)
+            check_input(self.label, input.shape, options.parallel)
         self._check_alignment(weight, plan, options)
 
     def _check_alignment(self, weight: Tensor, plan: LinearPlan, options: LinearOptions) -> None:

@@ -159,7 +159,7 @@ class GroupedLinear(QuantizedModule):
 
     def forward(
         self,
-        inp: Tensor,
+        input: Tensor,
         m_splits: Sequence[int] | Tensor,
         is_first_microbatch: bool | None = None,
         *,
@@ -171,7 +171,7 @@ class GroupedLinear(QuantizedModule):
         buffers, whose sizes are those of the groups; Dynamo makes a graph of its own where a size becomes 0 or 1.
 
         Args:
-            inp: (..., in_features), whose rows lie in groups, one behind the other. A quantized tensor is dequantized.
+            input: (..., in_features), whose rows lie in groups, one behind the other. A quantized tensor is dequantized.
             m_splits: rows of each group: ``num_gemms`` ints, or an int64 tensor (num_gemms,), which is read on the host.
                 Groups may be empty.
             is_first_microbatch: True: quantize the weights and keep them for the microbatches that follow; False: use
@@ -180,15 +180,15 @@ class GroupedLinear(QuantizedModule):
                 the device.
 
         Returns:
-            (..., out_features) in the dtype of ``inp``; with ``return_bias`` also the list of biases.
+            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the list of biases.
 
         Raises:
             QTensorError: an input, splits or a recipe that does not fit.
         """
-        if torch.is_autocast_enabled(inp.device.type):
-            inp = inp.to(torch.get_autocast_dtype(inp.device.type))
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         biases = self._named("bias") if self.use_bias else ()
-        args = self._args(inp, m_splits, () if self.return_bias else biases)
+        args = self._args(input, m_splits, () if self.return_bias else biases)
         if is_first_microbatch is not None and args.plan.weight:
             self._use_kept_weights(args, is_first_microbatch, skip_weight_update)
         state = self._states["weight"]
@@ -203,32 +203,32 @@ class GroupedLinear(QuantizedModule):
         return (out, list(biases)) if self.return_bias else out
 
     def _args(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, biases: tuple[Any, ...]
+        self, input: Tensor, m_splits: Sequence[int] | Tensor, biases: tuple[Any, ...]
     ) -> GroupedFwdArgs:
         """The arguments of a call."""
         weights = self._named("weight")
         training = torch.is_grad_enabled()
         wanted = [i for i, w in enumerate(weights) if training and w.requires_grad]
-        dgrad = training and inp.requires_grad
+        dgrad = training and input.requires_grad
         key = self._recipe_key()
         plan = self._grouped_plan(key, dgrad, bool(wanted))
-        self._check_input(inp, weights[0], plan, self._options)
-        args = GroupedFwdArgs(inp, weights, biases, self._splits(inp, m_splits), dgrad)
+        self._check_input(input, weights[0], plan, self._options)
+        args = GroupedFwdArgs(input, weights, biases, self._splits(input, m_splits), dgrad)
         args.wanted = tuple(wanted)
         args.bias_requires_grad = training and any([b.requires_grad for b in biases])
         args.plan = plan
-        self._complete_groups(args, inp)
+        self._complete_groups(args, input)
         return args
 
-    def _complete_groups(self, args: GroupedFwdArgs, inp: Tensor) -> None:
-        """Fill in what state and options say about a call whose plan is known; of ``inp`` dtype and device count."""
+    def _complete_groups(self, args: GroupedFwdArgs, input: Tensor) -> None:
+        """Fill in what state and options say about a call whose plan is known; of ``input`` dtype and device count."""
         plan, wanted = args.plan, args.wanted
-        args.dtype = inp.dtype
+        args.dtype = input.dtype
         args.save_original_input = self._options.save_original_input
         if args.save_original_input and wanted:
             self._check_original_input(plan)
         if any(plan.stochastic):
-            args.seeds = self._seeds(inp, self._states["weight"].draws, plan)
+            args.seeds = self._seeds(input, self._states["weight"].draws, plan)
         if any(plan.delayed):
             args.delayed = self._states["weight"].delayed.begin(
                 self._recipe_key(), MODULE, self.name, self.training, self.num_gemms
@@ -258,10 +258,10 @@ class GroupedLinear(QuantizedModule):
             return stored_weight_plan(stored, key, MODULE, self.name, dgrad, wgrad)
         return linear_plan(key, MODULE, self.name, dgrad, wgrad)
 
-    def _splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
+    def _splits(self, input: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
         """The checked sizes of the groups."""
         groups, label = self.num_gemms, f"{self.label} m_splits"
-        rows = rows_cols(inp.shape)[0]
+        rows = rows_cols(input.shape)[0]
         if isinstance(m_splits, Tensor):
             kind, shape = m_splits.dtype, tuple(m_splits.shape)
             rule = "a tensor of group sizes must be int64"
@@ -282,10 +282,10 @@ class GroupedLinear(QuantizedModule):
         # Raises: in eager code here, in compiled code when the graph of such calls runs.
         return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
-    def _seeds(self, inp: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
+    def _seeds(self, input: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""
         count = sum(plan.stochastic)
-        drawn = draw(inp, draws, self.num_gemms * count)
+        drawn = draw(input, draws, self.num_gemms * count)
         place, seeds = 0, []
         for stochastic in plan.stochastic:
             seeds.append(drawn[place::count] if stochastic else None)

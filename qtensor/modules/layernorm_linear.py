@@ -67,16 +67,16 @@ class LayerNormLinear(Normed, Linear):
 
     def forward(
         self,
-        inp: Tensor,
+        input: Tensor,
         is_first_microbatch: bool | None = None,
         *,
         quantized_output: Output = False,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
         """As ``Linear.forward``; with ``return_layernorm_output`` the normed input comes last."""
-        inp = activation_dtype(inp)
-        self._check_features(inp, self.in_features)
-        normed = self._norm(inp)
+        input = activation_dtype(input)
+        self._check_features(input, self.in_features)
+        normed = self._norm(input)
         out = super().forward(
             normed,
             is_first_microbatch,

@@ -187,7 +187,7 @@ class LayerNormMLP(Normed, QuantizedModule):
 
     def forward(
         self,
-        inp: Tensor,
+        input: Tensor,
         is_first_microbatch: bool | None = None,
         *,
         quantized_output: Output = False,
@@ -195,7 +195,7 @@ class LayerNormMLP(Normed, QuantizedModule):
         """The block.
 
         Args:
-            inp: (..., hidden_size).
+            input: (..., hidden_size).
             is_first_microbatch: as in ``Linear.forward``.
             quantized_output: as in ``Linear.forward``.
 
@@ -203,9 +203,9 @@ class LayerNormMLP(Normed, QuantizedModule):
             (..., hidden_size); then fc2's bias with ``return_bias``, then the normed input with
             ``return_layernorm_output``.
         """
-        inp = activation_dtype(inp)
-        self._check_features(inp, self.hidden_size)
-        normed = self._norm(inp)
+        input = activation_dtype(input)
+        self._check_features(input, self.hidden_size)
+        normed = self._norm(input)
         first = None if is_first_microbatch is None else Call(is_first_microbatch)
         second = first
         if quantized_output is not False:

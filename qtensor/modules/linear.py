@@ -238,7 +238,7 @@ class Linear(QuantizedModule):
 
     def forward(
         self,
-        inp: Tensor,
+        input: Tensor,
         is_first_microbatch: bool | None = None,
         *,
         quantized_output: Output = False,
@@ -247,7 +247,7 @@ class Linear(QuantizedModule):
         """The layer.
 
         Args:
-            inp: (..., in_features), plain or quantized.
+            input: (..., in_features), plain or quantized.
             is_first_microbatch: True: quantize the weight and keep it for the microbatches that follow; False: use what is
                 kept, whatever the weight is now; None: keep nothing.
             quantized_output: True for a quantized output by the recipe's "output" role (rowwise), or a format id or
@@ -256,18 +256,18 @@ class Linear(QuantizedModule):
                 device.
 
         Returns:
-            (..., out_features) in the dtype of ``inp``; with ``return_bias`` also the bias.
+            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the bias.
 
         Raises:
             QTensorError: an input or recipe that does not fit.
         """
-        inp = activation_dtype(inp)
+        input = activation_dtype(input)
         bias = "bias" if self.bias is not None and not self.return_bias else ""
         call = None
         if not (is_first_microbatch is None and quantized_output is False):
             text = asked_output(self._recipe_key, quantized_output, self._options)
             call = Call(is_first_microbatch, skip_weight_update, text)
-        out = self._linear(inp, "weight", bias, self._options, call)
+        out = self._linear(input, "weight", bias, self._options, call)
         return (out, self.bias) if self.return_bias else out
 
     def backward_dw(self) -> None:

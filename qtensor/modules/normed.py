@@ -86,9 +86,9 @@ class Normed:
             if parameter is not None:
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def _norm(self, inp: Tensor) -> Tensor:
+    def _norm(self, input: Tensor) -> Tensor:
         return norm(
-            inp,
+            input,
             self.layer_norm_weight,
             self.layer_norm_bias,
             kind=self.kind,

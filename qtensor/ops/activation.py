@@ -40,31 +40,31 @@ class Activation(BasicOperation):
         cls.is_gated = is_gated(cls.kind)
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The activation, quantized in the same pass where that was asked for."""
-        if input_.ndim == 0:
+        if input.ndim == 0:
             fail(f"{self.label} input", "it must have a last dim", "a 0-d tensor", "Reshape it")
-        width = input_.shape[-1]
+        width = input.shape[-1]
         if self.is_gated:
             if width % 2:
                 rule = "the last dim must be even: one half is activated, the other multiplied"
-                fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
+                fail(f"{self.label} input", rule, tuple(input.shape), "Mend the input")
             width //= 2
-        rows, request = matrix(input_), next_op_input_request
+        rows, request = matrix(input), next_op_input_request
         if request is None or not request.canonical:
             y = _activation(rows, self.kind)
-            return y if rows is input_ else y.view(*input_.shape[:-1], width), None
-        shape = (*input_.shape[:-1], width)
+            return y if rows is input else y.view(*input.shape[:-1], width), None
+        shape = (*input.shape[:-1], width)
         buffers = _activation_quantize(
             rows, self.kind, request.canonical, request.scale, None, request.seed
         )
-        return collected(buffers, request, shape, input_.dtype), None
+        return collected(buffers, request, shape, input.dtype), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
         """The input."""
-        ctx.save_for_backward(matrix(input_))
-        ctx.shape = input_.shape
+        ctx.save_for_backward(matrix(input))
+        ctx.shape = input.shape
 
     def gradient(self, ctx: BackwardContext, grad_output: Tensor) -> Tensor:
         """That of the input."""

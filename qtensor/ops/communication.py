@@ -43,13 +43,13 @@ class _Collective(BasicOperation):
         raise NotImplementedError
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The collective."""
-        y = input_ if self.parallel.size == 1 else self.collect(input_)
+        y = input if self.parallel.size == 1 else self.collect(input)
         return produce(y, next_op_input_request), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
         """Nothing."""
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:

@@ -80,7 +80,7 @@ class Forward(NamedTuple):
 
 
 def execute(
-    call: Call, input_: Any, extra_inputs: Sequence[Tensor], saving: bool
+    call: Call, input: Any, extra_inputs: Sequence[Tensor], saving: bool
 ) -> tuple[Any, Forward]:
     """(the output, the pass); ``saving``: note in contexts what backward needs."""
     contexts = [OperationContext() for _ in call.kwargs] if saving else []
@@ -88,9 +88,9 @@ def execute(
         context.input_requires_grad = call.input_requires_grad
     run = Forward(call, list(extra_inputs), {}, [], contexts, {}, [])
     if call.traced:
-        return _forward(run, input_), run
+        return _forward(run, input), run
     try:
-        return _forward(run, input_), run
+        return _forward(run, input), run
     except QTensorError as error:
         name_operation(run.begun[-1], error)
         raise
@@ -248,13 +248,13 @@ class FuserFunction(torch.autograd.Function):
     """The one place where a sequence meets autograd, in eager and compiled code alike."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Any, call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, input: Any, call: Call, *tensors: Tensor) -> Any:
         """(output, *extra outputs, *what the operations publish).
 
         ``tensors`` are the parameters, which the operations know, then the extra inputs.
         """
         fuser, first_extra = call.fuser, len(tensors) - call.fuser.n_extra_inputs
-        out, run = execute(call, input_, tensors[first_extra:], True)
+        out, run = execute(call, input, tensors[first_extra:], True)
         flat: list[Tensor | None] = []
         ctx.texts = _gradient_requests(call, flat) if call.hands_over else ()
         saved = [context.to_save for context in run.contexts]
@@ -266,8 +266,8 @@ class FuserFunction(torch.autograd.Function):
         ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, run.contexts
         ctx.counts, ctx.first = tuple(map(len, saved)), call.first
         ctx.n_parameters = call.n_parameters
-        if out is input_:
-            out = input_.view_as(input_)
+        if out is input:
+            out = input.view_as(input)
         if not run.published:
             return (out, *run.extra_outputs)
         published = [t for found in run.published.values() for t in found]

@@ -25,15 +25,15 @@ def check_channel(label: str, channel: str | None) -> None:
     check(right, label, rule, repr(channel), 'Pass "residual", say')
 
 
-def check_extra(op: BasicOperation, input_: Tensor, extra: Tensor) -> None:
+def check_extra(op: BasicOperation, input: Tensor, extra: Tensor) -> None:
     """Refuse a tensor that does not fit beside the input.
 
     Raises:
         QTensorError: with both shapes.
     """
-    if input_.shape != extra.shape or input_.dtype != extra.dtype:
+    if input.shape != extra.shape or input.dtype != extra.dtype:
         rule = "the extra input must have the shape and dtype of the input"
-        got = f"{tuple(extra.shape)} {extra.dtype} beside {tuple(input_.shape)} {input_.dtype}"
+        got = f"{tuple(extra.shape)} {extra.dtype} beside {tuple(input.shape)} {input.dtype}"
         fail(op.label, rule, got, "Mend one of them")
 
 
@@ -43,7 +43,7 @@ class _Passing(BasicOperation, is_base=True):
     fuser_is_split = True
 
     def fuser_forward_save_ctx(
-        self, basic_op_ctxs: Any, input_: Any, returned: Any, **kwargs: Any
+        self, basic_op_ctxs: Any, input: Any, returned: Any, **kwargs: Any
     ) -> None:
         """Nothing."""
 
@@ -65,7 +65,7 @@ class AddExtraInput(_Passing):
 
     def fuser_forward_compute(
         self,
-        input_: Tensor,
+        input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
@@ -73,8 +73,8 @@ class AddExtraInput(_Passing):
     ) -> tuple[Any, Extra, None]:
         """The sum."""
         (extra,) = basic_op_extra_inputs[0]
-        check_extra(self, input_, extra)
-        return produce(add(input_, extra), next_op_input_request), [()], None
+        check_extra(self, input, extra)
+        return produce(add(input, extra), next_op_input_request), [()], None
 
     def fuser_backward(
         self,
@@ -110,14 +110,14 @@ class MakeExtraOutput(_Passing):
 
     def fuser_forward_compute(
         self,
-        input_: Tensor,
+        input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
         """The input, twice."""
-        return produce(input_, next_op_input_request), [(input_,)], None
+        return produce(input, next_op_input_request), [(input,)], None
 
     def fuser_backward(
         self,
@@ -155,14 +155,14 @@ class ExtraInput(_Passing):
 
     def fuser_forward_compute(
         self,
-        input_: Any,
+        input: Any,
         *,
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
         """Both as they are."""
-        return input_, [basic_op_extra_inputs[0]], None
+        return input, [basic_op_extra_inputs[0]], None
 
     def fuser_backward(
         self,

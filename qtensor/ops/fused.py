@@ -71,7 +71,7 @@ class _ForwardLinear(_Fused):
 
     def fuser_forward_compute(
         self,
-        input_: Any,
+        input: Any,
         *,
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
@@ -80,7 +80,7 @@ class _ForwardLinear(_Fused):
         """The result, and the product's."""
         bias = None if self.bias is None else self.bias.bias
         call = basic_op_kwargs[0]["call"]
-        product = self.linear.multiply(input_, call, bias, input_.dtype)
+        product = self.linear.multiply(input, call, bias, input.dtype)
         y = self.finish(
             product.forward.out, basic_op_extra_inputs, basic_op_kwargs, next_op_input_request
         )
@@ -89,7 +89,7 @@ class _ForwardLinear(_Fused):
     def fuser_forward_save_ctx(
         self,
         basic_op_ctxs: list[OperationContext],
-        input_: Any,
+        input: Any,
         returned: Any,
         *,
         basic_op_extra_inputs: Extra,
@@ -155,7 +155,7 @@ class ForwardGroupedMLP(_Fused):
 
     def fuser_forward_compute(
         self,
-        input_: Tensor,
+        input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
@@ -164,7 +164,7 @@ class ForwardGroupedMLP(_Fused):
         """The result, and what each operation returned."""
         first, activation, second = self.basic_ops
         sizes, again = basic_op_extra_inputs[0][0], basic_op_extra_inputs[2][0]
-        hidden = first.multiply(input_, sizes, basic_op_kwargs[0]["call"])
+        hidden = first.multiply(input, sizes, basic_op_kwargs[0]["call"])
         a, _ = activation.op_forward_compute(hidden[0].out)
         known = hidden[1].splits if again is sizes else None
         out = second.multiply(a, again, basic_op_kwargs[2]["call"], known)
@@ -173,7 +173,7 @@ class ForwardGroupedMLP(_Fused):
     def fuser_forward_save_ctx(
         self,
         basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
+        input: Tensor,
         returned: Any,
         *,
         basic_op_extra_inputs: Extra,

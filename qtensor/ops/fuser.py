@@ -131,29 +131,29 @@ class OperationFuser(Wiring):
                     taken += 1
         return len(self.ops)
 
-    def __call__(self, input_: Any, *extra_inputs: Tensor) -> Any:
+    def __call__(self, input: Any, *extra_inputs: Tensor) -> Any:
         """The output, then the extra outputs that no channel takes."""
-        plan, first = self.plan(input_, extra_inputs)
+        plan, first = self.plan(input, extra_inputs)
         outside = plan.run_outside is not None and torch.compiler.is_compiling()
         run = plan.run_outside if outside else _run
-        return run(self, plan, first, input_, extra_inputs)
+        return run(self, plan, first, input, extra_inputs)
 
-    def plan(self, input_: Any, extra_inputs: Sequence[Tensor]) -> tuple[Plan, int]:
+    def plan(self, input: Any, extra_inputs: Sequence[Tensor]) -> tuple[Plan, int]:
         """(the plan for a call, place of the first operation that takes part in backward).
 
         Raises:
             QTensorError: another number of extra inputs than the operations take.
         """
-        if extra_inputs or self.n_extra_inputs or not isinstance(input_, Tensor):
-            self._check(input_, extra_inputs)
+        if extra_inputs or self.n_extra_inputs or not isinstance(input, Tensor):
+            self._check(input, extra_inputs)
         first = len(self.ops)
         if torch.is_grad_enabled():
-            first = 0 if input_.requires_grad else self._first(extra_inputs)
+            first = 0 if input.requires_grad else self._first(extra_inputs)
         keys = tuple([self.ops[place].plan_key() for place in self.keyed])
         return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
-    def _check(self, input_: Any, extra_inputs: Sequence[Tensor]) -> None:
-        for t in (input_, *extra_inputs):
+    def _check(self, input: Any, extra_inputs: Sequence[Tensor]) -> None:
+        for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
                 label = f"sequence of {len(self.ops)} operations"
                 rule = "input and extra inputs must be tensors"
@@ -178,14 +178,14 @@ class OperationFuser(Wiring):
 
 
 def _run(
-    fuser: OperationFuser, plan: Plan, first: int, input_: Any, extra_inputs: Sequence[Tensor]
+    fuser: OperationFuser, plan: Plan, first: int, input: Any, extra_inputs: Sequence[Tensor]
 ) -> Any:
     """A call whose plan is known."""
     ops = fuser.ops
-    asks = bool(torch.is_grad_enabled() and input_.requires_grad)
+    asks = bool(torch.is_grad_enabled() and input.requires_grad)
     kwargs: list[dict[str, Any]] = [_NOTHING] * len(ops)
     for place in fuser.prepared:
-        kwargs[place] = ops[place].forward_kwargs(input_, place > first or (place == 0 and asks))
+        kwargs[place] = ops[place].forward_kwargs(input, place > first or (place == 0 and asks))
     parameters: list[Any] = []
     counts = []
     if first < len(ops):
@@ -195,13 +195,13 @@ def _run(
             counts.append(len(own))
     traced = torch.compiler.is_compiling()
     # It changes no byte. In compiled code always: a graph for each side of a bound on its sizes would be one too many.
-    hands_over = traced or not input_.is_cpu or input_.numel() >= HAND_OVER_FROM
+    hands_over = traced or not input.is_cpu or input.numel() >= HAND_OVER_FROM
     call = Call(fuser, plan, kwargs, first, asks, hands_over, traced, tuple(counts))
     if first == len(ops):
-        out, run = execute(call, input_, extra_inputs, False)
+        out, run = execute(call, input, extra_inputs, False)
         extra_outputs, published = run.extra_outputs, run.published
     else:
-        out, *rest = FuserFunction.apply(input_, call, *parameters, *extra_inputs)
+        out, *rest = FuserFunction.apply(input, call, *parameters, *extra_inputs)
         start = n_extra = sum(fuser.n_extra_outputs)
         extra_outputs, published = rest[:n_extra], {}
         for place in fuser.stateful if start < len(rest) else ():

@@ -77,13 +77,13 @@ class GroupedLinear(GroupedModule, BasicOperation):
         return {"call": call}
 
     def multiply(
-        self, input_: Tensor, m_splits: Tensor, call: GroupedFwdArgs, known: Splits | None = None
+        self, input: Tensor, m_splits: Tensor, call: GroupedFwdArgs, known: Splits | None = None
     ) -> tuple[GroupedForward, GroupedFwdArgs]:
         """The forward, pure; ``known``: checked splits, for which ``m_splits`` is not read again."""
-        self._check_input(input_, self.weight0, call.plan, self._options)
-        args = call.with_tensors(input_, call.weights, call.biases)
-        args.dtype = input_.dtype
-        args.splits = self._splits(input_, m_splits) if known is None else known
+        self._check_input(input, self.weight0, call.plan, self._options)
+        args = call.with_tensors(input, call.weights, call.biases)
+        args.dtype = input.dtype
+        args.splits = self._splits(input, m_splits) if known is None else known
         return _grouped_forward_impl(args), args
 
     def keep(self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]) -> None:
@@ -95,20 +95,20 @@ class GroupedLinear(GroupedModule, BasicOperation):
 
     def fuser_forward_compute(
         self,
-        input_: Tensor,
+        input: Tensor,
         *,
         basic_op_extra_inputs: list[tuple[Tensor, ...]],
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, list[tuple[()]], tuple[GroupedForward, GroupedFwdArgs]]:
         """The products."""
-        found = self.multiply(input_, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
+        found = self.multiply(input, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
         return produce(found[0].out, next_op_input_request), [()], found
 
     def fuser_forward_save_ctx(
         self,
         basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
+        input: Tensor,
         returned: tuple[GroupedForward, GroupedFwdArgs],
         *,
         basic_op_extra_inputs: list[tuple[Tensor, ...]],

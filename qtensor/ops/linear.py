@@ -128,17 +128,17 @@ class BasicLinear(LinearModule, BasicOperation):
         return Request(call.plan.grad_output, _row(scales, 2), call.seeds[2])
 
     def _args(
-        self, input_: Any, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
+        self, input: Any, bias: Tensor | None, call: LinearCall, dtype: torch.dtype
     ) -> LinearFwdArgs:
         weight, options = self.weight, self._options
-        plain: Any = input_
+        plain: Any = input
         made: Any = None
-        if isinstance(input_, Quantized):
-            plain, made = None, input_
+        if isinstance(input, Quantized):
+            plain, made = None, input
             self._check_features(made, weight.shape[1])
             self._check_alignment(weight, call.plan, options)
         else:
-            self._check_input(input_, weight, call.plan, options)
+            self._check_input(input, weight, call.plan, options)
         args = LinearFwdArgs(plain, weight, bias, call.inp_requires_grad, call.weight_requires_grad)
         args.plan, args.dtype, args.made = call.plan, dtype, made
         args.delayed, args.seeds, args.wgrad = call.delayed, call.seeds, call.wgrad
@@ -147,10 +147,10 @@ class BasicLinear(LinearModule, BasicOperation):
         return args
 
     def multiply(
-        self, input_: Any, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
+        self, input: Any, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
     ) -> Product:
         """The forward, pure; ``bias`` is added before the one rounding to ``dtype``."""
-        args = self._args(input_, bias, call, dtype)
+        args = self._args(input, bias, call, dtype)
         return Product(_linear_forward_impl(args), args)
 
     def keep(self, ctx: OperationContext, returned: Product) -> None:
@@ -162,18 +162,18 @@ class BasicLinear(LinearModule, BasicOperation):
         ctx.save_for_backward(*saved)
 
     def op_forward_compute(
-        self, input_: Any, *, call: LinearCall, next_op_input_request: Request | None = None
+        self, input: Any, *, call: LinearCall, next_op_input_request: Request | None = None
     ) -> tuple[Any, Product]:
         """The product."""
         unrounded = next_op_input_request is not None and not next_op_input_request.canonical
         if unrounded and self._options.parallel is None:
-            result = self.multiply(input_, call, None, torch.float32)
-            return Unrounded(result.forward.out, input_.dtype), result
-        result = self.multiply(input_, call, None, input_.dtype)
+            result = self.multiply(input, call, None, torch.float32)
+            return Unrounded(result.forward.out, input.dtype), result
+        result = self.multiply(input, call, None, input.dtype)
         return result.forward.out, result
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, returned: Product, *, call: LinearCall
+        self, ctx: OperationContext, input: Any, returned: Product, *, call: LinearCall
     ) -> None:
         """Operands of dgrad and wgrad."""
         self.keep(ctx, returned)
@@ -238,14 +238,14 @@ class Bias(BasicOperation):
         return UNROUNDED
 
     def op_forward_compute(
-        self, input_: Any, *, next_op_input_request: Request | None = None
+        self, input: Any, *, next_op_input_request: Request | None = None
     ) -> tuple[Tensor, None]:
         """The sum."""
-        if isinstance(input_, Unrounded):
-            return _bias_add(input_.sums, self.bias, input_.dtype), None
-        return _bias_add(input_, self.bias, input_.dtype), None
+        if isinstance(input, Unrounded):
+            return _bias_add(input.sums, self.bias, input.dtype), None
+        return _bias_add(input, self.bias, input.dtype), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Any, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
         """Nothing but the bias's dtype."""
         ctx.dtype = self.bias.dtype
         ctx.bias_requires_grad = self.bias.requires_grad

@@ -78,31 +78,31 @@ class _Norm(BasicOperation):
         reset_norm(self.weight, self.bias, self.zero_centered_gamma)
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """The normed input, quantized in the same pass where that was asked for."""
         weight = self.weight
-        if input_.ndim == 0 or input_.shape[-1] != weight.shape[0]:
+        if input.ndim == 0 or input.shape[-1] != weight.shape[0]:
             rule = f"the last dim must be {weight.shape[0]}"
-            fail(f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
-        rows = matrix(input_)
+            fail(f"{self.label} input", rule, tuple(input.shape), "Mend the input")
+        rows = matrix(input)
         settings = (weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
         request = next_op_input_request
         if request is None or not request.canonical:
-            y, mean, rstd = _norm(rows, *settings, input_.dtype)
-            return y if rows is input_ else y.view(input_.shape), (rows, weight, mean, rstd)
+            y, mean, rstd = _norm(rows, *settings, input.dtype)
+            return y if rows is input else y.view(input.shape), (rows, weight, mean, rstd)
         *buffers, mean, rstd = _norm_quantize(
-            rows, *settings, input_.dtype, request.canonical, request.scale, None, request.seed
+            rows, *settings, input.dtype, request.canonical, request.scale, None, request.seed
         )
-        y = collected(buffers, request, input_.shape, input_.dtype)
+        y = collected(buffers, request, input.shape, input.dtype)
         return y, (rows, weight, mean, rstd)
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Tensor, returned: tuple[Tensor, ...]
+        self, ctx: OperationContext, input: Tensor, returned: tuple[Tensor, ...]
     ) -> None:
         """The input, the weight and the statistics of the input's rows."""
         ctx.save_for_backward(*returned)
-        ctx.shape = input_.shape
+        ctx.shape = input.shape
 
     def gradients(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:
         """Those of the input and the parameters."""
@@ -158,15 +158,15 @@ class L2Normalization(BasicOperation):
         self._eps = eps_text(self.label, eps)
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, Tensor]:
         """The normed input."""
-        y, rnorm = _l2_norm(input_, float(self._eps))
+        y, rnorm = _l2_norm(input, float(self._eps))
         return produce(y, next_op_input_request), rnorm
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: Tensor) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: Tensor) -> None:
         """The input, and the reciprocals of its norms."""
-        ctx.save_for_backward(input_, returned)
+        ctx.save_for_backward(input, returned)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """The gradient."""

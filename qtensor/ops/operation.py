@@ -160,9 +160,9 @@ class FusibleOperation(nn.Module):
         """Whether tracing may see the forward."""
         raise NotImplementedError
 
-    def forward(self, input_: Any, *extra_inputs: Tensor) -> Any:
+    def forward(self, input: Any, *extra_inputs: Tensor) -> Any:
         """The operation alone."""
-        return getattr(self, _own_fuser(self.__dict__["_number"]))(input_, *extra_inputs)
+        return getattr(self, _own_fuser(self.__dict__["_number"]))(input, *extra_inputs)
 
     def __getstate__(self) -> dict[str, Any]:
         # What runs the operation alone is made anew: plans are known by a number of this process.
@@ -206,11 +206,11 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     # ---- what a subclass may define ------------------------------------------------------------------------
 
-    def op_forward_compute(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
+    def op_forward_compute(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """(the output, what ``op_forward_save_ctx`` is to see).
 
         Args:
-            input_: (..., K), a tensor, or a ``Quantized`` where ``input_request`` asked for one.
+            input: (..., K), a tensor, or a ``Quantized`` where ``input_request`` asked for one.
             *args: nothing.
             **kwargs: ``next_op_input_request``, how the next operation asks for its input (``ops.produce(y, request)`` makes
                 it; a plain tensor does as well), and what ``forward_kwargs`` returned.
@@ -218,12 +218,12 @@ class BasicOperation(FusibleOperation, is_base=True):
         self._missing("op_forward_compute and op_forward_save_ctx, or op_forward")
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, returned: Any, *args: Any, **kwargs: Any
+        self, ctx: OperationContext, input: Any, returned: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Note in ``ctx`` what backward needs. Not called where nothing needs a gradient."""
         self._missing("op_forward_save_ctx beside op_forward_compute")
 
-    def op_forward(self, ctx: OperationContext, input_: Any, *args: Any, **kwargs: Any) -> Any:
+    def op_forward(self, ctx: OperationContext, input: Any, *args: Any, **kwargs: Any) -> Any:
         """The single form: the output, with everything that backward needs noted in ``ctx``."""
         self._missing("op_forward")
 
@@ -281,7 +281,7 @@ class BasicOperation(FusibleOperation, is_base=True):
 
     def fuser_forward_compute(
         self,
-        input_: Any,
+        input: Any,
         *,
         basic_op_extra_inputs: Any,
         basic_op_kwargs: Any,
@@ -289,7 +289,7 @@ class BasicOperation(FusibleOperation, is_base=True):
     ) -> Any:
         """(output, extra outputs of each basic operation, what save_ctx is to see)."""
         result = self.op_forward_compute(
-            input_, next_op_input_request=next_op_input_request, **basic_op_kwargs[0]
+            input, next_op_input_request=next_op_input_request, **basic_op_kwargs[0]
         )
         out, returned = parts(self, "op_forward_compute", result, COMPUTED)
         return out, [()], returned
@@ -297,19 +297,19 @@ class BasicOperation(FusibleOperation, is_base=True):
     def fuser_forward_save_ctx(
         self,
         basic_op_ctxs: Any,
-        input_: Any,
+        input: Any,
         returned: Any,
         *,
         basic_op_extra_inputs: Any,
         basic_op_kwargs: Any,
     ) -> None:
         """Note in the contexts what backward needs."""
-        self.op_forward_save_ctx(basic_op_ctxs[0], input_, returned, **basic_op_kwargs[0])
+        self.op_forward_save_ctx(basic_op_ctxs[0], input, returned, **basic_op_kwargs[0])
 
     def fuser_forward(
         self,
         basic_op_ctxs: Any,
-        input_: Any,
+        input: Any,
         *,
         basic_op_extra_inputs: Any,
         basic_op_kwargs: Any,
@@ -318,7 +318,7 @@ class BasicOperation(FusibleOperation, is_base=True):
         """The single form: (output, extra outputs of each basic operation)."""
         out = self.op_forward(
             basic_op_ctxs[0],
-            input_,
+            input,
             next_op_input_request=next_op_input_request,
             **basic_op_kwargs[0],
         )

@@ -32,12 +32,12 @@ class Identity(BasicOperation):
     passes_input = True
 
     def op_forward_compute(
-        self, input_: Any, *, next_op_input_request: Request | None = None
+        self, input: Any, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The input."""
-        return input_, None
+        return input, None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Any, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
         """Nothing."""
 
     def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, tuple[()]]:
@@ -63,22 +63,22 @@ class Reshape(BasicOperation):
         self._known = math.prod([size for size in given if size != -1])
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The reshaped input."""
         known = self._known
         fits = (
-            input_.numel() == known
+            input.numel() == known
             if -1 not in self.shape
-            else known == 0 or input_.numel() % known == 0
+            else known == 0 or input.numel() % known == 0
         )
         rule = f"the input must have the elements of {self.shape}"
-        check(fits, f"{self.label} input", rule, tuple(input_.shape), "Mend the input")
-        return produce(input_.reshape(self.shape), next_op_input_request), None
+        check(fits, f"{self.label} input", rule, tuple(input.shape), "Mend the input")
+        return produce(input.reshape(self.shape), next_op_input_request), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
         """The input's shape."""
-        ctx.shape = input_.shape
+        ctx.shape = input.shape
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """The gradient in the input's shape."""
@@ -109,12 +109,12 @@ class ConstantScale(BasicOperation):
         return float(self._text)
 
     def op_forward_compute(
-        self, input_: Tensor, *, next_op_input_request: Request | None = None
+        self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """The product."""
-        return produce(_scale(input_, float(self._text)), next_op_input_request), None
+        return produce(_scale(input, float(self._text)), next_op_input_request), None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input_: Tensor, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
         """Nothing."""
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
@@ -156,17 +156,17 @@ class Dropout(BasicOperation):
 
     def op_forward_compute(
         self,
-        input_: Tensor,
+        input: Tensor,
         *,
         seed: Tensor | None,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, None]:
         """What is left of the input."""
-        y = input_ if seed is None else _dropout(input_, float(self._p), seed)
+        y = input if seed is None else _dropout(input, float(self._p), seed)
         return produce(y, next_op_input_request), None
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Tensor, returned: None, *, seed: Tensor | None
+        self, ctx: OperationContext, input: Tensor, returned: None, *, seed: Tensor | None
     ) -> None:
         """The seed."""
         ctx.save_for_backward(seed)
@@ -241,7 +241,7 @@ class Quantize(BasicOperation):
 
     def op_forward_compute(
         self,
-        input_: Any,
+        input: Any,
         *,
         texts: tuple[str, str],
         seed: Tensor | None,
@@ -249,14 +249,14 @@ class Quantize(BasicOperation):
     ) -> tuple[Any, None]:
         """The quantized input."""
         text = texts[0]
-        if not text or isinstance(input_, QuantizedTensorStorage):
-            return input_, None
-        return quantized_output(input_, text), None
+        if not text or isinstance(input, QuantizedTensorStorage):
+            return input, None
+        return quantized_output(input, text), None
 
     def op_forward_save_ctx(
         self,
         ctx: OperationContext,
-        input_: Any,
+        input: Any,
         returned: None,
         *,
         texts: tuple[str, str],
