@@ -59,10 +59,14 @@ def _known_pieces(
 
 
 def _views(saved: Tensor, pieces: list[Piece]) -> list[Tensor]:
-    """The buffers within the one that is kept."""
+    """The buffers within the one that is kept, wherever that lies in its storage."""
+    if saved.is_cpu and saved.data_ptr() % _ALIGNED:
+        # Numbers of four bytes are read from places that are multiples of four.
+        saved = saved.clone()
+    ends = [p.offset + math.prod(p.size) * p.dtype.itemsize for p in pieces]
     return [
-        saved.view(p.dtype).as_strided(p.size, p.stride, p.offset // p.dtype.itemsize)
-        for p in pieces
+        saved[p.offset : end].view(p.dtype).view(p.size)
+        for p, end in zip(pieces, ends, strict=True)
     ]
 
 
@@ -194,7 +198,7 @@ def _backward_saved(
     p = Backward(*plan.split("|"))
     x_shape, w_shape = torch.Size((dy.shape[0], columns)), torch.Size((dy.shape[1], columns))
     pieces, _ = _known_pieces(p.x_kept, x_shape, p.weight_kept, w_shape)
-    views = _views(saved, pieces)
+    views = _views(saved.contiguous(), pieces)
     count = len(parse(p.x_kept).slots) if p.x_kept else 0
     return p, views[:count], views[count:]
 
@@ -250,6 +254,8 @@ def _backward_learn(
     scales: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
+    if saved.is_cpu and (saved.data_ptr() % _ALIGNED or not saved.is_contiguous()):
+        return
     p, x, weight = _backward_saved(dy, saved, columns, plan)
     sides = (x, p.x_kept, (dy.shape[0], columns)), (weight, p.weight_kept, (dy.shape[1], columns))
     start = saved.data_ptr()

@@ -1,0 +1,134 @@
+"""Tensors at an offset within their storage: every op reads the tensor that it is given, whichever memory holds it.
+
+Activation pools (offloading, ``saved_tensors_hooks``) hand the buffers of a layer back as views of one large tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formats import FormatCase
+from linear_cases import packed_backward_arguments, packed_forward_arguments
+from test_linear_ops import every_format, same
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from training import RECIPES, region
+
+import qtensor
+
+OPS = torch.ops.qtensor
+OFFSETS = (4096, 16, 8, 4, 1)
+"""Bytes in front of a view: far away, and every alignment that a program could have learned."""
+
+
+def view_at(t: Tensor, offset: int) -> Tensor:
+    """Return a copy of the byte tensor ``t`` (n,) that lies ``offset`` bytes behind the start of its storage."""
+    memory = torch.full((offset + t.numel() + 64,), 255, dtype=torch.uint8)
+    memory[offset : offset + t.numel()].copy_(t)
+    return memory[offset : offset + t.numel()]
+
+
+@every_format
+def test_packed_backward_reads_a_view_of_its_buffer(case: FormatCase):
+    q = case.quantizer(columnwise=True)
+    dy, saved, *rest = packed_backward_arguments(q)
+    expected = OPS.linear_backward_packed(dy, saved.clone(), *rest)
+    for offset in OFFSETS:
+        for _ in range(3):
+            same(OPS.linear_backward_packed(dy, view_at(saved, offset), *rest), expected)
+    same(OPS.linear_backward_packed(dy, saved.clone(), *rest), expected)
+    strided = torch.stack([saved, saved], dim=1)[:, 0]
+    same(OPS.linear_backward_packed(dy, strided, *rest), expected)
+
+
+@every_format
+def test_forward_reads_views_of_its_tensors(case: FormatCase):
+    q = case.quantizer(columnwise=True)
+    x, weight, *rest = packed_forward_arguments(q)
+    expected = OPS.linear_forward_packed(x, weight, *rest)
+    for shift in (1, 3, 8):
+        memory = torch.full((x.numel() + shift,), float("nan"))
+        view = memory[shift:].view(x.shape)
+        view.copy_(x)
+        for _ in range(3):
+            same(OPS.linear_forward_packed(view, weight, *rest), expected)
+
+
+@every_format
+def test_quantize_and_dequantize_read_views(case: FormatCase):
+    """``quantize``, ``dequantize`` and ``gemm`` where every tensor, scales and seeds too, lies at an offset."""
+    q = case.quantizer(columnwise=True)
+    x = torch.randn(32, 64)
+    call = {"scale": torch.tensor([0.5])} if q.needs_scale else {}
+    expected = OPS.quantize(x, q.canonical, **call)
+    memory = torch.full((5 + x.numel(),), float("nan"))
+    view = memory[5:].view(x.shape)
+    view.copy_(x)
+    scales = {"scale": torch.tensor([9.0, 0.5, 9.0])[1:2]} if q.needs_scale else {}
+    for _ in range(3):
+        same(OPS.quantize(view, q.canonical, **scales), expected)
+    buffers = expected[: len(q.slots)]
+    shape, plain = list(x.shape), torch.randn(16, 64)
+
+    def shifted(t: Tensor) -> Tensor:
+        moved = torch.cat([t.new_zeros(1), t.reshape(-1)])[1:]
+        return moved.view(t.shape)
+
+    values = OPS.dequantize(buffers, q.canonical, shape, torch.float32)
+    product = OPS.gemm([plain], "", [16, 64], buffers, q.canonical, shape, "TN", torch.float32)
+    for _ in range(3):
+        moved = [shifted(t) for t in buffers]
+        same([OPS.dequantize(moved, q.canonical, shape, torch.float32)], [values])
+        operands = ([shifted(plain)], "", [16, 64], moved, q.canonical, shape)
+        same([OPS.gemm(*operands, "TN", torch.float32)], [product])
+
+
+def pooled(offset: int) -> saved_tensors_hooks:
+    """Return hooks that keep byte tensors at ``offset`` within one buffer."""
+    pool = torch.zeros(1 << 22, dtype=torch.uint8)
+
+    def pack(t: Tensor) -> Any:
+        if t.dtype is not torch.uint8:
+            return t
+        pool[offset : offset + t.numel()].copy_(t.reshape(-1))
+        return t.shape
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return pool[offset : offset + kept.numel()].view(kept)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("offset", [65536, 1 << 20, 1029])
+def test_compiled_gradients_with_an_activation_pool(recipe: str, offset: int):
+    """Gradients with a pool, and those of later calls without one, are those of eager code."""
+    torch.manual_seed(0)
+    layer, x = qtensor.Linear(64, 96), torch.randn(32, 64)
+    chosen = RECIPES[recipe]()
+
+    def eager(t: Tensor) -> Tensor:
+        with region(chosen):
+            return layer(t)
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+
+    def gradient(call: Callable[[Tensor], Tensor], hooks: Any) -> Tensor:
+        layer.zero_grad()
+        torch.manual_seed(1)
+        layer._states["weight"].draws.zero_()
+        with hooks:
+            call(x).sum().backward()
+        return layer.weight.grad.clone()
+
+    expected = gradient(eager, contextlib.nullcontext())
+    for _ in range(3):
+        same([gradient(compiled, pooled(offset))], [expected])
+    same([gradient(compiled, contextlib.nullcontext())], [expected])
