@@ -95,9 +95,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matmul op chooses a backend for CPU tensors too."""
 
-    def fill(out: torch.Tensor, *call: Any) -> None:
-        *product, dtype, bias = (*call, None)[:9]
-        if not backends.multiply_(out, *product, bias):
-            gemm_module.fill_by_decoding(out, *product, dtype, bias)
+    def fill(out: torch.Tensor, args: Any) -> None:
+        if not backends.multiply_(out, *args[:7], args.bias):
+            gemm_module.fill_by_decoding(out, *args)
 
     monkeypatch.setitem(FILLS, "gemm", fill)

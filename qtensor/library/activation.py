@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,44 +119,60 @@ def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
     return (*x.shape[:-1], size // 2)
 
 
-def _activation_alloc(x: Tensor, kind: str) -> Tensor:
-    shape = activated_shape("activation", x, kind)
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+class ActivationArgs(NamedTuple):
+    """Arguments of the op ``activation``."""
+
+    x: Tensor
+    kind: str
 
 
-def _activation_fill(y: Tensor, x: Tensor, kind: str) -> None:
-    name, clamp = check_kind("activation", kind)
-    if table.floats_("activation", x.device.type, y, x, name, None, clamp):
+def _activation_alloc(args: ActivationArgs) -> Tensor:
+    shape = activated_shape("activation", args.x, args.kind)
+    return torch.empty(shape, dtype=args.x.dtype, device=args.x.device)
+
+
+def _activation_fill(y: Tensor, args: ActivationArgs) -> None:
+    name, clamp = check_kind("activation", args.kind)
+    if table.floats_("activation", args.x.device.type, y, args.x, name, None, clamp):
         return
     with below_autograd():
-        activation_(y, x, name, clamp)
+        activation_(y, args.x, name, clamp)
 
 
 ACTIVATION = leaf_op(
-    "activation(Tensor x, str kind) -> Tensor", _activation_alloc, _activation_fill
+    "activation(Tensor x, str kind) -> Tensor", ActivationArgs, _activation_alloc, _activation_fill
 )
 """gelu (by tanh), qgelu, relu, silu, srelu; gated: act(first half) * second half of the last dim; ``clamped_swiglu``."""
 
 
-def _activation_backward_alloc(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+class ActivationBackwardArgs(NamedTuple):
+    """Arguments of the op ``activation_backward``."""
+
+    dy: Tensor
+    x: Tensor
+    kind: str
+
+
+def _activation_backward_alloc(args: ActivationBackwardArgs) -> Tensor:
     op = "activation_backward"
-    shape = activated_shape(op, x, kind)
-    check_tensor(op, "dy", dy)
+    shape = activated_shape(op, args.x, args.kind)
+    check_tensor(op, "dy", args.dy)
     rule = "dy must have the shape of the activation"
-    check(dy.shape == shape, op, rule, f"{tuple(dy.shape)}, not {shape}", "Reshape it")
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    check(args.dy.shape == shape, op, rule, f"{tuple(args.dy.shape)}, not {shape}", "Reshape it")
+    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
 
 
-def _activation_backward_fill(dx: Tensor, dy: Tensor, x: Tensor, kind: str) -> None:
-    name, clamp = check_kind("activation_backward", kind)
-    if table.floats_("activation", x.device.type, dx, x, name, dy, clamp):
+def _activation_backward_fill(dx: Tensor, args: ActivationBackwardArgs) -> None:
+    name, clamp = check_kind("activation_backward", args.kind)
+    if table.floats_("activation", args.x.device.type, dx, args.x, name, args.dy, clamp):
         return
     with below_autograd():
-        activation_backward_(dx, dy, x, name, clamp)
+        activation_backward_(dx, args.dy, args.x, name, clamp)
 
 
 ACTIVATION_BACKWARD = leaf_op(
     "activation_backward(Tensor dy, Tensor x, str kind) -> Tensor",
+    ActivationBackwardArgs,
     _activation_backward_alloc,
     _activation_backward_fill,
 )

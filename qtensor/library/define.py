@@ -1,65 +1,96 @@
-"""How an op is defined: body = allocate + fill, fake = allocate."""
+"""Defines the ops of qtensor: one schema, one NamedTuple of arguments, one allocation and one fill each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Nothing in a fill is differentiable; below autograd its torch ops cost a tenth less."""
+"""Context for the torch ops of a fill: nothing in it is differentiable, and each op costs a tenth less."""
 
 BODIES: dict[str, Callable[..., Any]] = {}
-"""Op name -> what the dispatcher calls for real tensors."""
+"""Op name -> the function that the dispatcher calls for real tensors; it takes the op's arguments."""
 
-FILLS: dict[str, Callable[..., None]] = {}
-"""Op name -> what writes its outputs. A backend replaces an entry; schema, allocation and fake stay."""
+FILLS: dict[str, Callable[[Any, Any], None]] = {}
+"""Op name -> ``fill(outputs, args)``. A test or a backend may replace an entry; schema and fake stay."""
+
+
+class Shortcuts(NamedTuple):
+    """Ways around ``allocate`` and ``fill`` for calls that were met before.
+
+    Attributes:
+        at_once: ``at_once(args)`` is asked first on real tensors. It returns the written outputs, or None.
+        learn: ``learn(outputs, args)`` runs after each call that came through the dispatcher.
+    """
+
+    at_once: Callable[[Any], Any] | None = None
+    learn: Callable[[Any, Any], None] | None = None
+
+
+ARGUMENTS: dict[str, type[Any]] = {}
+"""Op name -> the NamedTuple of its arguments."""
 
 
 def leaf_op(
     schema: str,
-    allocate: Callable[..., Any],
-    fill: Callable[..., None],
+    arguments: type[Any],
+    allocate: Callable[[Any], Any],
+    fill: Callable[[Any, Any], None],
     tags: Sequence[torch.Tag] = (),
-    learn: Callable[..., None] | None = None,
-    at_once: Callable[..., Any] | None = None,
+    shortcuts: Shortcuts | None = None,
 ) -> Callable[..., Any]:
-    """Define ``qtensor::<schema>``.
+    """Define ``qtensor::<schema>`` and return its overload.
 
-    ``allocate(*args)`` makes the outputs from shapes, dtypes and devices alone and serves real, fake and meta tensors;
-    ``fill(outputs, *args)`` writes them and runs on real tensors only. ``Library.define`` costs about 2 us a call where
-    the ``custom_op`` decorator costs 7 to 9. ``at_once(*args)`` is asked first on real tensors: the same outputs, written,
-    or None. ``learn(outputs, *args)`` follows the body where the dispatcher made the call.
+    ``Library.define`` costs about 2 us a call where the ``custom_op`` decorator costs 7 to 9.
+
+    Args:
+        schema: name, arguments and results, as ``torch.library`` writes them.
+        arguments: a NamedTuple with the names and defaults of the schema's arguments. Each call binds
+            its arguments to it once.
+        allocate: ``allocate(args)`` makes the outputs from shapes, dtypes and devices alone. It serves
+            real, fake and meta tensors.
+        fill: ``fill(outputs, args)`` writes the outputs. It runs on real tensors only.
+        tags: of the op.
+        shortcuts: ways around both for calls that were met before.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
-    FILLS[name] = fill
+    FILLS[name], ARGUMENTS[name] = fill, arguments
+    at_once, learn = shortcuts or (None, None)
 
-    def in_two_steps(*args: Any, **kwargs: Any) -> Any:
-        outputs = allocate(*args, **kwargs)
-        FILLS[name](outputs, *args, **kwargs)
+    def compute(args: Any) -> Any:
+        if at_once is not None and FILLS[name] is fill:
+            outputs = at_once(args)
+            if outputs is not None:
+                return outputs
+        outputs = allocate(args)
+        FILLS[name](outputs, args)
         return outputs
 
-    body = in_two_steps
-    if at_once is not None:
-        quick = at_once
-
-        def body(*args: Any, **kwargs: Any) -> Any:
-            outputs = quick(*args, **kwargs) if FILLS[name] is fill else None
-            return in_two_steps(*args, **kwargs) if outputs is None else outputs
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return compute(arguments(*args, **kwargs))
 
     def body_and_learn(*args: Any, **kwargs: Any) -> Any:
-        outputs = body(*args, **kwargs)
-        learn(outputs, *args, **kwargs)  # type: ignore[misc]
+        bound = arguments(*args, **kwargs)
+        outputs = compute(bound)
+        learn(outputs, bound)  # type: ignore[misc]
         return outputs
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return allocate(arguments(*args, **kwargs))
 
     BODIES[name] = body
     LIBRARY.impl(name, body if learn is None else body_and_learn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"qtensor::{name}", allocate, lib=LIBRARY)
+    torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.qtensor, name).default
+
+
+def no_outputs(args: Any) -> None:
+    """Allocate nothing: for ops that only write to their arguments."""
 
 
 def below_dispatch(op: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -12,11 +12,13 @@ The bookkeeping is on the CPU, so that a GPU is never waited for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import state
-from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.define import below_autograd, leaf_op, no_outputs
 from qtensor.reference.float8 import delayed_scale, roll_history
 
 
@@ -29,60 +31,79 @@ def _merged(history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, len
     return rows
 
 
-def _merged_alloc(
-    history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, length: int
-) -> Tensor:
-    return torch.empty(length, history.shape[1], dtype=torch.float32, device=history.device)
+class MergedHistoryArgs(NamedTuple):
+    """Arguments of the op ``merged_history``."""
+
+    history: Tensor
+    steps: Tensor
+    cell: Tensor
+    cell_step: Tensor
+    length: int
+
+
+def _merged_alloc(args: MergedHistoryArgs) -> Tensor:
+    return torch.empty(
+        args.length, args.history.shape[1], dtype=torch.float32, device=args.history.device
+    )
+
+
+def _merged_fill(out: Tensor, args: MergedHistoryArgs) -> None:
+    out.copy_(_merged(*args))
 
 
 MERGED_HISTORY = leaf_op(
     "merged_history(Tensor history, Tensor steps, Tensor cell, Tensor cell_step, int length) -> Tensor",
+    MergedHistoryArgs,
     _merged_alloc,
-    lambda out, *args: out.copy_(_merged(*args)),
+    _merged_fill,
 )
 """The history (length, n) that the next factors come from, for algorithms that are the caller's."""
 
 
-def _begin_alloc(
-    scale: Tensor, history: Tensor, steps: Tensor, *args: object
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(scale), torch.empty_like(steps)
+class DelayedBeginArgs(NamedTuple):
+    """Arguments of the op ``delayed_begin_``."""
+
+    scale: Tensor
+    history: Tensor
+    steps: Tensor
+    cell: Tensor
+    cell_step: Tensor
+    step: Tensor
+    advance: bool
+    length: int
+    algorithm: str
+    margin: int
+    largest: list[float]
+    rows: Tensor | None = None
+    new_scale: Tensor | None = None
 
 
-def _begin_fill(
-    outputs: tuple[Tensor, Tensor],
-    scale: Tensor,
-    history: Tensor,
-    steps: Tensor,
-    cell: Tensor,
-    cell_step: Tensor,
-    step: Tensor,
-    advance: bool,
-    length: int,
-    algorithm: str,
-    margin: int,
-    largest: list[float],
-    rows: Tensor | None = None,
-    new_scale: Tensor | None = None,
-) -> None:
+def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args.scale), torch.empty_like(args.steps)
+
+
+def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
+    rows, new_scale = args.rows, args.new_scale
     if rows is None and new_scale is None:
-        tensors = (scale, history, steps, cell, cell_step, step)
-        if state.begin_(outputs, tensors, advance, (length, algorithm, margin), largest):
+        tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
+        if state.begin_(
+            outputs, tensors, args.advance, (args.length, args.algorithm, args.margin), args.largest
+        ):
             return
     with below_autograd():
-        now = int(step)
-        if advance and now != int(steps[0]):
+        now = int(args.step)
+        if args.advance and now != int(args.steps[0]):
             if rows is None:
-                rows = _merged(history, steps, cell, cell_step, length)
+                rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
             if new_scale is None:
-                new_scale = _new_scale(rows, scale, algorithm, margin, largest)
+                new_scale = _new_scale(rows, args.scale, args.algorithm, args.margin, args.largest)
             # Through .data: the version of what a graph saved must not move.
-            scale.data.copy_(new_scale)
-            history.data[:length].copy_(roll_history(rows))
-            steps.data[1] = max(int(cell_step), int(steps[1]))
-            steps.data[0] = now
-        outputs[0].copy_(scale)
-        outputs[1].copy_(steps)
+            args.scale.data.copy_(new_scale)
+            args.history.data[: args.length].copy_(roll_history(rows))
+            args.steps.data[1] = max(int(args.cell_step), int(args.steps[1]))
+            args.steps.data[0] = now
+        outputs[0].copy_(args.scale)
+        outputs[1].copy_(args.steps)
 
 
 def _new_scale(
@@ -99,6 +120,7 @@ def _new_scale(
 DELAYED_BEGIN = leaf_op(
     "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor cell_step, Tensor step, "
     "bool advance, int length, str algorithm, int margin, float[] largest, Tensor? rows=None, Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
+    DelayedBeginArgs,
     _begin_alloc,
     _begin_fill,
 )
@@ -107,54 +129,79 @@ to use, (n,), and a ticket (2,) for ``record_gradient_amax_``: tensors of this c
 replaces the merged history, ``new_scale`` (n,) what the algorithm would compute."""
 
 
-def _record_fill(_: None, history: Tensor, amax: list[Tensor], first: int) -> None:
-    if state.record_(history, amax, first):
+class RecordAmaxArgs(NamedTuple):
+    """Arguments of the op ``record_amax_``."""
+
+    history: Tensor
+    amax: list[Tensor]
+    first: int
+
+
+def _record_fill(_: None, args: RecordAmaxArgs) -> None:
+    if state.record_(args.history, args.amax, args.first):
         return
     with below_autograd():
-        found = torch.cat(amax)
-        row = history.data[0, first : first + found.numel()]
+        found = torch.cat(args.amax)
+        row = args.history.data[0, args.first : args.first + found.numel()]
         torch.maximum(row, found, out=row)
 
 
 RECORD_AMAX = leaf_op(
     "record_amax_(Tensor(a!) history, Tensor[] amax, int first) -> ()",
-    lambda *args, **kwargs: None,
+    RecordAmaxArgs,
+    no_outputs,
     _record_fill,
 )
 """``history[0, first:] = max(history[0, first:], amax)``; each amax (1,), or those of several tensors side by side."""
 
 
-def _record_gradient_fill(
-    _: None, cell: Tensor, cell_step: Tensor, amax: list[Tensor], ticket: Tensor
-) -> None:
-    if state.record_gradient_(cell, cell_step, amax, ticket):
+class RecordGradientAmaxArgs(NamedTuple):
+    """Arguments of the op ``record_gradient_amax_``."""
+
+    cell: Tensor
+    cell_step: Tensor
+    amax: list[Tensor]
+    ticket: Tensor
+
+
+def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
+    if state.record_gradient_(args.cell, args.cell_step, args.amax, args.ticket):
         return
     with below_autograd():
-        step, consumed = int(ticket[0]), int(ticket[1])
-        found = torch.cat(amax)
-        if int(cell_step) > consumed:
-            found = torch.maximum(cell, found)
-        cell.data.copy_(found)
-        cell_step.data.fill_(max(step, int(cell_step)))
+        step, consumed = int(args.ticket[0]), int(args.ticket[1])
+        found = torch.cat(args.amax)
+        if int(args.cell_step) > consumed:
+            found = torch.maximum(args.cell, found)
+        args.cell.data.copy_(found)
+        args.cell_step.data.fill_(max(step, int(args.cell_step)))
 
 
 RECORD_GRADIENT_AMAX = leaf_op(
     "record_gradient_amax_(Tensor(a!) cell, Tensor(b!) cell_step, Tensor[] amax, Tensor ticket) -> ()",
-    lambda *args, **kwargs: None,
+    RecordGradientAmaxArgs,
+    no_outputs,
     _record_gradient_fill,
 )
 """Keep the maxima of gradients, (1,) or several side by side, for the next step; those that the history has are overwritten."""
 
 
-def _advance_fill(_: None, step: Tensor, forward_only: bool = False) -> None:
-    if forward_only and torch._C._current_graph_task_id() != -1:
+class AdvanceStepArgs(NamedTuple):
+    """Arguments of the op ``advance_step_``."""
+
+    step: Tensor
+    forward_only: bool = False
+
+
+def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
+    if args.forward_only and torch._C._current_graph_task_id() != -1:
         return
-    step.data.add_(1)
+    args.step.data.add_(1)
 
 
 ADVANCE_STEP = leaf_op(
     "advance_step_(Tensor(a!) step, bool forward_only=False) -> ()",
-    lambda *args, **kwargs: None,
+    AdvanceStepArgs,
+    no_outputs,
     _advance_fill,
 )
 """A new step begins; with ``forward_only`` not in what checkpointing runs again during a backward pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
-from qtensor.library.define import FILLS, LIBRARY, below_autograd, leaf_op
+from qtensor.library.define import FILLS, LIBRARY, Shortcuts, below_autograd, leaf_op, no_outputs
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -36,11 +36,18 @@ def _check_dtype(dtype: torch.dtype, quantizer: str) -> None:
         refuse_dtype(parse(quantizer).format, dtype)
 
 
-def _dequantize_alloc(
-    buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
-) -> Tensor:
-    _check_dtype(dtype, quantizer)
-    return torch.empty(tuple(shape), dtype=dtype, device=buffers[0].device)
+class DequantizeArgs(NamedTuple):
+    """Arguments of the op ``dequantize``."""
+
+    buffers: list[Tensor]
+    quantizer: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
+    _check_dtype(args.dtype, args.quantizer)
+    return torch.empty(tuple(args.shape), dtype=args.dtype, device=args.buffers[0].device)
 
 
 def turned(codec: Codec, buffers: list[Tensor]) -> tuple[Codec, list[Tensor]]:
@@ -63,53 +70,56 @@ def decode_turned(
     return values.t() if table.dequantize_(twin, rows, values.shape, values) else None
 
 
-def _dequantize_fill(
-    out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
-) -> None:
-    codec = parse(quantizer)
-    if table.dequantize_(codec, buffers, shape, out):
+def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
+    codec = parse(args.quantizer)
+    if table.dequantize_(codec, args.buffers, args.shape, out):
         return
-    values = decode_turned(codec, buffers, tuple(shape), out.dtype)
+    values = decode_turned(codec, args.buffers, tuple(args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
         return
     with below_autograd():
-        out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
+        out.copy_(codec.decode(by_name(codec, args.buffers), tuple(args.shape)))
 
 
-def _dequantize_at_once(
-    buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
-) -> Tensor | None:
-    return table.dequantized(parse(quantizer), buffers, shape, dtype)
+def _dequantize_at_once(args: DequantizeArgs) -> Tensor | None:
+    return table.dequantized(parse(args.quantizer), args.buffers, args.shape, args.dtype)
 
 
-def _dequantize_learn(
-    out: Tensor, buffers: list[Tensor], quantizer: str, shape: Shape, dtype: torch.dtype
-) -> None:
+def _dequantize_learn(out: Tensor, args: DequantizeArgs) -> None:
     if FILLS["dequantize"] is _dequantize_fill:
-        tiny.learn_dequantized(parse(quantizer), buffers, shape, dtype)
+        tiny.learn_dequantized(parse(args.quantizer), args.buffers, args.shape, args.dtype)
 
 
 DEQUANTIZE = leaf_op(
     "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
+    DequantizeArgs,
     _dequantize_alloc,
     _dequantize_fill,
-    learn=_dequantize_learn,
-    at_once=_dequantize_at_once,
+    shortcuts=Shortcuts(learn=_dequantize_learn, at_once=_dequantize_at_once),
 )
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
 
 
-def _dequantize_inplace_fill(
-    _: None, buffers: list[Tensor], quantizer: str, shape: Shape, out: Tensor
-) -> None:
-    _check_dtype(out.dtype, quantizer)
-    _dequantize_fill(out, buffers, quantizer, shape, out.dtype)
+class DequantizeInPlaceArgs(NamedTuple):
+    """Arguments of the op ``dequantize_``."""
+
+    buffers: list[Tensor]
+    quantizer: str
+    shape: Shape
+    out: Tensor
+
+
+def _dequantize_inplace_fill(_: None, args: DequantizeInPlaceArgs) -> None:
+    _check_dtype(args.out.dtype, args.quantizer)
+    same = DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
+    _dequantize_fill(args.out, same)
 
 
 DEQUANTIZE_ = leaf_op(
     "dequantize_(Tensor[] buffers, str quantizer, SymInt[] shape, Tensor(a!) out) -> ()",
-    lambda *args: None,
+    DequantizeInPlaceArgs,
+    no_outputs,
     _dequantize_inplace_fill,
 )
 """The same into an existing tensor of that shape."""

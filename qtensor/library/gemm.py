@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,44 +32,39 @@ def output_shape(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[int, ...]
     return (*a_shape[:-2], a_shape[-1], b_shape[-1])
 
 
-def _gemm_alloc(
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return torch.empty(output_shape(a_shape, b_shape, layout), dtype=dtype, device=a[0].device)
+class GemmArgs(NamedTuple):
+    """Arguments of the op ``gemm``."""
+
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    layout: str
+    dtype: torch.dtype
+    bias: Tensor | None = None
 
 
-def _gemm_fill(
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> None:
+def _gemm_alloc(args: GemmArgs) -> Tensor:
+    return torch.empty(
+        output_shape(args.a_shape, args.b_shape, args.layout),
+        dtype=args.dtype,
+        device=args.a[0].device,
+    )
+
+
+def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
     if not out.is_cpu:
         # Only products on other devices need what chooses among their kernels.
         from qtensor.library import backends  # noqa: PLC0415
 
         with below_autograd(), torch._C._DisableAutocast():
-            if backends.multiply_(
-                out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias
-            ):
+            if backends.multiply_(out, *args[:7], args.bias):
                 return
-    elif small.multiply_(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
+    elif small.multiply_(out, *args[:7], args.bias):
         return
-    fill_by_decoding(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, dtype, bias)
+    fill_by_decoding(out, *args)
 
 
 def fill_by_decoding(
@@ -274,6 +269,7 @@ def check_operands(
 GEMM = leaf_op(
     "gemm(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape, "
     "str layout, ScalarType dtype, Tensor? bias=None) -> Tensor",
+    GemmArgs,
     _gemm_alloc,
     _gemm_fill,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,49 +12,45 @@ from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.gemm import fill_by_decoding, output_shape
 
 
-def _alloc(
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    backend: str,
-    fast: bool,
-) -> Tensor:
-    return torch.empty(output_shape(a_shape, b_shape, layout), dtype=dtype, device=a[0].device)
+class GemmByArgs(NamedTuple):
+    """Arguments of the op ``gemm_by``."""
+
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    layout: str
+    dtype: torch.dtype
+    bias: Tensor | None
+    backend: str
+    fast: bool
 
 
-def _fill(
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    backend: str,
-    fast: bool,
-) -> None:
-    product = a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
-    if backend != "auto" or not out.is_cpu:
+def _alloc(args: GemmByArgs) -> Tensor:
+    return torch.empty(
+        output_shape(args.a_shape, args.b_shape, args.layout),
+        dtype=args.dtype,
+        device=args.a[0].device,
+    )
+
+
+def _fill(out: Tensor, args: GemmByArgs) -> None:
+    product = args[:7]
+    if args.backend != "auto" or not out.is_cpu:
         from qtensor.library import backends  # noqa: PLC0415 - as in gemm.py
 
         with below_autograd():
-            if backends.multiply_(out, *product, bias, backend, fast):
+            if backends.multiply_(out, *product, args.bias, args.backend, args.fast):
                 return
-    fill_by_decoding(out, *product, dtype, bias)
+    fill_by_decoding(out, *product, args.dtype, args.bias)
 
 
 GEMM_BY = leaf_op(
     "gemm_by(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape, "
     "str layout, ScalarType dtype, Tensor? bias, str backend, bool fast) -> Tensor",
+    GemmByArgs,
     _alloc,
     _fill,
 )

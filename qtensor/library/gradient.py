@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.layout import Shape
-from qtensor.library.define import BODIES, below_autograd, leaf_op
+from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
 
 Operand = tuple[list[Tensor], str, tuple[int, ...]]
 """(buffers, canonical text of the quantizer or "", logical shape)."""
@@ -34,29 +34,30 @@ def _accumulated_in_place(target: Tensor, operands: tuple[Any, ...], overwrite: 
         return ready and backends.multiply_(*arguments)
 
 
-def _accumulate_fill(
-    _: None,
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    overwrite: bool = False,
-) -> None:
+class GemmAccumulateArgs(NamedTuple):
+    """Arguments of the op ``gemm_accumulate_``."""
+
+    out: Tensor
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    layout: str
+    overwrite: bool = False
+
+
+def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
-    target = out.data
+    target = args.out.data
     if not target.is_cpu:
-        operands = (a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout)
-        if _accumulated_in_place(target, operands, overwrite):
+        operands = args[1:8]
+        if _accumulated_in_place(target, operands, args.overwrite):
             return
     # The product in float32, where it is accumulated; the sum is rounded once.
-    product = BODIES["gemm"](
-        a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, torch.float32, None
-    )
-    if overwrite:
+    product = BODIES["gemm"](*args[1:8], torch.float32, None)
+    if args.overwrite:
         target.copy_(product)
     else:
         target.add_(product)
@@ -64,7 +65,8 @@ def _accumulate_fill(
 
 GEMM_ACCUMULATE = leaf_op(
     f"gemm_accumulate_(Tensor(a!) out, {OPERANDS}, str layout, bool overwrite=False) -> ()",
-    lambda *args, **kwargs: None,
+    GemmAccumulateArgs,
+    no_outputs,
     _accumulate_fill,
 )
 """``out += a.T @ b`` (layout NT), or ``out = ...``: the weight gradient added where it is kept."""
@@ -73,27 +75,31 @@ _PENDING: dict[int, deque[tuple[Operand, Operand]]] = {}
 """Key of a module -> operands of weight gradients that ``backward_dw()`` will compute, oldest first."""
 
 
-def _postpone_fill(
-    _: None,
-    token: Tensor,
-    key: int,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-) -> None:
+class PostponeWgradArgs(NamedTuple):
+    """Arguments of the op ``postpone_wgrad_``."""
+
+    token: Tensor
+    key: int
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+
+
+def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
     # Copies: a compiled graph may use the memory again once the op is done.
-    left = ([t.detach().clone() for t in a], a_quantizer, tuple(a_shape))
-    right = ([t.detach().clone() for t in b], b_quantizer, tuple(b_shape))
-    _PENDING.setdefault(key, deque()).append((left, right))
-    token.data.add_(1)
+    left = ([t.detach().clone() for t in args.a], args.a_quantizer, tuple(args.a_shape))
+    right = ([t.detach().clone() for t in args.b], args.b_quantizer, tuple(args.b_shape))
+    _PENDING.setdefault(args.key, deque()).append((left, right))
+    args.token.data.add_(1)
 
 
 POSTPONE = leaf_op(
     f"postpone_wgrad_(Tensor(a!) token, int key, {OPERANDS}) -> ()",
-    lambda *args, **kwargs: None,
+    PostponeWgradArgs,
+    no_outputs,
     _postpone_fill,
 )
 """Keep the operands of a weight gradient for later; the token makes it a write, which no compiler may drop."""
@@ -127,8 +133,14 @@ _LISTENERS: dict[int, Callable[[], None]] = {}
 """Key of a module -> what tells its weights that their gradients are in ``main_grad``."""
 
 
-def _report_accumulated_fill(_: None, report: Tensor) -> None:
-    state = report.data
+class ReportAccumulatedArgs(NamedTuple):
+    """Arguments of the op ``report_accumulated_``."""
+
+    report: Tensor
+
+
+def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
+    state = args.report.data
     listener = _LISTENERS.get(int(state[0]))
     if listener is not None:
         listener()
@@ -137,7 +149,8 @@ def _report_accumulated_fill(_: None, report: Tensor) -> None:
 
 REPORT_ACCUMULATED = leaf_op(
     "report_accumulated_(Tensor(a!) report) -> ()",
-    lambda report: None,
+    ReportAccumulatedArgs,
+    no_outputs,
     _report_accumulated_fill,
 )
 """Call the listener of the key ``report[0]`` and count that in ``report[1]``: int64 (2,) on the CPU.

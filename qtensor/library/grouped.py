@@ -7,7 +7,7 @@ the bodies of the ops over one matrix, group by group, and has their bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from torch import Tensor
 from qtensor.errors import check
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
-from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op
-from qtensor.library.gemm import output_shape
-from qtensor.library.gradient import OPERANDS
-from qtensor.library.norm import check_tensor
+from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op, no_outputs
+from qtensor.library.gemm import GemmArgs, output_shape
+from qtensor.library.gradient import OPERANDS, GemmAccumulateArgs, PostponeWgradArgs
+from qtensor.library.norm import BiasGradArgs, check_tensor
 from qtensor.library.quantize import check_input
 from qtensor.library.ragged import alloc_flat, check_sizes, group_buffers, read_sizes
 
-Ragged = tuple[list[Tensor], str, Shape]
-"""(flat buffers, canonical text or "", (M, .))."""
+Pair = tuple[list[Tensor], str, Shape, list[Tensor], str, Shape]
+"""Buffers, canonical text and shape of both operands of a product."""
 
 GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
 
@@ -31,38 +31,63 @@ GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
 # ---- sizes -------------------------------------------------------------------------------------
 
 
-def _split_sizes_alloc(splits: Tensor, rows: int, label: str) -> Tensor:
-    return torch.empty(splits.shape, dtype=torch.int64, device="cpu")
+class SplitSizesArgs(NamedTuple):
+    """Arguments of the op ``split_sizes``."""
+
+    splits: Tensor
+    rows: int
+    label: str
 
 
-def _split_sizes_fill(out: Tensor, splits: Tensor, rows: int, label: str) -> None:
+def _split_sizes_alloc(args: SplitSizesArgs) -> Tensor:
+    return torch.empty(args.splits.shape, dtype=torch.int64, device="cpu")
+
+
+def _split_sizes_fill(out: Tensor, args: SplitSizesArgs) -> None:
     with below_autograd():
-        out.copy_(splits)
-        check_sizes(label, out.tolist(), rows)
+        out.copy_(args.splits)
+        check_sizes(args.label, out.tolist(), args.rows)
 
 
 SPLIT_SIZES = leaf_op(
     "split_sizes(Tensor splits, SymInt rows, str label) -> Tensor",
+    SplitSizesArgs,
     _split_sizes_alloc,
     _split_sizes_fill,
 )
 """Group sizes, int64 (groups,) on any device -> a checked copy on the CPU, read once a call of a layer."""
 
 
-def _listed_sizes_alloc(sizes: Shape, groups: int, rows: int, label: str) -> Tensor:
-    return torch.empty(groups, dtype=torch.int64, device="cpu")
+class ListedSizesArgs(NamedTuple):
+    """Arguments of the op ``listed_sizes``."""
+
+    sizes: Shape
+    groups: int
+    rows: int
+    label: str
 
 
-def _listed_sizes_fill(out: Tensor, sizes: Shape, groups: int, rows: int, label: str) -> None:
-    rule = f"there must be {groups} group sizes, one for each weight"
-    check(len(sizes) == groups, f"{label} m_splits", rule, len(sizes), "Pass 0 for empty groups")
-    check_sizes(label, sizes, rows)
-    for i, size in enumerate(sizes):
+def _listed_sizes_alloc(args: ListedSizesArgs) -> Tensor:
+    return torch.empty(args.groups, dtype=torch.int64, device="cpu")
+
+
+def _listed_sizes_fill(out: Tensor, args: ListedSizesArgs) -> None:
+    rule = f"there must be {args.groups} group sizes, one for each weight"
+    check(
+        len(args.sizes) == args.groups,
+        f"{args.label} m_splits",
+        rule,
+        len(args.sizes),
+        "Pass 0 for empty groups",
+    )
+    check_sizes(args.label, args.sizes, args.rows)
+    for i, size in enumerate(args.sizes):
         out[i] = size
 
 
 LISTED_SIZES = leaf_op(
     "listed_sizes(SymInt[] sizes, int groups, SymInt rows, str label) -> Tensor",
+    ListedSizesArgs,
     _listed_sizes_alloc,
     _listed_sizes_fill,
 )
@@ -75,48 +100,46 @@ An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op
 # ---- quantize ---------------------------------------------------------------------------------------------
 
 
-def _quantize_alloc(
-    x: Tensor,
-    quantizer: str,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    scale: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    codec = parse(quantizer)
-    check_input(x, codec.format)
-    outputs = alloc_flat(codec, x.shape, sizes if splits is None else None, groups, x.device)
+class GroupedQuantizeArgs(NamedTuple):
+    """Arguments of the op ``grouped_quantize``."""
+
+    x: Tensor
+    quantizer: str
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+    scale: Tensor | None = None
+    seed: Tensor | None = None
+
+
+def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
+    codec = parse(args.quantizer)
+    check_input(args.x, codec.format)
+    outputs = alloc_flat(
+        codec, args.x.shape, args.sizes if args.splits is None else None, args.groups, args.x.device
+    )
     if codec.returns_amax:
-        outputs.append(torch.empty(groups, dtype=torch.float32, device=x.device))
+        outputs.append(torch.empty(args.groups, dtype=torch.float32, device=args.x.device))
     return outputs
 
 
-def _quantize_fill(
-    outputs: list[Tensor],
-    x: Tensor,
-    quantizer: str,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    scale: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> None:
-    codec = parse(quantizer)
-    known = read_sizes(sizes, splits)
+def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
+    codec = parse(args.quantizer)
+    known = read_sizes(args.sizes, args.splits)
     with below_autograd():
-        buffers = group_buffers(outputs, quantizer, known, x.shape[1])
-        for i, rows in enumerate(x.split(known)):
+        buffers = group_buffers(outputs, args.quantizer, known, args.x.shape[1])
+        for i, rows in enumerate(args.x.split(known)):
             out = buffers[i]
             if codec.returns_amax:
                 out = [*out, outputs[-1][i : i + 1]]
-            factor = None if scale is None else scale[i : i + 1]
-            number = None if seed is None else seed[i : i + 1]
-            BODIES["quantize_"](rows, quantizer, out, factor, None, number)
+            factor = None if args.scale is None else args.scale[i : i + 1]
+            number = None if args.seed is None else args.seed[i : i + 1]
+            BODIES["quantize_"](rows, args.quantizer, out, factor, None, number)
 
 
 GROUPED_QUANTIZE = leaf_op(
     f"grouped_quantize(Tensor x, str quantizer, {GROUPS}, Tensor? scale=None, Tensor? seed=None) -> Tensor[]",
+    GroupedQuantizeArgs,
     _quantize_alloc,
     _quantize_fill,
 )
@@ -127,60 +150,57 @@ GROUPED_QUANTIZE = leaf_op(
 # ---- matmul -----------------------------------------------------------------------------------------------
 
 
-def _gemm_alloc(
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    layout: str,
-    dtype: torch.dtype,
-    bias: list[Tensor] | None = None,
-) -> Tensor:
-    return torch.empty(output_shape(a_shape, b_shape, layout), dtype=dtype, device=a[0].device)
+class GroupedGemmArgs(NamedTuple):
+    """Arguments of the op ``grouped_gemm``."""
+
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+    layout: str
+    dtype: torch.dtype
+    bias: list[Tensor] | None = None
 
 
-def _gemm_fill(
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    layout: str,
-    dtype: torch.dtype,
-    bias: list[Tensor] | None = None,
-) -> None:
-    known, count = read_sizes(sizes, splits), len(b) // groups
+def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
+    return torch.empty(
+        output_shape(args.a_shape, args.b_shape, args.layout),
+        dtype=args.dtype,
+        device=args.a[0].device,
+    )
+
+
+def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
+    known, count = read_sizes(args.sizes, args.splits), len(args.b) // args.groups
     with below_autograd():
-        left = group_buffers(a, a_quantizer, known, a_shape[1])
+        left = group_buffers(args.a, args.a_quantizer, known, args.a_shape[1])
         for i, part in enumerate(out.split(known)):
             if not known[i]:
                 continue
             FILLS["gemm"](
                 part,
-                left[i],
-                a_quantizer,
-                (known[i], a_shape[1]),
-                b[i * count : (i + 1) * count],
-                b_quantizer,
-                b_shape,
-                layout,
-                dtype,
-                None if bias is None else bias[i],
+                GemmArgs(
+                    left[i],
+                    args.a_quantizer,
+                    (known[i], args.a_shape[1]),
+                    args.b[i * count : (i + 1) * count],
+                    args.b_quantizer,
+                    args.b_shape,
+                    args.layout,
+                    args.dtype,
+                    None if args.bias is None else args.bias[i],
+                ),
             )
 
 
 GROUPED_GEMM = leaf_op(
     f"grouped_gemm({OPERANDS}, {GROUPS}, str layout, ScalarType dtype, Tensor[]? bias=None) -> Tensor",
+    GroupedGemmArgs,
     _gemm_alloc,
     _gemm_fill,
 )
@@ -188,111 +208,123 @@ GROUPED_GEMM = leaf_op(
 ``b`` holds the buffers of one group after the other, all of ``b_shape``; ``bias`` one (N,) for each group."""
 
 
-def _pairs(a: Ragged, b: Ragged, sizes: Shape, splits: Tensor | None) -> list[Any]:
-    """Of each group, the operands of a product over its rows as the ops over one matrix take them: two ragged ones."""
-    known = read_sizes(sizes, splits)
-    left, right = (group_buffers(o[0], o[1], known, o[2][1]) for o in (a, b))
+def _pairs(args: Any) -> list[Pair]:
+    """Return the six operand arguments of ``gemm`` for each group of two ragged operands."""
+    known, a_columns, b_columns = (
+        read_sizes(args.sizes, args.splits),
+        args.a_shape[1],
+        args.b_shape[1],
+    )
+    left = group_buffers(args.a, args.a_quantizer, known, a_columns)
+    right = group_buffers(args.b, args.b_quantizer, known, b_columns)
     return [
-        (left[i], a[1], (rows, a[2][1]), right[i], b[1], (rows, b[2][1]))
+        (
+            left[i],
+            args.a_quantizer,
+            (rows, a_columns),
+            right[i],
+            args.b_quantizer,
+            (rows, b_columns),
+        )
         for i, rows in enumerate(known)
     ]
 
 
-def _wgrad_alloc(
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    wanted: list[int],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    shape = (a_shape[1], b_shape[1])
-    return [torch.empty(shape, dtype=dtype, device=a[0].device) for _ in wanted]
+class GroupedWgradArgs(NamedTuple):
+    """Arguments of the op ``grouped_wgrad``."""
+
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+    wanted: list[int]
+    dtype: torch.dtype
 
 
-def _wgrad_fill(
-    outputs: list[Tensor],
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    wanted: list[int],
-    dtype: torch.dtype,
-) -> None:
+def _wgrad_alloc(args: GroupedWgradArgs) -> list[Tensor]:
+    shape = (args.a_shape[1], args.b_shape[1])
+    return [torch.empty(shape, dtype=args.dtype, device=args.a[0].device) for _ in args.wanted]
+
+
+def _wgrad_fill(outputs: list[Tensor], args: GroupedWgradArgs) -> None:
     with below_autograd():
-        pairs = _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits)
-        for out, i in zip(outputs, wanted, strict=True):
-            FILLS["gemm"](out, *pairs[i], "NT", dtype, None)
+        pairs = _pairs(args)
+        for out, i in zip(outputs, args.wanted, strict=True):
+            FILLS["gemm"](out, GemmArgs(*pairs[i], "NT", args.dtype))
 
 
 GROUPED_WGRAD = leaf_op(
     f"grouped_wgrad({OPERANDS}, {GROUPS}, int[] wanted, ScalarType dtype) -> Tensor[]",
+    GroupedWgradArgs,
     _wgrad_alloc,
     _wgrad_fill,
 )
 """``a_i.T @ b_i`` of the groups in ``wanted``; both ragged. A group without rows has a gradient of zeros."""
 
 
-def _accumulate_fill(
-    _: None,
-    out: list[Tensor],
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-    wanted: list[int],
-    overwrite: list[bool],
-) -> None:
+class GroupedWgradAccumulateArgs(NamedTuple):
+    """Arguments of the op ``grouped_wgrad_accumulate_``."""
+
+    out: list[Tensor]
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+    wanted: list[int]
+    overwrite: list[bool]
+
+
+def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
     with below_autograd():
-        pairs = _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits)
-        for target, i, over in zip(out, wanted, overwrite, strict=True):
-            FILLS["gemm_accumulate_"](None, target, *pairs[i], "NT", over)
+        pairs = _pairs(args)
+        for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
+            FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, *pairs[i], "NT", over))
 
 
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
     f"grouped_wgrad_accumulate_(Tensor(a!)[] out, {OPERANDS}, {GROUPS}, int[] wanted, bool[] overwrite) -> ()",
-    lambda *args, **kwargs: None,
+    GroupedWgradAccumulateArgs,
+    no_outputs,
     _accumulate_fill,
 )
 """``out_j += a_i.T @ b_i``, or ``=`` where ``overwrite`` says so, for the groups i in ``wanted``."""
 
 
-def _postpone_fill(
-    _: None,
-    token: Tensor,
-    key: int,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    sizes: Shape,
-    splits: Tensor | None,
-    groups: int,
-) -> None:
-    for pair in _pairs((a, a_quantizer, a_shape), (b, b_quantizer, b_shape), sizes, splits):
-        FILLS["postpone_wgrad_"](None, token, key, *pair)
+class PostponeGroupedWgradArgs(NamedTuple):
+    """Arguments of the op ``postpone_grouped_wgrad_``."""
+
+    token: Tensor
+    key: int
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+
+
+def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
+    for pair in _pairs(args):
+        FILLS["postpone_wgrad_"](None, PostponeWgradArgs(args.token, args.key, *pair))
 
 
 GROUPED_POSTPONE = leaf_op(
     f"postpone_grouped_wgrad_(Tensor(a!) token, int key, {OPERANDS}, {GROUPS}) -> ()",
-    lambda *args, **kwargs: None,
+    PostponeGroupedWgradArgs,
+    no_outputs,
     _postpone_fill,
 )
 """``postpone_wgrad_`` of each group, the first one first."""
@@ -301,20 +333,35 @@ GROUPED_POSTPONE = leaf_op(
 # ---- bias -------------------------------------------------------------------------------------------------
 
 
-def _bias_grad_alloc(dy: Tensor, sizes: Shape, splits: Tensor | None, groups: int) -> list[Tensor]:
-    check_tensor("grouped_bias_grad", "dy", dy)
-    return [torch.empty(dy.shape[-1:], dtype=dy.dtype, device=dy.device) for _ in range(groups)]
+class GroupedBiasGradArgs(NamedTuple):
+    """Arguments of the op ``grouped_bias_grad``."""
+
+    dy: Tensor
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
 
 
-def _bias_grad_fill(
-    outputs: list[Tensor], dy: Tensor, sizes: Shape, splits: Tensor | None, groups: int
-) -> None:
+def _bias_grad_alloc(args: GroupedBiasGradArgs) -> list[Tensor]:
+    check_tensor("grouped_bias_grad", "dy", args.dy)
+    return [
+        torch.empty(args.dy.shape[-1:], dtype=args.dy.dtype, device=args.dy.device)
+        for _ in range(args.groups)
+    ]
+
+
+def _bias_grad_fill(outputs: list[Tensor], args: GroupedBiasGradArgs) -> None:
     with below_autograd():
-        for out, part in zip(outputs, dy.split(read_sizes(sizes, splits)), strict=True):
-            FILLS["bias_grad"](out, part)
+        for out, part in zip(
+            outputs, args.dy.split(read_sizes(args.sizes, args.splits)), strict=True
+        ):
+            FILLS["bias_grad"](out, BiasGradArgs(part))
 
 
 GROUPED_BIAS_GRAD = leaf_op(
-    f"grouped_bias_grad(Tensor dy, {GROUPS}) -> Tensor[]", _bias_grad_alloc, _bias_grad_fill
+    f"grouped_bias_grad(Tensor dy, {GROUPS}) -> Tensor[]",
+    GroupedBiasGradArgs,
+    _bias_grad_alloc,
+    _bias_grad_fill,
 )
 """``bias_grad`` of each group's rows of ``dy`` (M, N)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch import Tensor
 from qtensor.layout import Shape
 from qtensor.library import small
 from qtensor.library.codec import alloc_outputs, alloc_slots, parse
-from qtensor.library.define import FILLS, below_autograd, leaf_op
-from qtensor.library.gemm import GEMM
-from qtensor.library.quantize import QUANTIZE, check_input
+from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
+from qtensor.library.gemm import GEMM, GemmArgs
+from qtensor.library.norm import BiasGradArgs
+from qtensor.library.quantize import QUANTIZE, QuantizeArgs, check_input
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,25 +65,29 @@ def alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
     return [torch.empty_strided((1,), (1,), dtype=torch.float32, device=x.device)]
 
 
-def _forward_alloc(
-    x: Tensor,
-    x_quantizer: str,
-    x_kept: str,
-    weight: Tensor,
-    weight_quantizer: str,
-    weight_kept: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> list[Tensor]:
+class LinearForwardArgs(NamedTuple):
+    """Arguments of the op ``linear_forward``."""
+
+    x: Tensor
+    x_quantizer: str
+    x_kept: str
+    weight: Tensor
+    weight_quantizer: str
+    weight_kept: str
+    bias: Tensor | None
+    dtype: torch.dtype
+    scales: Tensor | None = None
+    x_seed: Tensor | None = None
+    weight_seed: Tensor | None = None
+
+
+def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
     return [
-        _matrix(x.shape[0], weight.shape[0], dtype, x.device),
-        *_alloc_part(x, x_quantizer, x_kept),
-        *_alloc_part(weight, weight_quantizer, weight_kept),
-        *alloc_amax(x, x_quantizer),
-        *alloc_amax(weight, weight_quantizer),
+        _matrix(args.x.shape[0], args.weight.shape[0], args.dtype, args.x.device),
+        *_alloc_part(args.x, args.x_quantizer, args.x_kept),
+        *_alloc_part(args.weight, args.weight_quantizer, args.weight_kept),
+        *alloc_amax(args.x, args.x_quantizer),
+        *alloc_amax(args.weight, args.weight_quantizer),
     ]
 
 
@@ -104,7 +109,7 @@ def quantize_all(
         for i, slot in enumerate(codec.slots)
     ]
     found = buffers if amax is None else [*buffers, amax]
-    FILLS["quantize"](found, x, quantizer, scale, None, seed)
+    FILLS["quantize"](found, QuantizeArgs(x, quantizer, scale, None, seed))
     return buffers
 
 
@@ -114,76 +119,67 @@ def _scale(scales: Tensor | None, quantizer: str, role: int) -> Tensor | None:
     return scales[role : role + 1]
 
 
-def _forward_fill(
-    outputs: list[Tensor],
-    x: Tensor,
-    x_quantizer: str,
-    x_kept: str,
-    weight: Tensor,
-    weight_quantizer: str,
-    weight_kept: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> None:
-    operands = (x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept)
-    if small.forward_(outputs, operands, bias, scales, (x_seed, weight_seed)):
+def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
+    operands = (
+        args.x,
+        args.x_quantizer,
+        args.x_kept,
+        args.weight,
+        args.weight_quantizer,
+        args.weight_kept,
+    )
+    if small.forward_(outputs, operands, args.bias, args.scales, (args.x_seed, args.weight_seed)):
         return
     with below_autograd():
         rest, buffers = outputs[1:], []
         sides = (
-            (x, x_quantizer, x_kept, x_seed),
-            (weight, weight_quantizer, weight_kept, weight_seed),
+            (args.x, args.x_quantizer, args.x_kept, args.x_seed),
+            (args.weight, args.weight_quantizer, args.weight_kept, args.weight_seed),
         )
         amaxes = rest[sum(len(places(quantizer, kept)) for _, quantizer, kept, _ in sides) :]
         for role, (t, quantizer, kept, seed) in enumerate(sides):
             count = len(places(quantizer, kept))
             amax = amaxes.pop(0) if parse(quantizer).returns_amax else None
-            call = (amax, _scale(scales, quantizer, role), seed)
+            call = (amax, _scale(args.scales, quantizer, role), seed)
             buffers.append(quantize_all(t, quantizer, (kept, rest[:count]), call))
             rest = rest[count:]
-        rows = [part(q, "rowwise") for q in (x_quantizer, weight_quantizer)]
+        rows = [part(q, "rowwise") for q in (args.x_quantizer, args.weight_quantizer)]
         left, right = ([b[i] for i in at] for b, (at, _) in zip(buffers, rows, strict=True))
         FILLS["gemm"](
             outputs[0],
-            left,
-            rows[0][1],
-            x.shape,
-            right,
-            rows[1][1],
-            weight.shape,
-            "TN",
-            dtype,
-            bias,
+            GemmArgs(
+                left,
+                rows[0][1],
+                args.x.shape,
+                right,
+                rows[1][1],
+                args.weight.shape,
+                "TN",
+                args.dtype,
+                args.bias,
+            ),
         )
 
 
-def _forward_learn(
-    outputs: list[Tensor],
-    x: Tensor,
-    x_quantizer: str,
-    x_kept: str,
-    weight: Tensor,
-    weight_quantizer: str,
-    weight_kept: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> None:
-    operands = (x, x_quantizer, x_kept, weight, weight_quantizer, weight_kept)
-    small.learn_forward(outputs, operands, bias, scales, (x_seed, weight_seed))
+def _forward_learn(outputs: list[Tensor], args: LinearForwardArgs) -> None:
+    operands = (
+        args.x,
+        args.x_quantizer,
+        args.x_kept,
+        args.weight,
+        args.weight_quantizer,
+        args.weight_kept,
+    )
+    small.learn_forward(outputs, operands, args.bias, args.scales, (args.x_seed, args.weight_seed))
 
 
 LINEAR_FORWARD = leaf_op(
     "linear_forward(Tensor x, str x_quantizer, str x_kept, Tensor weight, str weight_quantizer, str weight_kept, "
     "Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
+    LinearForwardArgs,
     _forward_alloc,
     _forward_fill,
-    learn=_forward_learn,
+    shortcuts=Shortcuts(learn=_forward_learn),
 )
 """``quantize(x)`` (M, K) times ``quantize(weight)`` (N, K) plus bias: [the product (M, N), the buffers of ``x_kept``, those of
 ``weight_kept``, the amaxes of delayed scaling]. What is kept is named by the canonical text of those buffers alone, "" for
@@ -217,97 +213,89 @@ def forward_by_ops(
     return [GEMM(*operands, "TN", dtype, bias), *kept, *amaxes]
 
 
-def _backward_alloc(
-    dy: Tensor,
-    quantizer: str,
-    x: list[Tensor],
-    x_quantizer: str,
-    x_shape: Shape,
-    weight: list[Tensor],
-    weight_quantizer: str,
-    weight_shape: Shape,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    check_input(dy, parse(quantizer).format)
+class LinearBackwardArgs(NamedTuple):
+    """Arguments of the op ``linear_backward``."""
+
+    dy: Tensor
+    quantizer: str
+    x: list[Tensor]
+    x_quantizer: str
+    x_shape: Shape
+    weight: list[Tensor]
+    weight_quantizer: str
+    weight_shape: Shape
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias: bool
+    scales: Tensor | None = None
+    seed: Tensor | None = None
+
+
+def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
+    check_input(args.dy, parse(args.quantizer).format)
     outputs = []
-    if weight:
-        outputs.append(_matrix(dy.shape[0], weight_shape[1], dtype, dy.device))
-    if x:
-        outputs.append(_matrix(dy.shape[1], x_shape[1], weight_dtype, dy.device))
-    if bias:
-        outputs.append(torch.empty_strided(dy.shape[1:], (1,), dtype=dy.dtype, device=dy.device))
-    return [*outputs, *alloc_amax(dy, quantizer)]
+    if args.weight:
+        outputs.append(_matrix(args.dy.shape[0], args.weight_shape[1], args.dtype, args.dy.device))
+    if args.x:
+        outputs.append(
+            _matrix(args.dy.shape[1], args.x_shape[1], args.weight_dtype, args.dy.device)
+        )
+    if args.bias:
+        outputs.append(
+            torch.empty_strided(args.dy.shape[1:], (1,), dtype=args.dy.dtype, device=args.dy.device)
+        )
+    return [*outputs, *alloc_amax(args.dy, args.quantizer)]
 
 
-def _backward_fill(
-    outputs: list[Tensor],
-    dy: Tensor,
-    quantizer: str,
-    x: list[Tensor],
-    x_quantizer: str,
-    x_shape: Shape,
-    weight: list[Tensor],
-    weight_quantizer: str,
-    weight_shape: Shape,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> None:
-    saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
-    if small.backward_(outputs, dy, quantizer, saved, bias, (scales, seed)):
+def _backward_fill(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
+    saved = (
+        (args.x, args.x_quantizer, args.x_shape),
+        (args.weight, args.weight_quantizer, args.weight_shape),
+    )
+    if small.backward_(
+        outputs, args.dy, args.quantizer, saved, args.bias, (args.scales, args.seed)
+    ):
         return
     with below_autograd():
         rest = list(outputs)
-        amax = rest.pop() if parse(quantizer).returns_amax else None
-        call = (amax, _scale(scales, quantizer, 2), seed)
-        buffers = quantize_all(dy, quantizer, ("", ()), call)
-        if weight:
-            at, text = part(quantizer, "rowwise")
-            right = (weight, weight_quantizer, weight_shape)
+        amax = rest.pop() if parse(args.quantizer).returns_amax else None
+        call = (amax, _scale(args.scales, args.quantizer, 2), args.seed)
+        buffers = quantize_all(args.dy, args.quantizer, ("", ()), call)
+        if args.weight:
+            at, text = part(args.quantizer, "rowwise")
+            right = (args.weight, args.weight_quantizer, args.weight_shape)
             FILLS["gemm"](
-                rest.pop(0), [buffers[i] for i in at], text, dy.shape, *right, "NN", dtype
+                rest.pop(0),
+                GemmArgs([buffers[i] for i in at], text, args.dy.shape, *right, "NN", args.dtype),
             )
-        if x:
-            at, text = usable(quantizer, "columnwise")
-            left, right = [buffers[i] for i in at], (x, x_quantizer, x_shape)
-            FILLS["gemm"](rest.pop(0), left, text, dy.shape, *right, "NT", weight_dtype)
-        if bias:
-            FILLS["bias_grad"](rest.pop(0), dy)
+        if args.x:
+            at, text = usable(args.quantizer, "columnwise")
+            left, right = [buffers[i] for i in at], (args.x, args.x_quantizer, args.x_shape)
+            FILLS["gemm"](
+                rest.pop(0), GemmArgs(left, text, args.dy.shape, *right, "NT", args.weight_dtype)
+            )
+        if args.bias:
+            FILLS["bias_grad"](rest.pop(0), BiasGradArgs(args.dy))
 
 
-def _backward_learn(
-    outputs: list[Tensor],
-    dy: Tensor,
-    quantizer: str,
-    x: list[Tensor],
-    x_quantizer: str,
-    x_shape: Shape,
-    weight: list[Tensor],
-    weight_quantizer: str,
-    weight_shape: Shape,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias: bool,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> None:
-    saved = (x, x_quantizer, x_shape), (weight, weight_quantizer, weight_shape)
-    small.learn_backward(outputs, dy, quantizer, saved, (bias, scales, seed))
+def _backward_learn(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
+    saved = (
+        (args.x, args.x_quantizer, args.x_shape),
+        (args.weight, args.weight_quantizer, args.weight_shape),
+    )
+    small.learn_backward(
+        outputs, args.dy, args.quantizer, saved, (args.bias, args.scales, args.seed)
+    )
 
 
 LINEAR_BACKWARD = leaf_op(
     "linear_backward(Tensor dy, str quantizer, Tensor[] x, str x_quantizer, SymInt[] x_shape, Tensor[] weight, "
     "str weight_quantizer, SymInt[] weight_shape, ScalarType dtype, ScalarType weight_dtype, bool bias, "
     "Tensor? scales=None, Tensor? seed=None) -> Tensor[]",
+    LinearBackwardArgs,
     _backward_alloc,
     _backward_fill,
-    learn=_backward_learn,
+    shortcuts=Shortcuts(learn=_backward_learn),
 )
 """From ``quantize(dy)`` (M, N): [the gradient of x (M, K) where there are buffers of the weight, that of the weight (N, K) where
 there are buffers of x, that of the bias (N,) where it is asked for, the amax of delayed scaling]. ``scales``: (3,)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -67,111 +69,119 @@ def alloc_stats(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return (torch.empty_like(rstd) if kind == "layernorm" else rstd.new_empty(0)), rstd
 
 
-def _norm_alloc(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered_gamma: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_norm("norm", x, weight, bias, kind, dtype)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), *alloc_stats(x, kind)
+class NormArgs(NamedTuple):
+    """Arguments of the op ``norm``."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    kind: str
+    eps: float
+    zero_centered_gamma: bool
+    dtype: torch.dtype
 
 
-def _norm_fill(
-    outputs: tuple[Tensor, Tensor, Tensor],
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    eps: float,
-    zero_centered_gamma: bool,
-    dtype: torch.dtype,
-) -> None:
-    settings = (kind, eps, zero_centered_gamma)
-    if table.floats_("norm", x.device.type, outputs, x, weight, bias, settings):
+def _norm_alloc(args: NormArgs) -> tuple[Tensor, Tensor, Tensor]:
+    check_norm("norm", args.x, args.weight, args.bias, args.kind, args.dtype)
+    return torch.empty(args.x.shape, dtype=args.dtype, device=args.x.device), *alloc_stats(
+        args.x, args.kind
+    )
+
+
+def _norm_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormArgs) -> None:
+    settings = (args.kind, args.eps, args.zero_centered_gamma)
+    if table.floats_("norm", args.x.device.type, outputs, args.x, args.weight, args.bias, settings):
         return
     with below_autograd():
-        norm_(outputs, x, gain(weight, zero_centered_gamma), bias, kind, eps)
+        norm_(
+            outputs,
+            args.x,
+            gain(args.weight, args.zero_centered_gamma),
+            args.bias,
+            args.kind,
+            args.eps,
+        )
 
 
 NORM = leaf_op(
     "norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, bool zero_centered_gamma, "
     "ScalarType dtype) -> (Tensor y, Tensor mean, Tensor rstd)",
+    NormArgs,
     _norm_alloc,
     _norm_fill,
 )
 """LayerNorm or RMSNorm over the last dim, and what backward needs: float32 mean ((0,) for "rmsnorm") and rstd."""
 
 
-def _norm_backward_alloc(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    zero_centered_gamma: bool,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+class NormBackwardArgs(NamedTuple):
+    """Arguments of the op ``norm_backward``."""
+
+    dy: Tensor
+    x: Tensor
+    weight: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    kind: str
+    zero_centered_gamma: bool
+    bias: bool
+
+
+def _norm_backward_alloc(args: NormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
     op = "norm_backward"
-    check_norm(op, x, weight, None, kind, x.dtype)
-    check_tensor(op, "dy", dy)
-    if dy.shape != x.shape:
-        got = f"{tuple(dy.shape)}, {tuple(x.shape)}"
+    check_norm(op, args.x, args.weight, None, args.kind, args.x.dtype)
+    check_tensor(op, "dy", args.dy)
+    if args.dy.shape != args.x.shape:
+        got = f"{tuple(args.dy.shape)}, {tuple(args.x.shape)}"
         fail(op, "dy must have the shape of x", got, "Reshape it")
-    for name, t in (("mean", mean), ("rstd", rstd))[kind == "rmsnorm" :]:
-        if t.dtype is not torch.float32 or t.shape != x.shape[:-1]:
+    for name, t in (("mean", args.mean), ("rstd", args.rstd))[args.kind == "rmsnorm" :]:
+        if t.dtype is not torch.float32 or t.shape != args.x.shape[:-1]:
             rule = f"{name} must be what norm returned, float32 of the leading dims of x"
             fail(op, rule, f"{t.dtype} {tuple(t.shape)}", "Pass it as it is")
-    like = dy if weight is None else weight
-    size = x.shape[-1]
-    dweight = like.new_empty(0 if weight is None else size)
-    dbias = like.new_empty(size if bias else 0)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dweight, dbias
+    like = args.dy if args.weight is None else args.weight
+    size = args.x.shape[-1]
+    dweight = like.new_empty(0 if args.weight is None else size)
+    dbias = like.new_empty(size if args.bias else 0)
+    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device), dweight, dbias
 
 
-def _norm_backward_fill(
-    outputs: tuple[Tensor, Tensor, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    kind: str,
-    zero_centered_gamma: bool,
-    bias: bool,
-) -> None:
-    stats = (mean if kind == "layernorm" else None, rstd)
-    arguments = (outputs, dy, x, weight, stats, zero_centered_gamma)
-    if table.floats_("norm_backward", x.device.type, *arguments):
+def _norm_backward_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormBackwardArgs) -> None:
+    stats = (args.mean if args.kind == "layernorm" else None, args.rstd)
+    arguments = (outputs, args.dy, args.x, args.weight, stats, args.zero_centered_gamma)
+    if table.floats_("norm_backward", args.x.device.type, *arguments):
         return
     with below_autograd():
-        norm_backward_(outputs, dy, x, gain(weight, zero_centered_gamma), stats)
+        norm_backward_(outputs, args.dy, args.x, gain(args.weight, args.zero_centered_gamma), stats)
 
 
 NORM_BACKWARD = leaf_op(
     "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, str kind, "
     "bool zero_centered_gamma, bool bias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    NormBackwardArgs,
     _norm_backward_alloc,
     _norm_backward_fill,
 )
 """Gradients of ``norm``; those of weight and bias are (0,) where there is none, else in the weight's dtype."""
 
 
-def _bias_grad_alloc(dy: Tensor) -> Tensor:
-    check_tensor("bias_grad", "dy", dy)
-    return torch.empty(dy.shape[-1:], dtype=dy.dtype, device=dy.device)
+class BiasGradArgs(NamedTuple):
+    """Arguments of the op ``bias_grad``."""
+
+    dy: Tensor
 
 
-def _bias_grad_fill(out: Tensor, dy: Tensor) -> None:
-    if table.floats_("bias_grad", dy.device.type, out, dy):
+def _bias_grad_alloc(args: BiasGradArgs) -> Tensor:
+    check_tensor("bias_grad", "dy", args.dy)
+    return torch.empty(args.dy.shape[-1:], dtype=args.dy.dtype, device=args.dy.device)
+
+
+def _bias_grad_fill(out: Tensor, args: BiasGradArgs) -> None:
+    if table.floats_("bias_grad", args.dy.device.type, out, args.dy):
         return
     with below_autograd():
-        write_(out, column_sums(matrix(dy)))
+        write_(out, column_sums(matrix(args.dy)))
 
 
-BIAS_GRAD = leaf_op("bias_grad(Tensor dy) -> Tensor", _bias_grad_alloc, _bias_grad_fill)
+BIAS_GRAD = leaf_op(
+    "bias_grad(Tensor dy) -> Tensor", BiasGradArgs, _bias_grad_alloc, _bias_grad_fill
+)
 """The sum over all leading dims: float32 in a fixed order, one rounding to the dtype of ``dy``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from qtensor.layout import Shape, buffer_shapes, round_up
 from qtensor.library import small
 from qtensor.library.codec import contiguous_strides, parse
-from qtensor.library.define import FILLS, below_autograd, leaf_op
-from qtensor.library.linear import alloc_amax
+from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
+from qtensor.library.linear import LinearBackwardArgs, LinearForwardArgs, alloc_amax
 from qtensor.library.quantize import check_input
 
 _ALIGNED = 16
@@ -112,60 +112,51 @@ def backward_text(
     return "|".join(Backward(quantizer, x_kept, weight_kept, dtype, "bias" if bias else ""))
 
 
-def _forward_alloc(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> list[Tensor]:
-    p = Forward(*plan.split("|"))
-    for t, text in ((x, p.x_quantizer), (weight, p.weight_quantizer)):
+class LinearForwardPackedArgs(NamedTuple):
+    """Arguments of the op ``linear_forward_packed``."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    plan: str
+    scales: Tensor | None = None
+    x_seed: Tensor | None = None
+    weight_seed: Tensor | None = None
+
+
+def _forward_alloc(args: LinearForwardPackedArgs) -> list[Tensor]:
+    p = Forward(*args.plan.split("|"))
+    for t, text in ((args.x, p.x_quantizer), (args.weight, p.weight_quantizer)):
         check_input(t, parse(text).format)
-    size = (x.shape[0], weight.shape[0])
-    out = torch.empty_strided(size, (size[1], 1), dtype=x.dtype, device=x.device)
-    pieces, count = _pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+    size = (args.x.shape[0], args.weight.shape[0])
+    out = torch.empty_strided(size, (size[1], 1), dtype=args.x.dtype, device=args.x.device)
+    pieces, count = _pieces(p.x_kept, args.x.shape, p.weight_kept, args.weight.shape)
     make = torch.zeros if any(piece.padded for piece in pieces) else torch.empty
-    amaxes = alloc_amax(x, p.x_quantizer) + alloc_amax(weight, p.weight_quantizer)
-    return [out, make(count, dtype=torch.uint8, device=x.device), *amaxes]
+    amaxes = alloc_amax(args.x, p.x_quantizer) + alloc_amax(args.weight, p.weight_quantizer)
+    return [out, make(count, dtype=torch.uint8, device=args.x.device), *amaxes]
 
 
-def _forward_fill(
-    outputs: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> None:
-    p = Forward(*plan.split("|"))
+def _forward_fill(outputs: list[Tensor], args: LinearForwardPackedArgs) -> None:
+    p = Forward(*args.plan.split("|"))
     with below_autograd():
-        pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
+        pieces, count = _known_pieces(p.x_kept, args.x.shape, p.weight_kept, args.weight.shape)
         for start, end in _gaps(pieces, count):
             # Equal calls give equal bytes.
             outputs[1][start:end].zero_()
         whole = [outputs[0], *_views(outputs[1], pieces), *outputs[2:]]
-        sides = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
-        FILLS["linear_forward"](whole, *sides, bias, x.dtype, scales, x_seed, weight_seed)
+        sides = (args.x, p.x_quantizer, p.x_kept, args.weight, p.weight_quantizer, p.weight_kept)
+        FILLS["linear_forward"](
+            whole,
+            LinearForwardArgs(
+                *sides, args.bias, args.x.dtype, args.scales, args.x_seed, args.weight_seed
+            ),
+        )
 
 
-def _forward_learn(
-    outputs: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: str,
-    scales: Tensor | None = None,
-    x_seed: Tensor | None = None,
-    weight_seed: Tensor | None = None,
-) -> None:
-    p = Forward(*plan.split("|"))
-    pieces, count = _known_pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
-    operands = (x, p.x_quantizer, p.x_kept, weight, p.weight_quantizer, p.weight_kept)
+def _forward_learn(outputs: list[Tensor], args: LinearForwardPackedArgs) -> None:
+    p = Forward(*args.plan.split("|"))
+    pieces, count = _known_pieces(p.x_kept, args.x.shape, p.weight_kept, args.weight.shape)
+    operands = (args.x, p.x_quantizer, p.x_kept, args.weight, p.weight_quantizer, p.weight_kept)
     kept = [(-2, piece.offset) for piece in pieces]
     amaxes = [(-1 - i, 0) for i in range(2, len(outputs))]
     places = [*small.FORWARD_PLACES, (-1, 0), *kept, *amaxes]
@@ -173,9 +164,9 @@ def _forward_learn(
     small.learn_forward(
         outputs,
         operands,
-        bias,
-        scales,
-        (x_seed, weight_seed),
+        args.bias,
+        args.scales,
+        (args.x_seed, args.weight_seed),
         ("linear_forward_packed", places, (False, cleared)),
     )
 
@@ -183,9 +174,10 @@ def _forward_learn(
 LINEAR_FORWARD_PACKED = leaf_op(
     "linear_forward_packed(Tensor x, Tensor weight, Tensor? bias, str plan, "
     "Tensor? scales=None, Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
+    LinearForwardPackedArgs,
     _forward_alloc,
     _forward_fill,
-    learn=_forward_learn,
+    shortcuts=Shortcuts(learn=_forward_learn),
 )
 """``linear_forward`` in the dtype of ``x`` under a plan (``Forward``, joined by "|"): [the product, what is kept, the amaxes of delayed
 scaling]."""
@@ -203,75 +195,76 @@ def _backward_saved(
     return p, views[:count], views[count:]
 
 
-def _backward_alloc(
-    dy: Tensor,
-    saved: Tensor,
-    columns: int,
-    plan: str,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    p = Backward(*plan.split("|"))
-    check_input(dy, parse(p.quantizer).format)
-    rows, width = dy.shape
+class LinearBackwardPackedArgs(NamedTuple):
+    """Arguments of the op ``linear_backward_packed``."""
+
+    dy: Tensor
+    saved: Tensor
+    columns: int
+    plan: str
+    scales: Tensor | None = None
+    seed: Tensor | None = None
+
+
+def _backward_alloc(args: LinearBackwardPackedArgs) -> list[Tensor]:
+    p = Backward(*args.plan.split("|"))
+    check_input(args.dy, parse(p.quantizer).format)
+    rows, width = args.dy.shape
     sizes: list[tuple[tuple[int, ...], torch.dtype]] = []
     if p.weight_kept:
-        sizes.append(((rows, columns), dy.dtype))
+        sizes.append(((rows, args.columns), args.dy.dtype))
     if p.x_kept:
-        sizes.append(((width, columns), getattr(torch, p.weight_dtype)))
+        sizes.append(((width, args.columns), getattr(torch, p.weight_dtype)))
     if p.bias:
-        sizes.append(((width,), dy.dtype))
+        sizes.append(((width,), args.dy.dtype))
     found = [
-        torch.empty_strided(size, contiguous_strides(size), dtype=dtype, device=dy.device)
+        torch.empty_strided(size, contiguous_strides(size), dtype=dtype, device=args.dy.device)
         for size, dtype in sizes
     ]
-    return [*found, *alloc_amax(dy, p.quantizer)]
+    return [*found, *alloc_amax(args.dy, p.quantizer)]
 
 
-def _backward_fill(
-    outputs: list[Tensor],
-    dy: Tensor,
-    saved: Tensor,
-    columns: int,
-    plan: str,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> None:
+def _backward_fill(outputs: list[Tensor], args: LinearBackwardPackedArgs) -> None:
     with below_autograd():
-        p, x, weight = _backward_saved(dy, saved, columns, plan)
-        sides = (x, p.x_kept, (dy.shape[0], columns), weight, p.weight_kept)
-        dtypes = (dy.dtype, getattr(torch, p.weight_dtype))
-        rest = ((dy.shape[1], columns), *dtypes, bool(p.bias), scales, seed)
-        FILLS["linear_backward"](outputs, dy, p.quantizer, *sides, *rest)
+        p, x, weight = _backward_saved(args.dy, args.saved, args.columns, args.plan)
+        sides = (x, p.x_kept, (args.dy.shape[0], args.columns), weight, p.weight_kept)
+        dtypes = (args.dy.dtype, getattr(torch, p.weight_dtype))
+        rest: tuple[Any, ...] = (
+            (args.dy.shape[1], args.columns),
+            *dtypes,
+            bool(p.bias),
+            args.scales,
+            args.seed,
+        )
+        FILLS["linear_backward"](outputs, LinearBackwardArgs(args.dy, p.quantizer, *sides, *rest))
 
 
-def _backward_learn(
-    outputs: list[Tensor],
-    dy: Tensor,
-    saved: Tensor,
-    columns: int,
-    plan: str,
-    scales: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> None:
+def _backward_learn(outputs: list[Tensor], args: LinearBackwardPackedArgs) -> None:
+    saved = args.saved
     if saved.is_cpu and (saved.data_ptr() % _ALIGNED or not saved.is_contiguous()):
         return
-    p, x, weight = _backward_saved(dy, saved, columns, plan)
-    sides = (x, p.x_kept, (dy.shape[0], columns)), (weight, p.weight_kept, (dy.shape[1], columns))
+    p, x, weight = _backward_saved(args.dy, args.saved, args.columns, args.plan)
+    sides = (
+        (x, p.x_kept, (args.dy.shape[0], args.columns)),
+        (weight, p.weight_kept, (args.dy.shape[1], args.columns)),
+    )
     start = saved.data_ptr()
     places = [(0, 0), (2, 8), (3, 0)]
     places += [(1, t.data_ptr() - start) for t in (*weight, *x)]
     places += [(-1 - i, 0) for i in range(len(outputs))]
     taken = ("linear_backward_packed", places)
-    small.learn_backward(outputs, dy, p.quantizer, sides, (bool(p.bias), scales, seed), taken)
+    small.learn_backward(
+        outputs, args.dy, p.quantizer, sides, (bool(p.bias), args.scales, args.seed), taken
+    )
 
 
 LINEAR_BACKWARD_PACKED = leaf_op(
     "linear_backward_packed(Tensor dy, Tensor saved, SymInt columns, str plan, "
     "Tensor? scales=None, Tensor? seed=None) -> Tensor[]",
+    LinearBackwardPackedArgs,
     _backward_alloc,
     _backward_fill,
-    learn=_backward_learn,
+    shortcuts=Shortcuts(learn=_backward_learn),
 )
 """``linear_backward`` from what ``linear_forward_packed`` kept of operands with that many columns, under a plan (``Backward``,
 joined by "|"); the gradient of the input is in the dtype of ``dy``."""

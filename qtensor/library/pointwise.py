@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,17 +29,24 @@ def _empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def _add_alloc(x: Tensor, y: Tensor) -> Tensor:
-    _check_same("add", x, y)
-    return _empty(x)
+class AddArgs(NamedTuple):
+    """Arguments of the op ``add``."""
+
+    x: Tensor
+    y: Tensor
 
 
-def _add_fill(out: Tensor, x: Tensor, y: Tensor) -> None:
+def _add_alloc(args: AddArgs) -> Tensor:
+    _check_same("add", args.x, args.y)
+    return _empty(args.x)
+
+
+def _add_fill(out: Tensor, args: AddArgs) -> None:
     with below_autograd():
-        torch.add(x, y, out=out)
+        torch.add(args.x, args.y, out=out)
 
 
-ADD = leaf_op("add(Tensor x, Tensor y) -> Tensor", _add_alloc, _add_fill)
+ADD = leaf_op("add(Tensor x, Tensor y) -> Tensor", AddArgs, _add_alloc, _add_fill)
 """``x + y``."""
 
 
@@ -46,111 +55,170 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return ADD(x, y) if torch.compiler.is_compiling() else torch.add(x, y)
 
 
-def _scale_alloc(x: Tensor, factor: float) -> Tensor:
-    check_tensor("scale", "x", x)
-    return _empty(x)
+class ScaleArgs(NamedTuple):
+    """Arguments of the op ``scale``."""
+
+    x: Tensor
+    factor: float
 
 
-def _scale_fill(out: Tensor, x: Tensor, factor: float) -> None:
+def _scale_alloc(args: ScaleArgs) -> Tensor:
+    check_tensor("scale", "x", args.x)
+    return _empty(args.x)
+
+
+def _scale_fill(out: Tensor, args: ScaleArgs) -> None:
     with below_autograd():
-        torch.mul(x, factor, out=out)
+        torch.mul(args.x, args.factor, out=out)
 
 
-SCALE = leaf_op("scale(Tensor x, float factor) -> Tensor", _scale_alloc, _scale_fill)
+SCALE = leaf_op("scale(Tensor x, float factor) -> Tensor", ScaleArgs, _scale_alloc, _scale_fill)
 """``x * factor``."""
 
 
-def _scale_add_alloc(x: Tensor, factor: float, y: Tensor) -> Tensor:
-    _check_same("scale_add", x, y)
-    return _empty(x)
+class ScaleAddArgs(NamedTuple):
+    """Arguments of the op ``scale_add``."""
+
+    x: Tensor
+    factor: float
+    y: Tensor
 
 
-def _scale_add_fill(out: Tensor, x: Tensor, factor: float, y: Tensor) -> None:
+def _scale_add_alloc(args: ScaleAddArgs) -> Tensor:
+    _check_same("scale_add", args.x, args.y)
+    return _empty(args.x)
+
+
+def _scale_add_fill(out: Tensor, args: ScaleAddArgs) -> None:
     with below_autograd():
-        torch.mul(x, factor, out=out).add_(y)
+        torch.mul(args.x, args.factor, out=out).add_(args.y)
 
 
 SCALE_ADD = leaf_op(
-    "scale_add(Tensor x, float factor, Tensor y) -> Tensor", _scale_add_alloc, _scale_add_fill
+    "scale_add(Tensor x, float factor, Tensor y) -> Tensor",
+    ScaleAddArgs,
+    _scale_add_alloc,
+    _scale_add_fill,
 )
 """``add(scale(x, factor), y)``, with both roundings."""
 
 
-def _bias_add_alloc(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    check_tensor("bias_add", "x", x)
+class BiasAddArgs(NamedTuple):
+    """Arguments of the op ``bias_add``."""
+
+    x: Tensor
+    bias: Tensor
+    dtype: torch.dtype
+
+
+def _bias_add_alloc(args: BiasAddArgs) -> Tensor:
+    check_tensor("bias_add", "x", args.x)
     rule = "the bias must have the size of the last dim"
-    got = f"{tuple(bias.shape)} for {tuple(x.shape)}"
-    check(bias.shape == x.shape[-1:], "bias_add", rule, got, "Mend one of them")
-    return _empty(x, dtype)
+    got = f"{tuple(args.bias.shape)} for {tuple(args.x.shape)}"
+    check(args.bias.shape == args.x.shape[-1:], "bias_add", rule, got, "Mend one of them")
+    return _empty(args.x, args.dtype)
 
 
-def _bias_add_fill(out: Tensor, x: Tensor, bias: Tensor, dtype: torch.dtype) -> None:
+def _bias_add_fill(out: Tensor, args: BiasAddArgs) -> None:
     with below_autograd():
-        out.copy_(x.float() + bias.float())
+        out.copy_(args.x.float() + args.bias.float())
 
 
 BIAS_ADD = leaf_op(
-    "bias_add(Tensor x, Tensor bias, ScalarType dtype) -> Tensor", _bias_add_alloc, _bias_add_fill
+    "bias_add(Tensor x, Tensor bias, ScalarType dtype) -> Tensor",
+    BiasAddArgs,
+    _bias_add_alloc,
+    _bias_add_fill,
 )
 """``x + bias`` over the last dim, in float32, rounded once."""
 
 
-def _dropout_alloc(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    check_tensor("dropout", "x", x)
-    return _empty(x)
+class DropoutArgs(NamedTuple):
+    """Arguments of the op ``dropout``."""
+
+    x: Tensor
+    p: float
+    seed: Tensor
 
 
-def _dropout_fill(out: Tensor, x: Tensor, p: float, seed: Tensor) -> None:
+def _dropout_alloc(args: DropoutArgs) -> Tensor:
+    check_tensor("dropout", "x", args.x)
+    return _empty(args.x)
+
+
+def _dropout_fill(out: Tensor, args: DropoutArgs) -> None:
     with below_autograd():
-        words = random_words(seed, x.numel(), _DROPOUT_STREAM)
-        kept = words.view(x.shape) >= round(p * 2**32)
-        factor = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-        out.copy_(torch.where(kept, x.float() * factor, 0.0))
+        words = random_words(args.seed, args.x.numel(), _DROPOUT_STREAM)
+        kept = words.view(args.x.shape) >= round(args.p * 2**32)
+        factor = 0.0 if args.p == 1.0 else 1.0 / (1.0 - args.p)
+        out.copy_(torch.where(kept, args.x.float() * factor, 0.0))
 
 
 DROPOUT = leaf_op(
-    "dropout(Tensor x, float p, Tensor seed) -> Tensor", _dropout_alloc, _dropout_fill
+    "dropout(Tensor x, float p, Tensor seed) -> Tensor", DropoutArgs, _dropout_alloc, _dropout_fill
 )
 """Zero with probability ``p`` by the random word of the element's place, else ``x / (1 - p)``; its own backward."""
 
 
-def _l2_norm_alloc(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_tensor("l2_norm", "x", x)
-    return _empty(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+class L2NormArgs(NamedTuple):
+    """Arguments of the op ``l2_norm``."""
+
+    x: Tensor
+    eps: float
 
 
-def _l2_norm_fill(outputs: tuple[Tensor, Tensor], x: Tensor, eps: float) -> None:
+def _l2_norm_alloc(args: L2NormArgs) -> tuple[Tensor, Tensor]:
+    check_tensor("l2_norm", "x", args.x)
+    return _empty(args.x), torch.empty(args.x.shape[:-1], dtype=torch.float32, device=args.x.device)
+
+
+def _l2_norm_fill(outputs: tuple[Tensor, Tensor], args: L2NormArgs) -> None:
     with below_autograd():
-        values = x.float()
-        squares = row_sums((values * values).reshape(outputs[1].numel(), x.shape[-1])).view(
-            x.shape[:-1]
+        values = args.x.float()
+        squares = row_sums((values * values).reshape(outputs[1].numel(), args.x.shape[-1])).view(
+            args.x.shape[:-1]
         )
-        outputs[1].copy_(quotient(1.0, square_root(squares.clamp(min=eps))))
+        outputs[1].copy_(quotient(1.0, square_root(squares.clamp(min=args.eps))))
         outputs[0].copy_(values * outputs[1].unsqueeze(-1))
 
 
 L2_NORM = leaf_op(
-    "l2_norm(Tensor x, float eps) -> (Tensor y, Tensor rnorm)", _l2_norm_alloc, _l2_norm_fill
+    "l2_norm(Tensor x, float eps) -> (Tensor y, Tensor rnorm)",
+    L2NormArgs,
+    _l2_norm_alloc,
+    _l2_norm_fill,
 )
 """``x / sqrt(max(sum(x^2), eps))`` over the last dim, and the float32 reciprocals of the norms."""
 
 
-def _l2_norm_backward_alloc(dy: Tensor, x: Tensor, rnorm: Tensor, eps: float) -> Tensor:
-    _check_same("l2_norm_backward", dy, x)
-    return _empty(x)
+class L2NormBackwardArgs(NamedTuple):
+    """Arguments of the op ``l2_norm_backward``."""
+
+    dy: Tensor
+    x: Tensor
+    rnorm: Tensor
+    eps: float
 
 
-def _l2_norm_backward_fill(dx: Tensor, dy: Tensor, x: Tensor, rnorm: Tensor, eps: float) -> None:
+def _l2_norm_backward_alloc(args: L2NormBackwardArgs) -> Tensor:
+    _check_same("l2_norm_backward", args.dy, args.x)
+    return _empty(args.x)
+
+
+def _l2_norm_backward_fill(dx: Tensor, args: L2NormBackwardArgs) -> None:
     with below_autograd():
-        values, grads, r = x.float(), dy.float(), rnorm.unsqueeze(-1)
-        dots = row_sums((values * grads).reshape(rnorm.numel(), x.shape[-1])).view(*x.shape[:-1], 1)
+        values, grads, r = args.x.float(), args.dy.float(), args.rnorm.unsqueeze(-1)
+        dots = row_sums((values * grads).reshape(args.rnorm.numel(), args.x.shape[-1])).view(
+            *args.x.shape[:-1], 1
+        )
         # Below eps the norm is a constant, and so is the factor.
-        moving = torch.where(r * r * eps < 1.0, r * r * dots, 0.0)
+        moving = torch.where(r * r * args.eps < 1.0, r * r * dots, 0.0)
         dx.copy_((grads - values * moving) * r)
 
 
 L2_NORM_BACKWARD = leaf_op(
     "l2_norm_backward(Tensor dy, Tensor x, Tensor rnorm, float eps) -> Tensor",
+    L2NormBackwardArgs,
     _l2_norm_backward_alloc,
     _l2_norm_backward_fill,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
-from qtensor.library.define import FILLS, below_autograd, leaf_op
+from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op, no_outputs
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,18 +42,22 @@ def check_input(x: Tensor, format_name: str) -> None:
     )
 
 
-def _quantize_alloc(
-    x: Tensor,
-    quantizer: str,
-    scale: Tensor | None = None,
-    amax: list[Tensor] | None = None,
-    seed: Tensor | None = None,
-) -> list[Tensor]:
-    codec = parse(quantizer)
-    check_input(x, codec.format)
-    outputs = alloc_outputs(codec, x)
+class QuantizeArgs(NamedTuple):
+    """Arguments of the op ``quantize``."""
+
+    x: Tensor
+    quantizer: str
+    scale: Tensor | None = None
+    amax: list[Tensor] | None = None
+    seed: Tensor | None = None
+
+
+def _quantize_alloc(args: QuantizeArgs) -> list[Tensor]:
+    codec = parse(args.quantizer)
+    check_input(args.x, codec.format)
+    outputs = alloc_outputs(codec, args.x)
     if codec.returns_amax:
-        outputs.append(torch.empty(1, dtype=torch.float32, device=x.device))
+        outputs.append(torch.empty(1, dtype=torch.float32, device=args.x.device))
     return outputs
 
 
@@ -72,116 +78,123 @@ def _encode(
             buffers[-1].copy_(codec.amax(x)[0])
 
 
-def _quantize_fill(
-    outputs: list[Tensor],
-    x: Tensor,
-    quantizer: str,
-    scale: Tensor | None = None,
-    amax: list[Tensor] | None = None,
-    seed: Tensor | None = None,
-) -> None:
-    _encode(parse(quantizer), outputs, x, scale, amax, seed)
+def _quantize_fill(outputs: list[Tensor], args: QuantizeArgs) -> None:
+    _encode(parse(args.quantizer), outputs, args.x, args.scale, args.amax, args.seed)
 
 
-def _quantize_at_once(
-    x: Tensor,
-    quantizer: str,
-    scale: Tensor | None = None,
-    amax: list[Tensor] | None = None,
-    seed: Tensor | None = None,
-) -> list[Tensor] | None:
-    return table.quantized(parse(quantizer), x, scale, amax, seed)
+def _quantize_at_once(args: QuantizeArgs) -> list[Tensor] | None:
+    return table.quantized(parse(args.quantizer), args.x, args.scale, args.amax, args.seed)
 
 
-def _quantize_learn(
-    outputs: list[Tensor],
-    x: Tensor,
-    quantizer: str,
-    scale: Tensor | None = None,
-    amax: list[Tensor] | None = None,
-    seed: Tensor | None = None,
-) -> None:
+def _quantize_learn(outputs: list[Tensor], args: QuantizeArgs) -> None:
     if FILLS["quantize"] is _quantize_fill:
-        tiny.learn_quantized(parse(quantizer), x, scale, amax, seed)
+        tiny.learn_quantized(parse(args.quantizer), args.x, args.scale, args.amax, args.seed)
 
 
-def _quantize_inplace_fill(
-    _: None,
-    x: Tensor,
-    quantizer: str,
-    out: list[Tensor],
-    scale: Tensor | None = None,
-    amax: list[Tensor] | None = None,
-    seed: Tensor | None = None,
-    noop_flag: Tensor | None = None,
-) -> None:
-    codec = parse(quantizer)
-    check_input(x, codec.format)
-    if noop_flag is None:
-        _encode(codec, out, x, scale, amax, seed)
+class QuantizeInPlaceArgs(NamedTuple):
+    """Arguments of the op ``quantize_``."""
+
+    x: Tensor
+    quantizer: str
+    out: list[Tensor]
+    scale: Tensor | None = None
+    amax: list[Tensor] | None = None
+    seed: Tensor | None = None
+    noop_flag: Tensor | None = None
+
+
+def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
+    codec = parse(args.quantizer)
+    check_input(args.x, codec.format)
+    if args.noop_flag is None:
+        _encode(codec, args.out, args.x, args.scale, args.amax, args.seed)
         return
-    fresh = alloc_outputs(codec, x)
+    fresh = alloc_outputs(codec, args.x)
     # The amax of delayed scaling, where a caller made room for it, is written in any case.
-    _encode(codec, [*fresh, *out[len(fresh) :]], x, scale, amax, seed)
-    for old, new in zip(out, fresh, strict=False):
+    _encode(codec, [*fresh, *args.out[len(fresh) :]], args.x, args.scale, args.amax, args.seed)
+    for old, new in zip(args.out, fresh, strict=False):
         # A choice on the device: reading the flag on the host would wait for it.
-        old.copy_(torch.where(noop_flag.reshape(()) != 0, old, new))
+        old.copy_(torch.where(args.noop_flag.reshape(()) != 0, old, new))
 
 
-def _amax_alloc(x: Tensor, quantizer: str) -> list[Tensor]:
-    codec = parse(quantizer)
-    check_input(x, codec.format)
+class AmaxArgs(NamedTuple):
+    """Arguments of the op ``amax``."""
+
+    x: Tensor
+    quantizer: str
+
+
+def _amax_alloc(args: AmaxArgs) -> list[Tensor]:
+    codec = parse(args.quantizer)
+    check_input(args.x, codec.format)
     return [
-        torch.empty(s, dtype=torch.float32, device=x.device) for s in codec.amax_shapes(x.shape)
+        torch.empty(s, dtype=torch.float32, device=args.x.device)
+        for s in codec.amax_shapes(args.x.shape)
     ]
 
 
-def _amax_fill(outputs: list[Tensor], x: Tensor, quantizer: str) -> None:
+def _amax_fill(outputs: list[Tensor], args: AmaxArgs) -> None:
     with below_autograd():
-        found = parse(quantizer).amax(x)
+        found = parse(args.quantizer).amax(args.x)
     for output, value in zip(outputs, found, strict=True):
         output.copy_(value)
 
 
-def _random_seed_alloc(like: Tensor) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=like.device)
+class RandomSeedArgs(NamedTuple):
+    """Arguments of the op ``random_seed``."""
+
+    like: Tensor
 
 
-def _random_seed_fill(seed: Tensor, like: Tensor) -> None:
+def _random_seed_alloc(args: RandomSeedArgs) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=args.like.device)
+
+
+def _random_seed_fill(seed: Tensor, args: RandomSeedArgs) -> None:
     seed.random_()
 
 
-def _draw_seeds_alloc(like: Tensor, draws: Tensor, count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.int64, device=like.device)
+class DrawSeedsArgs(NamedTuple):
+    """Arguments of the op ``draw_seeds_``."""
+
+    like: Tensor
+    draws: Tensor
+    count: int  # type: ignore[assignment]  # shadows tuple.count
 
 
-def _draw_seeds_fill(seeds: Tensor, like: Tensor, draws: Tensor, count: int) -> None:
+def _draw_seeds_alloc(args: DrawSeedsArgs) -> Tensor:
+    return torch.empty(args.count, dtype=torch.int64, device=args.like.device)
+
+
+def _draw_seeds_fill(seeds: Tensor, args: DrawSeedsArgs) -> None:
     seeds.random_()
-    draws.data.add_(count)
+    args.draws.data.add_(args.count)
 
 
 QUANTIZE = leaf_op(
     "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None) -> Tensor[]",
+    QuantizeArgs,
     _quantize_alloc,
     _quantize_fill,
-    learn=_quantize_learn,
-    at_once=_quantize_at_once,
+    shortcuts=Shortcuts(learn=_quantize_learn, at_once=_quantize_at_once),
 )
 """High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""
 
 QUANTIZE_ = leaf_op(
     "quantize_(Tensor x, str quantizer, Tensor(a!)[] out, Tensor? scale=None, Tensor[]? amax=None, "
     "Tensor? seed=None, Tensor? noop_flag=None) -> ()",
-    lambda *args, **kwargs: None,
+    QuantizeInPlaceArgs,
+    no_outputs,
     _quantize_inplace_fill,
 )
 """The same into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
-AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", _amax_alloc, _amax_fill)
+AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", AmaxArgs, _amax_alloc, _amax_fill)
 """The maxima behind the tensor-wide factors, to be reduced over a process group and handed to ``quantize``."""
 
 RANDOM_SEED = leaf_op(
     "random_seed(Tensor like) -> Tensor",
+    RandomSeedArgs,
     _random_seed_alloc,
     _random_seed_fill,
     tags=(torch.Tag.nondeterministic_seeded,),
@@ -190,6 +203,7 @@ RANDOM_SEED = leaf_op(
 
 DRAW_SEEDS = leaf_op(
     "draw_seeds_(Tensor like, Tensor(a!) draws, int count) -> Tensor",
+    DrawSeedsArgs,
     _draw_seeds_alloc,
     _draw_seeds_fill,
     tags=(torch.Tag.nondeterministic_seeded,),
