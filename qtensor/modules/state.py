@@ -82,9 +82,11 @@ class DelayedState:
         largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
         rows = new_scale = None
         group = active_group() if options.reduce_amax else None
-        if group is not None or caller_functions(key) != (-1, -1):
+        algorithm, factor = caller_functions(key)
+        # Compared as numbers: Dynamo before torch 2.13 cannot trace `!=` of tuples.
+        if group is not None or algorithm >= 0 or factor >= 0:
             rows, new_scale = self._by_caller(key, length, largest, group)
-        text = options.amax_compute_algo if caller_functions(key)[0] < 0 else ""
+        text = options.amax_compute_algo if algorithm < 0 else ""
         scales, ticket = delayed_begin(
             self.scale,
             self.history,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -260,7 +259,9 @@ class FuserFunction(torch.autograd.Function):
         saved = [context.to_save for context in run.contexts]
         for context in run.contexts:
             context.to_save = ()
-        flat += itertools.chain.from_iterable(saved)
+        # One list after the other: Dynamo before torch 2.13 cannot add an iterator to a list.
+        for tensors_to_save in saved:
+            flat += tensors_to_save
         ctx.save_for_backward(*flat)
         # Values alone: compiled autograd loses tensors that are attributes of a context.
         ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, run.contexts
