@@ -21,8 +21,8 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_T
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
-	@echo "make test        install into $(VENV) and run the tests"
-	@echo "make test-all    the tests with every cell of the large matrices (tests/nightly.py)"
+	@echo "make test        install into $(VENV) and run the default tier of the tests"
+	@echo "make test-all    run all tests: the default tier and the wide tier (tests/nightly.py)"
 	@echo "make lint        ruff, import-linter, mypy, codespell"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make docs-check  are the generated documents up to date?"

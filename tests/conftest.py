@@ -8,30 +8,45 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import nightly
 import numpy as np
 import pytest
 import torch
-from nightly import is_left_out, is_nightly
 
 from qtensor.kernels.cpu import native
 
+CELLS = pytest.StashKey[list[pytest.Item]]()
+"""All collected cells, with the marks of their tiers."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cells that ``make test`` leaves out."""
-    places: dict[tuple[str, str], int] = {}
-    for item in items:
-        spec = getattr(item, "callspec", None)
-        if spec is None:
-            continue
-        name, file = item.originalname, item.path.name  # type: ignore[attr-defined]
-        place = places[file, name] = places.get((file, name), -1) + 1
-        if is_nightly(f"{file}::{name}", spec.params) or is_left_out(file, place):
-            item.add_marker(pytest.mark.nightly)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--wide-part``."""
+    parser.addoption(
+        "--wide-part",
+        metavar="INDEX/PARTS",
+        type=nightly.read_part,
+        help="run this part of the wide tier alone, such as 3/8 (a hash of the test's id decides)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cells that ``make test`` leaves out, and select a part of them if one is asked for."""
+    nightly.mark(items)
+    config.stash[CELLS] = list(items)
+    if (wanted := config.getoption("--wide-part")) is not None:
+        index, parts = wanted
+        chosen = [
+            item
+            for item in items
+            if item.get_closest_marker("nightly") and nightly.part(item.nodeid, parts) == index
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test starts from the same random state."""
+    """Start every test from the same random state."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -39,7 +54,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """A test that compiles starts without cached graphs and leaves none."""
+    """Start a test that compiles without cached graphs, and drop those that it makes."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     yield
@@ -49,7 +64,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the libraries of a compiler cache of its own lie, so that no test writes to the user's."""
+    """Give a test a compiler cache of its own, and return the folder of its libraries."""
     monkeypatch.setenv("QTENSOR_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -58,5 +73,5 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def native_kernels() -> None:
-    """The CPU kernels are loaded from the user's cache, before a test gets one of its own and would compile them."""
+    """Load the CPU kernels from the user's cache, before a test moves to an empty cache of its own."""
     native.library()

@@ -1,133 +1,96 @@
-"""Cells of large matrices that `make test` leaves to `make test-all`.
+"""Choose the cells of parametrized tests that `make test` runs.
 
-Every test keeps cells in both: each value of each axis is met in `make test`, all pairs of them in `make test-all`.
+The default tier (`make test`) takes from each test a few cells that together hold every value of
+every axis. The wide tier holds the other cells, and the tests marked ``nightly(reason=...)``.
+`make test-all` runs both tiers. An axis is one `parametrize` mark; each of its rows is a value.
+A mark with more rows than its arguments have values is a product: there, each argument is an axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-Cell = Mapping[str, Any]
+import pytest
 
-STATE_AND_RANDOM = ("delayed", "nvfp4")
-"""Recipes with state and with random numbers: what can differ between eager and compiled code is in these."""
+Value = tuple[str, Hashable]
+"""An argument of a test, and one of its values."""
 
+SAMPLED = "sampled: other cells hold each of its values"
+"""The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
-def _modules(cell: Cell) -> bool:
-    return cell["module"] not in ("linear", "swiglu_mlp") and cell["recipe"] not in (
-        "current",
-        "nvfp4",
-    )
-
-
-def _one_recipe(cell: Cell) -> bool:
-    return cell["module"] != "linear" and cell["recipe"] != "mxfp8"
+EVERY_CELL: dict[str, str] = {}
+"""``file`` or ``file::test`` -> why the default tier runs all of its cells."""
 
 
-def _stateful(cell: Cell) -> bool:
-    return cell["module"] != "linear" and cell["recipe"] not in STATE_AND_RANDOM
+def axes(specs: Sequence[Any]) -> list[list[Value]]:
+    """Return the axis values of each cell of one test, given pytest's call specs of the cells."""
+    marks: dict[tuple[int, ...], list[str]] = {}
+    for name in specs[0].indices:
+        marks.setdefault(tuple(spec.indices[name] for spec in specs), []).append(name)
+    columns: list[list[Value]] = []
+    for rows, names in marks.items():
+        columns.append([(names[0], row) for row in rows])
+        if len(names) > 1:
+            arguments = [[(name, repr(spec.params[name])) for spec in specs] for name in names]
+            if len(set(rows)) > sum(len(set(argument)) for argument in arguments):
+                columns[-1:] = arguments
+    return [list(cell) for cell in zip(*columns, strict=True)]
 
 
-def _compiled(cell: Cell) -> bool:
-    return cell["backend"] == "aot_eager" and cell["recipe"] not in ("delayed", "mxfp8")
+def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
+    """Return the indices of a few cells that together hold every value of all cells.
+
+    Each step takes the cell with the most new values; among equals, the one whose values have been
+    taken least often, then the first. So the choice depends on nothing but the cells.
+    """
+    taken: Counter[Value] = Counter()
+    kept: list[int] = []
+    values = [set(cell) for cell in cells]
+    missing = set().union(*values)
+    while missing:
+        best = min(
+            range(len(cells)),
+            key=lambda i: (-len(values[i] & missing), sum(taken[v] for v in values[i]), i),
+        )
+        kept.append(best)
+        taken.update(values[best])
+        missing -= values[best]
+    return kept
 
 
-def _grouped_ops(cell: Cell) -> bool:
-    return "grouped" in cell["name"] and cell["case"].name not in ("fp8_delayed", "mxfp8", "nvfp4")
+def tests(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Group cells by test: ``path::Class::test`` -> its cells, in the order of collection."""
+    result: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        result.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return result
 
 
-_ONE_CODE = ("GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")
-"""Activations that differ from SwiGLU by a name."""
-_BACKWARD = ("Dropout", "ExtraInput", "GroupedLinear", "L2Normalization", "Quantize", "add_rmsnorm")
-"""Operations whose backward has something of its own: random numbers, channels, splits, norms, subclasses."""
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark as ``nightly`` each cell that the default tier leaves to the wide tier."""
+    for test, cells in tests(items).items():
+        name = test.rpartition("/")[2]
+        cells = [cell for cell in cells if cell.get_closest_marker("nightly") is None]
+        if len(cells) < 2 or name in EVERY_CELL or name.partition("::")[0] in EVERY_CELL:
+            continue
+        kept = set(cover(axes([cell.callspec for cell in cells])))  # type: ignore[attr-defined]
+        for index, cell in enumerate(cells):
+            if index not in kept:
+                cell.add_marker(pytest.mark.nightly(reason=SAMPLED))
 
 
-def _ops(cell: Cell) -> bool:
-    """Operations meet every recipe in the MLP block, and each operation one recipe of blocks."""
-    block = cell["name"] == "mlp_with_biases"
-    return not block and (cell["recipe"] != "mxfp8" or cell["name"] in _ONE_CODE)
+def part(nodeid: str, parts: int) -> int:
+    """Return which part of the wide tier a cell is in, from 0 to ``parts - 1``."""
+    return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % parts
 
 
-def _ops_backward(cell: Cell) -> bool:
-    compiled = cell["forward"] == "compiled"
-    if cell["name"] == "mlp_with_biases":
-        return compiled and cell["recipe"] not in STATE_AND_RANDOM
-    return compiled or cell["recipe"] != "mxfp8" or cell["name"] not in _BACKWARD
-
-
-RULES: dict[str, Callable[[Cell], bool]] = {
-    "test_opcheck.py::test_opcheck": _grouped_ops,
-    "test_modules_compile.py::test_training_one_graph_for_all_batch_sizes": _modules,
-    "test_modules_compile.py::test_inference_one_graph_for_all_batch_sizes": _one_recipe,
-    "test_modules_compile.py::test_inductor_gives_the_bytes_of_eager_code": _stateful,
-    "test_compiled_autograd_modules.py::test_enabled": lambda c: (
-        c["module"] != "linear" and c["recipe"] not in ("current", "delayed")
-    ),
-    "test_compiled_autograd_modules.py::test_by_config": lambda c: (
-        c["recipe"] not in STATE_AND_RANDOM
-    ),
-    "test_wgrad_scheduling.py::test_main_grad": _compiled,
-    "test_wgrad_scheduling.py::test_delayed_wgrad": lambda c: (
-        c.get("module") == "swiglu_mlp" and _compiled(c)
-    ),
-    "test_wgrad_scheduling.py::test_activations_offloaded_to_the_cpu": _compiled,
-    "test_wgrad_scheduling.py::test_checkpointing": lambda c: "backend" in c and _compiled(c),
-    "test_weight_workspace.py::test_two_graphs_under_compile_and_no_stale_constant": lambda c: (
-        c["recipe"] not in STATE_AND_RANDOM
-    ),
-    "test_ops_compile.py::test_one_graph_for_all_batch_sizes": _ops,
-    "test_ops_compile.py::test_compiled_autograd": _ops_backward,
-    "test_ops_compile.py::test_inductor_gives_the_bytes_of_eager_code": lambda c: (
-        c["name"] not in ("mlp_with_biases", "Dropout")
-        or c["recipe"] not in (*STATE_AND_RANDOM, "mxfp8")
-    ),
-    "test_ops_compile.py::test_inference": lambda c: c["recipe"] not in STATE_AND_RANDOM,
-    "test_grouped_linear_compile.py::test_compiled_autograd": lambda c: (
-        c["name"] not in STATE_AND_RANDOM
-    ),
-    "test_grouped_linear_compile.py::test_a_list_of_sizes_is_two_graphs": lambda c: (
-        c["name"] not in STATE_AND_RANDOM
-    ),
-    "test_grouped_linear_compile.py::test_dynamic_batches_are_one_graph": lambda c: (
-        c["name"] not in STATE_AND_RANDOM
-    ),
-}
-"""file::test -> whether a cell is left to `make test-all`."""
-
-
-KEPT: dict[str, int] = {
-    "test_tensor_parallel.py": 3,
-    "test_tensor_parallel_blocks.py": 2,
-    "test_grouped_linear.py": 3,
-    "test_grouped_linear_compile.py": 3,
-    "test_grouped_linear_state.py": 3,
-    "test_compile_autograd.py": 3,
-    "test_compile_boundary.py": 3,
-    "test_compile_bytes.py": 3,
-    "test_compile_dynamic.py": 3,
-    "test_compile_ops.py": 3,
-    "test_ops_fusions.py": 3,
-    "test_ops_parallel.py": 3,
-    "test_quantized_parameters.py": 3,
-    "test_wgrad_scheduling.py": 3,
-    "test_convert_export.py": 3,
-    "test_convert_llama.py": 4,
-    "test_fused.py": 3,
-    "test_native_floats.py": 2,
-    "test_triton_floats.py": 2,
-    # One kernel an architecture: nvcc takes two minutes for some.
-    "test_cutlass_kernels.py": 3,
-}
-"""File -> n: `make test` runs the first cell of each of its tests and every n-th after that."""
-
-
-def is_nightly(test: str, cell: Cell) -> bool:
-    """Whether a rule leaves a cell of ``file::test`` to `make test-all`."""
-    rule = RULES.get(test)
-    return rule is not None and rule(cell)
-
-
-def is_left_out(file: str, place: int) -> bool:
-    """Whether the cell at that place among those of its test is left to `make test-all`."""
-    return place % KEPT.get(file, 1) != 0
+def read_part(text: str) -> tuple[int, int]:
+    """Return (index, parts) of a ``--wide-part`` such as ``3/8``."""
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdecimal() and parts.isdecimal() and int(index) < int(parts)):
+        rule = "must be INDEX/PARTS with INDEX from 0 to PARTS - 1"
+        raise pytest.UsageError(f"--wide-part: {rule}; got {text!r}. Try --wide-part=3/8.")
+    return int(index), int(parts)

@@ -75,6 +75,7 @@ def test_each_option_and_dtype(case: FormatCase, which: str, backend: str):
     compiled.check_graphs(1)
 
 
+@pytest.mark.nightly(reason="test_each_option_and_dtype has each option on its own")
 @backends
 @formats
 def test_every_combination_of_options(case: FormatCase, backend: str):

@@ -95,6 +95,7 @@ def test_export_where_gradients_are_on(recipe: Recipe, strict: bool):
     check(program.module(), model)
 
 
+@pytest.mark.nightly(reason="test_export.py builds one package in the default tier")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "quantized_params"),

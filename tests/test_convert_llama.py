@@ -125,6 +125,7 @@ def test_compiled_training(recipe: Recipe):
     compiled.check_graphs(1)
 
 
+@pytest.mark.nightly(reason="aot_eager trains the same model in the default tier")
 @pytest.mark.slow
 def test_inductor():
     """Norms, softmax and loss are inductor's: float32 sums in another order, which can carry a code to its neighbour.
@@ -156,6 +157,7 @@ def test_generate(recipe: Recipe, quantized_params: bool):
     assert torch.equal(greedy(model, ids), out)
 
 
+@pytest.mark.nightly(reason="generation runs eagerly in the default tier")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling()], ids=name_of)
 def test_generate_with_a_compiled_forward(recipe: Recipe):

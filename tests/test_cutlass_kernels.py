@@ -55,6 +55,7 @@ def test_they_are_in_the_table() -> None:
     assert set(BUILT) <= set(tuning.specs())
 
 
+@pytest.mark.nightly(reason="nvcc takes minutes for some kernels")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_instruction(kernel: tuple[KernelSpec, Path, Kernel]) -> None:
@@ -76,6 +77,7 @@ def test_the_instruction(kernel: tuple[KernelSpec, Path, Kernel]) -> None:
     assert found == {BUILT[spec]}, "other instructions than the tensor core's for this format"
 
 
+@pytest.mark.nightly(reason="nvcc takes minutes for some kernels")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_cutlass_and_the_spec_agree_on_sizes(kernel: tuple[KernelSpec, Path, Kernel]) -> None:
@@ -91,6 +93,7 @@ def test_cutlass_and_the_spec_agree_on_sizes(kernel: tuple[KernelSpec, Path, Ker
     assert seen == {True, False}
 
 
+@pytest.mark.nightly(reason="nvcc takes minutes for some kernels")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_factors_that_it_reads_are_the_buffers(
@@ -111,6 +114,7 @@ def test_the_factors_that_it_reads_are_the_buffers(
     assert round_up(17, 4) == 20
 
 
+@pytest.mark.nightly(reason="nvcc takes minutes for some kernels")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_it_says_what_it_is(kernel: tuple[KernelSpec, Path, Kernel]) -> None:

@@ -1,10 +1,10 @@
-"""A file imports only layers below its own: import-linter's contracts, and a check that needs no extra."""
+"""What import-linter leaves open: rings of imports, private names, and formats that no contract names.
+
+`make lint` checks the layers themselves (`[tool.importlinter]` in pyproject.toml).
+"""
 
 import ast
 import re
-import shutil
-import subprocess
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -13,102 +13,35 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "qtensor"
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-CONTRACTS = {contract["type"]: [] for contract in CONFIG["contracts"]}
-for one in CONFIG["contracts"]:
-    CONTRACTS[one["type"]].append(one)
-
-
-def layers():
-    """Module or package name directly under qtensor -> its height, 0 the lowest."""
-    (contract,) = CONTRACTS["layers"]
-    rows = reversed(contract["layers"])
-    names = [re.findall(r"\w+", row) for row in rows]
-    return {name: height for height, row in enumerate(names) for name in row}
-
-
-def layer_of(module):
-    """``qtensor.storage.base`` -> ``storage``; the package itself is above all."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "qtensor"
-
-
-def imports(path, source=None):
-    """Modules of qtensor that a file imports, those inside functions and type-checking blocks too."""
-    for node in ast.walk(ast.parse(path.read_text() if source is None else source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "qtensor")
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            if node.module == "qtensor":
-                for alias in node.names:
-                    is_module = (PACKAGE / alias.name).is_dir() or (
-                        PACKAGE / f"{alias.name}.py"
-                    ).exists()
-                    yield f"qtensor.{alias.name}" if is_module else "qtensor"
-            elif node.module and node.module.split(".")[0] == "qtensor":
-                yield node.module
-
-
-def violations(path, source=None):
-    heights = {"qtensor": 99} | layers()
-    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    found = []
-    for module in imports(path, source):
-        other = layer_of(module)
-        if other != own and heights[other] >= heights[own]:
-            found.append(f"{path.relative_to(ROOT)} ({own}) imports {module} ({other})")
-    return found
-
-
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
-# The command line and the demo stand on the public names.
-ABOVE_ALL = ("cli", "demo")
 
 
-def test_every_module_has_a_layer():
-    known = layers()
-    names = {
-        p.stem if p.is_file() else p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"
-    }
-    names -= {"__init__", "py"}
-    assert {n for n in names if (PACKAGE / n).is_dir() or (PACKAGE / f"{n}.py").exists()} <= set(
-        known
-    )
+def module_of(path):
+    """Return the dotted name of a file of the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_file_imports_a_higher_layer(path):
-    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    found = violations(path)
-    if own in ABOVE_ALL:
-        found = [v for v in found if not v.endswith("(qtensor)")]
-    assert found == []
+def imports(source):
+    """Yield (module of qtensor, imported name or None) of every import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if is_ours(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            if is_ours(node.module):
+                yield from ((node.module, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("layout.py", "from qtensor.storage.base import QuantizedTensorStorage"),
-        ("storage/base.py", "def f():\n    import qtensor.quantizers.mx"),
-        ("reference/mx.py", "from qtensor import storage"),
-        ("library/gemm.py", "import qtensor"),
-    ],
-)
-def test_the_check_sees_a_higher_layer(file, source):
-    assert len(violations(PACKAGE / file, source)) == 1
+def is_ours(module):
+    return module.split(".")[0] == "qtensor"
 
 
-def test_the_check_allows_lower_layers():
-    source = "from qtensor.formats import K\nfrom qtensor.storage.rebuild import with_buffers\nimport torch"
-    assert violations(PACKAGE / "storage/base.py", source) == []
-
-
-def test_formats_know_nothing_of_each_other():
-    for contract in CONTRACTS["independence"]:
-        modules = set(contract["modules"])
-        for module in sorted(modules):
-            path = ROOT / Path(*module.split(".")).with_suffix(".py")
-            assert not (modules - {module}) & set(imports(path)), module
+def modules(source):
+    """Yield the modules of qtensor that a source imports."""
+    for module, name in imports(source):
+        inner = PACKAGE.parent.joinpath(*module.split("."), name or "")
+        is_module = name and (inner.is_dir() or inner.with_suffix(".py").exists())
+        yield f"{module}.{name}" if is_module else module
 
 
 @pytest.mark.parametrize("folder", ["storage", "quantizers"])
@@ -120,24 +53,12 @@ def test_every_format_is_in_the_independence_contracts(folder):
         for p in (PACKAGE / folder).glob("*.py")
         if re.search(marks[folder], p.read_text(), re.M)
     }
-    contracts = [set(c["modules"]) for c in CONTRACTS["independence"]]
+    contracts = [set(c["modules"]) for c in CONFIG["contracts"] if c["type"] == "independence"]
     assert defining in contracts
 
 
-def test_import_linter():
-    scripts = Path(sysconfig.get_path("scripts"))
-    command = shutil.which("lint-imports", path=str(scripts)) or shutil.which("lint-imports")
-    if command is None:
-        pytest.skip(reason="import-linter is not installed (extra 'dev')")
-    done = subprocess.run(
-        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(CONFIG['contracts'])} kept, 0 broken" in done.stdout
-
-
 def cycle(graph):
-    """Modules that import each other in a ring, or None."""
+    """Return modules that import each other in a ring, or None."""
     done, path = set(), []
 
     def visit(name):
@@ -156,13 +77,65 @@ def cycle(graph):
 
 
 def test_no_modules_import_each_other_in_a_ring():
-    names = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in FILES
-    }
-    assert cycle({name: set(imports(path)) for name, path in names.items()}) is None
+    graph = {module_of(path): set(modules(path.read_text())) for path in FILES}
+    assert any(graph.values())
+    assert cycle(graph) is None
 
 
 def test_a_ring_is_found():
     assert cycle({"a": {"b"}, "b": {"c", "d"}, "c": {"d"}, "d": set()}) is None
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+def private(source):
+    """Return the private names that a source imports from files of qtensor, or reads from them."""
+    tree = ast.parse(source)
+    is_private = re.compile(r"_(?!_)").match
+    found = {f"{m}.{name}" for m, name in imports(source) if name and is_private(name)}
+    aliases = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module)
+        for alias in node.names
+        if f"{node.module}.{alias.name}" in MODULES
+    }
+    return found | {
+        f"{aliases[node.value.id]}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in aliases
+        and is_private(node.attr)
+    }
+
+
+MODULES = {module_of(path) for path in FILES}
+
+LEFT: set[str] = {
+    "qtensor.functional.grouped_linear._grouped_backward",
+    "qtensor.functional.grouped_linear._grouped_forward_impl",
+    "qtensor.functional.grouped_linear._grouped_setup_ctx",
+    "qtensor.functional.grouped_linear._restored",
+    "qtensor.functional.linear._linear_backward",
+    "qtensor.functional.linear._linear_forward_impl",
+    "qtensor.functional.linear._linear_setup_ctx",
+    "qtensor.functional.linear._restored",
+    "qtensor.kernels.cpu.native._PLAIN",
+    "qtensor.ops.fuser._run",
+}
+"""Private names that other files still use. The list only gets shorter."""
+
+
+def test_no_private_name_is_used_in_another_file():
+    found = {name for path in FILES for name in private(path.read_text()) if name not in MODULES}
+    assert found - LEFT == set()
+
+
+def test_a_private_name_is_found():
+    source = (
+        "from qtensor.errors import _rule, QTensorError\nfrom qtensor import layout, errors as e\n"
+    )
+    assert private(source) == {"qtensor.errors._rule"}
+    source += "layout._pad(1); layout.__name__; e._rule; other._name; layout.pad(1)"
+    assert private(source) == {"qtensor.errors._rule", "qtensor.layout._pad"}
+    assert private("import qtensor.layout\nfrom torch import _dynamo") == set()

@@ -111,6 +111,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
 
 
+@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
 @pytest.mark.slow
 def test_the_kernels_stay_inside_their_buffers() -> None:
     sanitizer()
@@ -122,6 +123,7 @@ def test_the_kernels_stay_inside_their_buffers() -> None:
     assert "runtime error" not in done.stderr
 
 
+@pytest.mark.nightly(reason="builds the kernels again with checks, and runs for minutes")
 @pytest.mark.slow
 def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     sanitizer()

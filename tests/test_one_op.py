@@ -157,6 +157,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
+@pytest.mark.nightly(reason="three processes that compile")
 @pytest.mark.slow
 def test_programs_are_cached_by_what_they_compute(tmp_path):
     """Across processes: equal plans are found again, and functions of one name and number that differ are not mixed up."""

@@ -1,7 +1,6 @@
-"""docs/op_matrix.md is current, complete and true; and the script that says so can fail."""
+"""The script behind docs/op_matrix.md covers every op and sees lies; `make docs-check` runs it."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,16 +26,6 @@ def script(monkeypatch):
 @pytest.fixture
 def operands(script):
     return script.operands(qtensor.quantizer("mxfp8"))
-
-
-@pytest.mark.slow
-def test_the_document_is_current():
-    """In a process of its own: other tests register formats."""
-    command = [sys.executable, str(DOCS / "generate_op_matrix.py"), "--check"]
-    # What each op does is the same with and without kernels, and compiling them would speak on stderr.
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QTENSOR_NATIVE": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_op_of_a_table_has_a_sample(script):

@@ -195,12 +195,10 @@ def test_quantize_without_a_recipe_or_format_passes_the_input():
     assert isinstance(ops.Quantize("nvfp4")(x), qtensor.NVFP4Tensor)
 
 
-@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize("name", [name for name in BASIC if name != "Reshape"])
 @pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
 def test_more_dims_than_two(name, recipe):
     """(2, 20, K) is (40, K)."""
-    if name == "Reshape":
-        return
     sequence = BASIC[name].make()
     chosen, extra = RECIPES[recipe](), BASIC[name].extra(ROWS)
     flat = step(sequence, sequence, data(), chosen, extra)

@@ -148,14 +148,12 @@ def test_meta_then_reset_parameters(module, quantized):
 # ---- quantized outputs and inputs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "blockwise"])
 def test_a_quantized_output_has_a_gradient(recipe, backend):
     chosen = RECIPES[recipe]()
     results = []
     for compile_it in (False, True):
-        if compile_it and backend is None:
-            continue
         torch.manual_seed(0)
         first, second = qtensor.Linear(WIDTH, 96), qtensor.Linear(96, 32)
         call = (lambda f: compiled(f, backend)[0]) if compile_it else (lambda f: f)
@@ -169,7 +167,9 @@ def test_a_quantized_output_has_a_gradient(recipe, backend):
         y.sum().backward()
         grads = [x.grad, *[p.grad for m in (first, second) for p in m.parameters()]]
         results.append([y.detach(), mid.dequantize().detach(), *grads])
-    assert_same(results[0], results[-1])
+    eager, traced = results
+    assert all(bool(grad.abs().sum() > 0) for grad in eager[2:])
+    assert_same(traced, eager)
 
 
 def test_a_quantized_output_by_name_and_without_a_recipe():

@@ -89,13 +89,22 @@ def run_zoo(recipe: Any, backend: str, blocks: list[Block], options: dict[str, A
     ]
 
 
+_WIDE = pytest.mark.nightly(reason="ranks compile with aot_eager in the default tier")
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("", id="eager"),
+        "aot_eager",
+        pytest.param("inductor", marks=_WIDE),
+    ],
+)
 COMPILED = {
     "aot_eager": [BLOCKS[1], BLOCKS[3], BLOCKS[5]],
     "inductor": [BLOCKS[0], BLOCKS[6]],
 }
 
 
-@pytest.mark.parametrize("backend", ["", *COMPILED], ids=lambda b: b or "eager")
+@backends
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_block(ranks: Ranks, name: str, backend: str) -> None:
     """Norm on the rank's own rows, fc1 by columns, fc2 by rows; the bytes of the oracle, gradients of the norm too."""

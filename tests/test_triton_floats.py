@@ -14,6 +14,7 @@ from formats import FORMATS
 from triton_checks import needs_triton
 
 pytestmark = needs_triton
+WIDE = pytest.mark.nightly(reason="two targets for each kernel; other cells compile the same code")
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +72,36 @@ def compile_run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("dtype", "kinds", "shape"),
     [
-        (torch.bfloat16, ("gelu", "qgeglu", "sreglu", "swiglu", "glu"), (256, 512)),
-        (torch.float16, ("silu", "relu"), (33, 70)),
-        (torch.float32, ("reglu", "geglu", "clamped_swiglu"), (7, 1000)),
+        pytest.param(
+            torch.bfloat16,
+            ("gelu", "qgeglu", "sreglu", "swiglu", "glu"),
+            (256, 512),
+            id="bfloat16",
+            marks=WIDE,
+        ),
+        pytest.param(torch.float16, ("silu", "relu", "glu"), (33, 70), id="float16"),
+        pytest.param(
+            torch.float32,
+            ("reglu", "geglu", "clamped_swiglu"),
+            (7, 1000),
+            id="float32",
+            marks=WIDE,
+        ),
     ],
-    ids=["bfloat16", "float16", "float32"],
 )
 def test_they_compile_to_instructions_that_round_as_written(compile_run, dtype, kinds, shape):
     """For Hopper and Blackwell: two targets for each kernel that is launched."""
     assert compile_run(compiler.check, dtype, kinds, shape) >= 2 * (2 * len(kinds) + 9)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=WIDE) for name in ("fp8", "fp8_delayed", "fp8_blockwise")),
+        "mxfp8",
+        pytest.param("nvfp4", marks=WIDE),
+    ],
+)
 def test_fused_kernels_compile(compile_run, name):
     assert compile_run(compiler.check_fused, name) >= 4
 

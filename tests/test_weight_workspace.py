@@ -62,13 +62,14 @@ def test_the_weight_is_quantized_once_a_step(recipe):
 
 @quantized_recipes
 def test_gradients_come_from_the_kept_weight(recipe):
-    module, chosen = build("linear"), RECIPES[recipe]()
+    module, reference, chosen = build("linear"), build("linear"), RECIPES[recipe]()
     x = torch.randn(32, WIDTH)
-    reference = build("linear")
-    expected = step(reference, reference, x, chosen, is_first_microbatch=True)
-    step(module, module, x, chosen, is_first_microbatch=True)
-    if recipe != "delayed":  # whose factors of input and gradient move on
-        assert_same(step(module, module, x, chosen, is_first_microbatch=False), expected)
+    for layer in (module, reference):
+        step(layer, layer, x, chosen, is_first_microbatch=True)
+    with torch.no_grad():
+        module.weight.mul_(3.0)
+    expected = step(reference, reference, x, chosen, is_first_microbatch=False)
+    assert_same(step(module, module, x, chosen, is_first_microbatch=False), expected)
 
 
 @quantized_recipes
