@@ -79,7 +79,7 @@ def test_every_nvfp4_scale_code() -> None:
 
 
 def test_nvfp4_tensor_factor_is_amax_over_448_times_6() -> None:
-    """Not its inverse, which other checkpoints store (BEHAVIOURS A44)."""
+    """Not its inverse, which other checkpoints store."""
     q = hand_made("nvfp4", (1, 16), _amax_rowwise=torch.tensor([1344.0]))
     q._rowwise_data.fill_(0x22)
     q._rowwise_scale_inv[0, 0] = 0x38
@@ -132,7 +132,7 @@ def test_error_bound(case: FormatCase, dtype: torch.dtype, rowwise: bool, column
 @formats
 @dtypes
 def test_sqnr_of_randn(case: FormatCase, dtype: torch.dtype) -> None:
-    """The floors of BEHAVIOURS A5 and A24 (a check beside the exact ones)."""
+    """The floors of signal to noise; the exact checks are elsewhere."""
     x = torch.randn(256, 256).to(dtype)
     for rowwise, columnwise in ((True, False), (False, True)):
         q = case.quantize(x, rowwise=rowwise, columnwise=columnwise)
@@ -165,7 +165,7 @@ def test_mx_sqnr_in_every_scale_mode(fmt: str, element: str, floor: float, mode:
 @pytest.mark.parametrize("shape", [(64, 96), (2, 48, 64)], ids=str)
 @pytest.mark.parametrize("row_scaled", [False, True])
 def test_nvfp4_scales_recover_the_amax(shape: tuple[int, ...], row_scaled: bool) -> None:
-    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8 dB (BEHAVIOURS A43)."""
+    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8 dB."""
     x = torch.randn(shape)
     rows, blocks = math.prod(shape[:-1]), shape[-1] // 16
     q = qtensor.quantize(x, "nvfp4", row_scaled=row_scaled)
