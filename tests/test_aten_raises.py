@@ -34,8 +34,6 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "repeat": ("aten.repeat", lambda q: q.repeat(2, 1)),
     "stack": ("aten.stack", lambda q: torch.stack([q, q])),
     "gather": ("aten.gather", lambda q: q.gather(0, torch.zeros(1, 1, dtype=torch.long))),
-    "index": ("aten.index.Tensor", lambda q: q[torch.tensor([0, 1])]),
-    "mask": ("aten.index.Tensor", lambda q: q[torch.ones(8, dtype=torch.bool)]),
     "scatter": ("aten.scatter", lambda q: q.scatter(0, torch.zeros(1, 1, dtype=torch.long), 1.0)),
     "tril": ("aten.tril", lambda q: q.tril()),
     "cumprod": ("aten.cumprod", lambda q: q.cumprod(0)),

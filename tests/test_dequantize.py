@@ -21,6 +21,7 @@ from formats import (
 from torch import Tensor
 
 import qtensor
+from qtensor.library.codec import by_name
 
 RANKS = [(), (40,), (3, 40), (2, 3, 40), (2, 1, 3, 40), (0, 40), (3, 0), (0,)]
 
@@ -260,3 +261,21 @@ def test_dequantize_changes_no_buffer(case: FormatCase) -> None:
     for buffer, was in zip(q.buffers(), before, strict=True):
         assert_same_bytes(buffer, was)
     assert np.any(q.dequantize().numpy())
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["row", "col"])
+@pytest.mark.parametrize("dtype", ["e2m3", "e3m2"])
+def test_bits_above_a_six_bit_code_are_ignored(dtype: str, columnwise: bool) -> None:
+    """By kernels, by the reference and in products; a file may hold any byte."""
+    options = {"dtype": dtype, "rowwise": not columnwise, "columnwise": columnwise}
+    q = qtensor.quantize(rand(64, 96), "mxfp6", **options)
+    want = q.dequantize()
+    q.buffers()[0].bitwise_or_(0xC0)
+    assert_same_bytes(q.dequantize(), want)
+    reference = q.quantizer.decode(by_name(q.quantizer, q.buffers()), q.shape)
+    assert_same_bytes(reference, want)
+    if not columnwise:
+        x = rand(3, 96, seed=1)
+        bound = 96 * torch.finfo(torch.float32).eps * (x.abs() @ want.abs().t())
+        product = torch.nn.functional.linear(x, q)
+        assert ((product - x @ want.t()).abs() <= bound).all()

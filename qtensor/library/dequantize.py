@@ -13,6 +13,7 @@ from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import FILLS, LIBRARY, below_autograd, leaf_op
+from qtensor.library.denormals import denormals_kept
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -73,7 +74,7 @@ def _dequantize_fill(
     if values is not None:
         out.copy_(values)
         return
-    with below_autograd():
+    with below_autograd(), denormals_kept():
         out.copy_(codec.decode(by_name(codec, buffers), tuple(shape)))
 
 
