@@ -19,10 +19,13 @@ def refused(error: type[Exception], message: str) -> Any:
 
 
 SHAPES = [
-    ("ab", "a shape is sizes, or one size; got 'ab'. Pass (rows, columns), say."),
-    (3.0, "a shape is sizes, or one size; got 3.0. Pass"),
-    (None, "a shape is sizes, or one size; got None. Pass"),
-    ((2, 1.5), "a shape is sizes, or one size; got (2, 1.5). Pass"),
+    (
+        "ab",
+        "a shape is a sequence of sizes, or one size; got 'ab'. Pass a tuple such as (rows, columns).",
+    ),
+    (3.0, "a shape is a sequence of sizes, or one size; got 3.0. Pass"),
+    (None, "a shape is a sequence of sizes, or one size; got None. Pass"),
+    ((2, 1.5), "a shape is a sequence of sizes, or one size; got (2, 1.5). Pass"),
     ((2, -1), "sizes must not be negative; got (2, -1). Fix the shape."),
     (-4, "sizes must not be negative; got -4. Fix the shape."),
 ]

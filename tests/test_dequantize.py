@@ -16,6 +16,7 @@ from formats import (
     assert_same_bytes,
     dtypes,
     formats,
+    rand,
     usages,
 )
 from torch import Tensor
