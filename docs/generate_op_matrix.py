@@ -98,14 +98,19 @@ BOUNDS = OpClass(
     "exact",
     "Exact or an error: calls that depend on where blocks lie",
     "A part that shares a factor with its neighbours, or whose codes share a byte with them, cannot be cut out; then the call "
-    "raises a `QTensorError` that names the rule and the multiple. It never rounds again. An `expand` to more rows gives plain values: batched products ask "
-    "for it.",
+    "raises a `QTensorError` that names the rule and the multiple. It never rounds again. Single elements, masks and "
+    "an `expand` to more rows, which batched products ask for, give plain values.",
     ELSEWHERE,
     ELSEWHERE,
 )
 
 WITHOUT_VALUES = ("empty_like", "new_empty", "new_empty_strided")
-GIVES_VALUES = ("repeated to more rows: `t.expand(2, 128, 256)`",)
+GIVES_VALUES = (
+    "repeated to more rows: `t.expand(2, 128, 256)`",
+    "one element: `t[3, 5]`",
+    "by a mask: `t[mask]`",
+    "elements by number: `t[[3, 4], [5, 6]]`",
+)
 """Calls of an exact op that give plain values instead of raising."""
 
 

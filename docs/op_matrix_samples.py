@@ -94,6 +94,7 @@ PRESERVED: dict[str, Sample] = {
     "permute": lambda o: A.permute(o.matrix, [1, 0]),
     "expand": lambda o: A.expand(o.matrix, [-1, COLS]),
     "cat": lambda o: A.cat([o.matrix, o.matrix]),
+    "index": lambda o: A.index(o.matrix, [o.rows]),
     "index_select": lambda o: A.index_select(o.matrix, 0, o.rows),
     "_pin_memory": lambda o: A._pin_memory(o.matrix),
     "is_pinned": lambda o: A.is_pinned(o.matrix),
@@ -108,6 +109,11 @@ ELSEWHERE: dict[str, Sample] = {
     "columns anywhere: `t[:, 3:77]`": lambda o: o.matrix[:, 3:77],
     "every second row: `t[::2]`": lambda o: o.matrix[::2],
     "one row: `t[5]`": lambda o: o.matrix[5],
+    "rows by number: `t[[5, 0, 77]]`": lambda o: o.matrix[[5, 0, 77]],
+    "batches by number: `t[[1, 0]]` of (2, 128, 256)": lambda o: o.batch[[1, 0]],
+    "one element: `t[3, 5]`": lambda o: o.matrix[3, 5],
+    "by a mask: `t[mask]`": lambda o: o.matrix[o.mask],
+    "elements by number: `t[[3, 4], [5, 6]]`": lambda o: o.matrix[[3, 4], [5, 6]],
     "one column: `t[:, 5]`": lambda o: o.matrix[:, 5],
     "middle dim of (2, 128, 256): `t[:, 32:96]`": lambda o: o.batch[:, 32:96],
     "split by 5 rows": lambda o: o.matrix.split(5),
@@ -216,16 +222,37 @@ IN_PLACE: dict[str, Sample] = {
     "clamp_": _in_place(lambda t, o: A.clamp_(t, -1, 1)),
     "lerp_": _in_place(lambda t, o: A.lerp_(t, o.other, 0.25)),
     "masked_fill_": _in_place(lambda t, o: A.masked_fill_(t, o.mask, 0.5)),
+    **{
+        name: _foreach_in_place(lambda ts, o, name=name: _fused(name, ts, o))  # type: ignore[misc]
+        for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    },
     "_foreach_lerp_": _foreach_in_place(
         lambda ts, o: A._foreach_lerp_(ts, [o.other, o.matrix], 0.25)
     ),
 }
 
+
+def _fused(name: str, targets: list[Any], o: Operands) -> None:
+    """One step of a fused optimizer; gradients and state are plain."""
+    gradients = [plain(o.other), plain(o.matrix)]
+    state = [[torch.zeros(ROWS, COLS) for _ in targets] for _ in range(2)]
+    steps = [torch.ones(()) for _ in targets]
+    numbers: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "maximize": False}
+    if name == "_fused_sgd_":
+        numbers |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "is_first_step": True}
+        A._fused_sgd_(targets, gradients, state[0], **numbers)
+    elif name == "_fused_adagrad_":
+        numbers |= {"lr_decay": 0.0, "eps": 1e-8}
+        A._fused_adagrad_(targets, gradients, state[0], steps, **numbers)
+    else:
+        numbers |= {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False}
+        getattr(A, name)(targets, gradients, *state, [], steps, **numbers)
+
+
 REFUSED: dict[str, Sample] = {
     "as_strided": lambda o: A.as_strided(o.matrix, [4, 4], [COLS, 1]),
     "diagonal": lambda o: A.diagonal(o.matrix),
     "unfold": lambda o: A.unfold(o.matrix, 0, 32, 32),
-    "index": lambda o: A.index(o.matrix, [o.rows]),
     "index_put_": lambda o: A.index_put_(o.matrix.clone(), [o.rows], torch.zeros(())),
     "gather": lambda o: A.gather(o.matrix, 1, o.mask.long()),
     "scatter_": lambda o: A.scatter_(o.matrix.clone(), 1, o.mask.long(), 0.0),

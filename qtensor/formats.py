@@ -27,7 +27,7 @@ class Element:
     exponent_bits: int
     mantissa_bits: int
     max: float
-    """Largest finite magnitude (FP8: NUMERICS section 0)."""
+    """Largest finite magnitude (FP8: docs/numerics.md, general rules)."""
     dtype: torch.dtype | None = None
     """The torch dtype with these codes, where one exists."""
 

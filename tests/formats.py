@@ -27,7 +27,7 @@ class FormatCase:
     """Rows of a slice must be a multiple of this (rowwise data)."""
     col_multiple: int = 1
     min_sqnr: float = 25.0
-    """On randn: from BEHAVIOURS A5 and A24."""
+    """Lowest signal to noise ratio, in decibels, of normally distributed values."""
 
     def quantizer(self, **options: Any) -> qtensor.Quantizer:
         return qtensor.quantizer(self.name, **options)
@@ -42,7 +42,7 @@ class FormatCase:
     def slice_multiples(
         self, *, rowwise: bool = True, columnwise: bool = False, **options: Any
     ) -> tuple[int, int]:
-        """(rows, cols) that the bounds of a slice must be multiples of, from the layout tables of NUMERICS.md."""
+        """(rows, cols) that the bounds of a slice must be multiples of, from docs/numerics.md."""
         block, swizzled = self.col_multiple, options.get("swizzled", False)
         row_tile, col_tile = (128, 4 * block) if swizzled else (1, block)
         rows = max(row_tile if rowwise else 1, col_tile if columnwise else 1)

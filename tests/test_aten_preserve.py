@@ -142,14 +142,41 @@ def test_to_an_integer_dtype_gives_plain_values(case: FormatCase) -> None:
     ],
 )
 @formats
-def test_float_half_and_the_like_dequantize(
-    case: FormatCase, name: str, dtype: torch.dtype
-) -> None:
-    q = make(case, 33, 130)
-    result = getattr(q, name)()
-    assert type(result) is torch.Tensor
-    assert_same_bytes(result, q.dequantize(torch.float32).to(dtype))
-    assert "dequantize" in type(q).__dict__.get(name, getattr(type(q), name)).__doc__
+def test_float_half_and_the_like_equal_to(case: FormatCase, name: str, dtype: torch.dtype) -> None:
+    """They change the nominal dtype and keep the codes, as torch promises that they equal ``.to(dtype)``."""
+    for q in (make(case, 33, 130), make(case, 33, 130).to(torch.bfloat16)):
+        result = getattr(q, name)()
+        assert_same_tensor(result, q.to(dtype))
+        assert result.dtype == dtype
+        for got, want in zip(result.buffers(), q.buffers(), strict=True):
+            assert_same_bytes(got, want)
+
+
+@formats
+def test_a_dtype_that_cannot_be_nominal_is_refused(case: FormatCase) -> None:
+    q = make(case, 8, 64)
+    for dtype in (torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(qtensor.DtypeError, match=rf"to\[{case.name}\]: .*float64; got torch"):
+            q.to(dtype)
+
+
+@formats
+def test_channels_last_is_refused(case: FormatCase) -> None:
+    q = make(case, 2, 8, 4, 32)
+    calls: dict[str, Op] = {
+        "contiguous": lambda f: q.contiguous(memory_format=f),
+        "clone": lambda f: q.clone(memory_format=f),
+        "to": lambda f: q.to(torch.bfloat16, memory_format=f),
+        "empty_like": lambda f: torch.empty_like(q, memory_format=f),
+    }
+    for call in calls.values():
+        with pytest.raises(
+            qtensor.UnsupportedError, match=r"contiguous_format; got .*channels_last"
+        ):
+            call(torch.channels_last)
+        for legal in (torch.contiguous_format, torch.preserve_format):
+            if call is not calls["contiguous"]:
+                assert call(legal).shape == q.shape
 
 
 @formats
@@ -236,7 +263,7 @@ def test_index_select_rows(case: FormatCase) -> None:
     q = make(case, 33, 64)
     index = torch.tensor([4, 0, 32, 4])
     assert torch.equal(q.index_select(0, index).dequantize(), q.dequantize()[index])
-    with pytest.raises(qtensor.UnsupportedError, match=r"index_select\[.*Dequantize"):
+    with pytest.raises(qtensor.UnsupportedError, match=r"index_select\[.*dequantize\(\)"):
         q.index_select(1, index)
 
 

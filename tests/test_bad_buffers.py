@@ -19,12 +19,15 @@ def refused(error: type[Exception], message: str) -> Any:
 
 
 SHAPES = [
-    ("ab", "a shape is sizes, or one size; got 'ab'. Pass (rows, columns), say."),
-    (3.0, "a shape is sizes, or one size; got 3.0. Pass"),
-    (None, "a shape is sizes, or one size; got None. Pass"),
-    ((2, 1.5), "a shape is sizes, or one size; got (2, 1.5). Pass"),
-    ((2, -1), "sizes must not be negative; got (2, -1). Mend the shape."),
-    (-4, "sizes must not be negative; got -4. Mend the shape."),
+    (
+        "ab",
+        "a shape is a sequence of sizes, or one size; got 'ab'. Pass a tuple such as (rows, columns).",
+    ),
+    (3.0, "a shape is a sequence of sizes, or one size; got 3.0. Pass"),
+    (None, "a shape is a sequence of sizes, or one size; got None. Pass"),
+    ((2, 1.5), "a shape is a sequence of sizes, or one size; got (2, 1.5). Pass"),
+    ((2, -1), "sizes must not be negative; got (2, -1). Fix the shape."),
+    (-4, "sizes must not be negative; got -4. Fix the shape."),
 ]
 
 
@@ -59,7 +62,8 @@ def test_one_size_is_a_shape(case: FormatCase) -> None:
 def test_wrong_nominal_dtype(case: FormatCase, dtype: Any) -> None:
     q = case.quantizer()
     got = dtype if isinstance(dtype, torch.dtype) else repr(dtype)
-    message = f"the nominal dtype must be floating; got {got}. Pass torch.float32, say."
+    legal = "float32, bfloat16, float16, float64"
+    message = f"the nominal dtype must be floating: one of {legal}; got {got}. Pass one of them"
     with refused(qtensor.DtypeError, f"make_empty[{case.name}]: {message}"):
         q.make_empty(3, dtype=dtype)
     with refused(qtensor.DtypeError, f"assemble[{case.name}]: {message}"):
@@ -103,7 +107,7 @@ def test_wrong_number_of_buffers(
     for buffers in ([], made[:-1], [*made, made[-1]]):
         message = (
             f"assemble[{case.name}]: {q.quantizer.canonical} needs {len(made)} buffers: {names}; "
-            f"got {len(buffers)}. Pass what buffers() gives, in slot order"
+            f"got {len(buffers)}. Pass the list that buffers() returns"
         )
         with refused(qtensor.QTensorError, message):
             q.quantizer.assemble(buffers, q.shape, q.dtype, bare=bare)

@@ -52,7 +52,7 @@ def refused(error: type[Exception], message: str) -> Any:
 @formats
 @pytest.mark.parametrize("dtype", WRONG_DTYPES, ids=str)
 def test_wrong_dtype(case: FormatCase, dtype: torch.dtype) -> None:
-    """A TypeError too (NUMERICS section 0), naming the dtype and those that are taken."""
+    """A TypeError too (docs/numerics.md), naming the dtype and those that are taken."""
     x = torch.ones(3, 40).to(dtype)
     before = x.clone()
     message = f"quantize[{case.name}]: the input must be float32, bfloat16 or float16; got {dtype}. Convert it"
@@ -210,7 +210,7 @@ def test_no_usage(case: FormatCase) -> None:
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
 def test_impossible_usage(name: str, missing: str) -> None:
-    """Directions that were quantized on their own: a RuntimeError too (BEHAVIOURS T27), and nothing changes."""
+    """Directions that were quantized on their own: a RuntimeError too, and nothing changes."""
     held = "columnwise" if missing == "rowwise" else "rowwise"
     q = qtensor.quantize(torch.randn(5, 40), name, **{held: True, missing: False})
     before = snapshot(q)

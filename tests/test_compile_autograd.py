@@ -94,7 +94,7 @@ def test_gradient_reaches_a_quantized_input(case: FormatCase, backend: str):
 
 
 def test_coerced_tangents_are_plain():
-    """What quantized outputs lean on in AOTAutograd; to be watched on every torch version (SYSTEM.md section 4)."""
+    """What quantized outputs lean on in AOTAutograd; to be watched on every torch version."""
     for case in FORMATS:
         t = case.quantize(ordinary((5, 7), torch.float16))
         tangent = t.__coerce_tangent_metadata__()

@@ -121,7 +121,7 @@ def test_between_other_ops(case: FormatCase, backend: str):
 
 @backends
 def test_same_input_quantized_twice_is_the_same(backend: str):
-    """Common subexpressions may be merged, but two formats or two usages of one input never (BEHAVIOURS A15)."""
+    """Common subexpressions may be merged, but two formats or two usages of one input never."""
     chosen = [case.quantizer(columnwise=column) for case in FORMATS for column in (False, True)]
 
     def region(x, scale):

@@ -116,7 +116,7 @@ def changed_once(q: qtensor.Quantizer, case: FormatCase) -> list[qtensor.Quantiz
 
 @formats
 def test_equal_quantizers_share_a_graph(case: FormatCase):
-    """As arguments: equal values, however made, take the same graph; each other value one more (BEHAVIOURS T4)."""
+    """As arguments: equal values, however made, take the same graph; each other value one more."""
 
     def region(x, q, state, seed):
         return round_trip(q, x, {**state, **seeded(q, seed)})

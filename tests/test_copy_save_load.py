@@ -26,9 +26,10 @@ from formats import (
     snapshot,
     usages,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import qtensor
+from qtensor.storage.serialize import rebuild, reduce
 
 SHAPES = [(), (5,), (0, 64), (33, 130), (2, 3, 40)]
 
@@ -288,16 +289,105 @@ def test_module_to_dtype_device_and_meta(case: FormatCase) -> None:
     ],
 )
 @formats
-def test_module_float_and_the_like_dequantize(
+def test_module_float_and_the_like_keep_the_codes(
     case: FormatCase, name: str, dtype: torch.dtype
 ) -> None:
-    """As ``Tensor.float()`` does; ``Module.to(dtype)`` keeps the bytes instead."""
-    module = linear(case)
-    want = getattr(module.weight.detach(), name)()
+    """A model stays quantized, as it does under ``Module.to(dtype)``."""
+    module = linear(case).bfloat16()
+    before = snapshot(module.weight.detach())
     getattr(module, name)()
-    assert type(module.weight) is nn.Parameter
-    assert module.weight.dtype == dtype
-    assert_same_bytes(module.weight.detach(), want)
+    assert isinstance(module.weight, nn.Parameter)
+    assert module.weight.dtype == module.bias.dtype == dtype
+    assert_same_tensor(module.weight.detach(), before.to(dtype))
+
+
+def _tag(t: Any) -> Any:
+    t.tag = "kept"
+    return t
+
+
+@pytest.mark.parametrize("name", [*COPIES, "copy"])
+@formats
+def test_attributes_survive_as_those_of_a_parameter_do(case: FormatCase, name: str) -> None:
+    """Attributes of one's own; torch's tensors and parameters keep them in copies and pickles."""
+    function = {**COPIES, "copy": copy.copy}[name]
+    for make in (case.quantize, lambda x: nn.Parameter(case.quantize(x))):
+        copied = function(_tag(make(rand(8, 64))))
+        assert copied.tag == "kept"
+        assert_same_tensor(copied.detach(), make(rand(8, 64)).detach())
+
+
+def test_a_copy_shares_buffers_and_a_part_keeps_its_note() -> None:
+    q = BY_NAME["fp8"].quantize(rand(8, 64))
+    shallow = copy.copy(q)
+    assert all(shares_memory(a, b) for a, b in zip(shallow.buffers(), q.buffers(), strict=True))
+    assert q[:4]._view_note is not None
+    assert COPIES["pickle"](q[:4])._view_note is None
+
+
+class Crafted:
+    """A file that names ``rebuild`` with arguments of its own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, self.arguments
+
+
+def _float8(**changes: Any) -> dict[str, Tensor]:
+    q = qtensor.quantize(rand(64, 64), "fp8_rowwise")
+    return {"data": q._data, "scale_inv": q._scale_inv, **changes}
+
+
+_SCALES = qtensor.quantize(rand(64, 64), "fp8_rowwise")._scale_inv
+CRAFTED: dict[str, tuple[Any, ...]] = {
+    "float64 factors": (_float8(scale_inv=_SCALES.double()),),
+    "sparse codes": (_float8(data=torch.ones(64, 64, dtype=torch.uint8).to_sparse()),),
+    "a number": (_float8(scale_inv=7),),
+    "a third of the factors": (_float8(scale_inv=_SCALES[:21]),),
+    "meta factors": (_float8(scale_inv=_SCALES.to("meta")),),
+    "no factors": ({"data": torch.zeros(64, 64, dtype=torch.uint8)},),
+    "a list": ([torch.zeros(64, 64, dtype=torch.uint8), _SCALES],),
+    "requires grad": (_float8(scale_inv=_SCALES.clone().requires_grad_()),),
+    "one buffer too many": (_float8(rowwise_data=_SCALES),),
+    "another shape": (_float8(), (64, 128)),
+    "a negative shape": (_float8(), (-64, -64)),
+    "a shape of texts": (_float8(), ("64", "64")),
+    "a number as shape": (_float8(), 4096),
+    "an integer dtype": (_float8(), (64, 64), torch.int32),
+    "a text as dtype": (_float8(), (64, 64), "float32"),
+    "another format": (_float8(), (64, 64), torch.float32, "mxfp8"),
+    "no quantizer": (_float8(), (64, 64), torch.float32, 7),
+    "another class": (_float8(), (64, 64), torch.float32, "fp8_rowwise", "MXFP8Tensor"),
+    "no class": (_float8(), (64, 64), torch.float32, "fp8_rowwise", ["Float8Tensor"]),
+    "factors of other rows": (
+        {"data": torch.zeros(4096, dtype=torch.uint8), "scale_inv": torch.ones(1)},
+        (4096,),
+        torch.float32,
+        "fp8_rowwise(axis=0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_file_is_refused(name: str) -> None:
+    """Before anything is made: reading such a tensor would read memory outside its buffers."""
+    defaults = (_float8(), (64, 64), torch.float32, "fp8_rowwise", "Float8Tensor")
+    given = CRAFTED[name]
+    buffers, shape, dtype, canonical, cls = (*given, *defaults[len(given) :])
+    for class_name in (cls, f"{cls}Storage" if isinstance(cls, str) else cls):
+        file = io.BytesIO()
+        torch.save(Crafted(class_name, shape, dtype, canonical, buffers, False, False), file)
+        file.seek(0)
+        with pytest.raises(qtensor.QTensorError, match=r"; got .*\."):
+            torch.load(file, weights_only=True)
+
+
+def test_a_file_without_attributes_still_loads() -> None:
+    """Files of earlier versions name seven arguments."""
+    q = qtensor.quantize(rand(64, 64), "fp8_rowwise")
+    assert_same_tensor(saved(Crafted(*reduce(q)[1][:7])), q)
 
 
 @formats

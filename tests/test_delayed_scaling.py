@@ -20,7 +20,7 @@ FLT_MAX = np.finfo(np.float32).max
 def simulate(
     stream: np.ndarray, length: int, algorithm: str, margin: int, largest: float
 ) -> list[np.ndarray]:
-    """The factor of each step, from the text of NUMERICS section 2: ten lines that share nothing with the library."""
+    """The factor of each step, from the text of docs/numerics.md: ten lines that share nothing with the library."""
     history, scale, used = (
         [np.zeros(stream.shape[1], np.float32)] * length,
         np.ones(stream.shape[1], np.float32),

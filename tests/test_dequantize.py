@@ -16,11 +16,13 @@ from formats import (
     assert_same_bytes,
     dtypes,
     formats,
+    rand,
     usages,
 )
 from torch import Tensor
 
 import qtensor
+from qtensor.library.codec import by_name
 
 RANKS = [(), (40,), (3, 40), (2, 3, 40), (2, 1, 3, 40), (0, 40), (3, 0), (0,)]
 
@@ -79,7 +81,7 @@ def test_every_nvfp4_scale_code() -> None:
 
 
 def test_nvfp4_tensor_factor_is_amax_over_448_times_6() -> None:
-    """Not its inverse, which other checkpoints store (BEHAVIOURS A44)."""
+    """Not its inverse, which other checkpoints store."""
     q = hand_made("nvfp4", (1, 16), _amax_rowwise=torch.tensor([1344.0]))
     q._rowwise_data.fill_(0x22)
     q._rowwise_scale_inv[0, 0] = 0x38
@@ -132,7 +134,7 @@ def test_error_bound(case: FormatCase, dtype: torch.dtype, rowwise: bool, column
 @formats
 @dtypes
 def test_sqnr_of_randn(case: FormatCase, dtype: torch.dtype) -> None:
-    """The floors of BEHAVIOURS A5 and A24 (a check beside the exact ones)."""
+    """The floors of signal to noise; the exact checks are elsewhere."""
     x = torch.randn(256, 256).to(dtype)
     for rowwise, columnwise in ((True, False), (False, True)):
         q = case.quantize(x, rowwise=rowwise, columnwise=columnwise)
@@ -165,7 +167,7 @@ def test_mx_sqnr_in_every_scale_mode(fmt: str, element: str, floor: float, mode:
 @pytest.mark.parametrize("shape", [(64, 96), (2, 48, 64)], ids=str)
 @pytest.mark.parametrize("row_scaled", [False, True])
 def test_nvfp4_scales_recover_the_amax(shape: tuple[int, ...], row_scaled: bool) -> None:
-    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8 dB (BEHAVIOURS A43)."""
+    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8 dB."""
     x = torch.randn(shape)
     rows, blocks = math.prod(shape[:-1]), shape[-1] // 16
     q = qtensor.quantize(x, "nvfp4", row_scaled=row_scaled)
@@ -260,3 +262,21 @@ def test_dequantize_changes_no_buffer(case: FormatCase) -> None:
     for buffer, was in zip(q.buffers(), before, strict=True):
         assert_same_bytes(buffer, was)
     assert np.any(q.dequantize().numpy())
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["row", "col"])
+@pytest.mark.parametrize("dtype", ["e2m3", "e3m2"])
+def test_bits_above_a_six_bit_code_are_ignored(dtype: str, columnwise: bool) -> None:
+    """By kernels, by the reference and in products; a file may hold any byte."""
+    options = {"dtype": dtype, "rowwise": not columnwise, "columnwise": columnwise}
+    q = qtensor.quantize(rand(64, 96), "mxfp6", **options)
+    want = q.dequantize()
+    q.buffers()[0].bitwise_or_(0xC0)
+    assert_same_bytes(q.dequantize(), want)
+    reference = q.quantizer.decode(by_name(q.quantizer, q.buffers()), q.shape)
+    assert_same_bytes(reference, want)
+    if not columnwise:
+        x = rand(3, 96, seed=1)
+        bound = 96 * torch.finfo(torch.float32).eps * (x.abs() @ want.abs().t())
+        product = torch.nn.functional.linear(x, q)
+        assert ((product - x @ want.t()).abs() <= bound).all()

@@ -164,7 +164,7 @@ def test_nvfp4_drops_the_sign_of_zero_only() -> None:
 
 
 def test_nvfp4_ties_of_the_contract() -> None:
-    """NUMERICS section 5 lists them."""
+    """docs/numerics.md, NVFP4 lists them."""
     ties = {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5.0: 4}
     got = decode(encode(torch.tensor(list(ties)), ELEMENTS["e2m1"]), ELEMENTS["e2m1"])
     assert got.tolist() == list(ties.values())

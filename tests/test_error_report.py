@@ -44,7 +44,7 @@ def test_every_format_option_usage_and_shape(case: FormatCase, shape: tuple[int,
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_statistics_are_exact(element: str) -> None:
-    """Saturated and zero counts for the factors 1e9, 1e-9 and 1, and a mixed tensor (BEHAVIOURS A55)."""
+    """Saturated and zero counts for the factors 1e9, 1e-9 and 1, and a mixed tensor."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0}[element]
     x = torch.randn(64, 64)
     x[x == 0] = 1.0

@@ -227,7 +227,7 @@ def test_nvfp4_rht_matrix() -> None:
 
 
 def test_mxfp8_e8m0_table() -> None:
-    """All entries but NaN, where the golden source returns 0 and section 4 asks for 255."""
+    """All entries but NaN, where the golden source returns 0 and docs/numerics.md asks for 255."""
     amax, want = golden("mxfp8_e8m0_table")["amax"], golden("mxfp8_e8m0_table")["e8m0"]
     got = mx.scale_codes(amax, oracle.ELEMENTS["e4m3"], "rceil").astype(np.uint8)
     isnan = np.isnan(amax)
@@ -267,7 +267,7 @@ CUTLASS_KEYS = [key for key in golden("cutlass_sf_layouts") if not key.endswith(
 
 @pytest.mark.parametrize("key", CUTLASS_KEYS)
 def test_cutlass_scale_layouts(key: str) -> None:
-    """Offsets of the scale of (row, k block) in a CUTLASS operand: the swizzle of section 6, or
+    """Offsets of the scale of (row, k block) in a CUTLASS operand: the swizzle of docs/numerics.md, or
     (blockwise) a plain matrix in M- or K-major order.
     """
     kind, _, block, operand = key.split("/")

@@ -1,4 +1,4 @@
-"""TensorProto and the data-free primitives describe exactly what the quantizer makes (BEHAVIOURS T35-T40)."""
+"""TensorProto and the data-free primitives describe exactly what the quantizer makes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_flatten_round_trip(case: FormatCase, rowwise: bool, columnwise: bool):
 
 @formats
 def test_context_holds_values_only(case: FormatCase):
-    """No size, device, class or tensor: a graph would be made for each (SYSTEM.md section 3)."""
+    """No size, device, class or tensor: a graph would be made for each."""
     q = case.quantizer(columnwise=True)
     contexts = {
         q.quantize(torch.randn(s), **case.call()).__tensor_flatten__()[1]

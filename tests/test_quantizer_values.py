@@ -185,7 +185,7 @@ def test_unknown_format_lists_all_known() -> None:
     "argument", ["generator", "scale", "amax_reduction_group", "noop_flag", "out"]
 )
 def test_live_state_is_refused_by_name(case: FormatCase, argument: str) -> None:
-    """A TypeError that says where it goes (BEHAVIOURS T3)."""
+    """A TypeError that says where it goes."""
     with pytest.raises(
         TypeError, match=rf"quantizer\[{case.name}\].*quantizer\.quantize\(x, {argument}="
     ):

@@ -66,7 +66,7 @@ def test_random_bytes_are_uniform() -> None:
 
 @pytest.mark.parametrize("noise", [0, 1, 127, 128, 255])
 def test_rule_of_one_value(noise: int) -> None:
-    """t = |x| + (r / 256) * step, floored to the grid of t, capped at 6, with the sign of x (NUMERICS section 5)."""
+    """t = |x| + (r / 256) * step, floored to the grid of t, capped at 6, with the sign of x (docs/numerics.md)."""
     x = torch.cat((
         torch.arange(0, 7, 1 / 64),
         GRID,
@@ -111,7 +111,7 @@ def test_each_draw_is_one_of_the_two_neighbours() -> None:
     scale = (
         nearest._rowwise_scale_inv[:rows, :blocks].contiguous().view(torch.float8_e4m3fn).float()
     )
-    # The encode factor of NUMERICS section 5, in float32 at each step.
+    # The encode factor of docs/numerics.md, NVFP4, in float32 at each step.
     global_dec = 1 / (torch.tensor(448.0 * 6) / nearest._amax_rowwise)
     scaled = (
         (x.view(rows, blocks, 16) * (1 / (scale * global_dec))[..., None])
@@ -145,7 +145,7 @@ def test_probability_is_the_distance() -> None:
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_mean_of_draws_converges(columnwise: bool) -> None:
-    """Fifty draws come closer than rounding to nearest (BEHAVIOURS T14).
+    """Fifty draws come closer than rounding to nearest.
 
     Let u be the position between the neighbours a step apart, uniform: one draw has variance u(1 - u), 1/6 on average, so
     the mean of 50 has RMSE sqrt(1 / 300) = 0.058 of a step; rounding to nearest has sqrt(1 / 12) = 0.289.

@@ -1,4 +1,4 @@
-"""Swizzled scales: the bytes of the 128x4 tiles (NUMERICS section 6), and values that do not depend on them."""
+"""Swizzled scales: the bytes of the 128x4 tiles (docs/numerics.md), and values that do not depend on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [
 
 
 def tile_by_tile(scales: Tensor) -> Tensor:
-    """The rule of section 6, element by element."""
+    """The rule of docs/numerics.md, element by element."""
     rows, cols = scales.shape
     out = torch.empty(rows * cols, dtype=scales.dtype)
     for r in range(rows):
@@ -58,7 +58,7 @@ def test_rule(shape: tuple[int, int]) -> None:
     "shape", [(128, 4), (256, 8), (100, 3), (4, 4), (50, 10), (384, 12)], ids=str
 )
 def test_round_trip(shape: tuple[int, int]) -> None:
-    """The shapes of torchao's to_blocked / from_blocked test (BEHAVIOURS A65), padded as storages pad them."""
+    """The shapes of torchao's to_blocked / from_blocked test, padded as storages pad them."""
     padded = torch.zeros(-(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4, dtype=torch.uint8)
     padded[: shape[0], : shape[1]] = torch.randint(1, 256, shape, dtype=torch.uint8)
     moved = swizzle(padded)

@@ -14,7 +14,7 @@ BLOCK = 128
 def swizzled_offset(row: int, column: int, columns: int) -> int:
     """Offset of the factor of block ``column`` of ``row``, with ``columns`` blocks a row.
 
-    The layout of cuBLAS and CUTLASS for block-scaled operands (NUMERICS section 6): tiles of 128x4 in row-major order.
+    The layout of cuBLAS and CUTLASS for block-scaled operands (docs/numerics.md): tiles of 128x4 in row-major order.
     """
     tile = row // TILE_ROWS * ceil_div(columns, TILE_COLUMNS) + column // TILE_COLUMNS
     inner = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_COLUMNS + column % TILE_COLUMNS

@@ -13,6 +13,7 @@ from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import FILLS, LIBRARY, Shortcuts, below_autograd, leaf_op, no_outputs
+from qtensor.library.denormals import denormals_kept
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -78,7 +79,7 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     if values is not None:
         out.copy_(values)
         return
-    with below_autograd():
+    with below_autograd(), denormals_kept():
         out.copy_(codec.decode(by_name(codec, args.buffers), tuple(args.shape)))
 
 

@@ -12,6 +12,7 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
 from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op, no_outputs
+from qtensor.library.denormals import denormals_kept
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,7 +73,7 @@ def _encode(
     """Write the buffers, and the amax where there is room for it behind them."""
     if table.quantize_(codec, buffers, x, scale, amax, seed):
         return
-    with below_autograd():
+    with below_autograd(), denormals_kept():
         codec.encode_(by_name(codec, buffers), x, scale, amax, seed)
         if codec.returns_amax and len(buffers) > len(codec.slots):
             buffers[-1].copy_(codec.amax(x)[0])
@@ -134,7 +135,7 @@ def _amax_alloc(args: AmaxArgs) -> list[Tensor]:
 
 
 def _amax_fill(outputs: list[Tensor], args: AmaxArgs) -> None:
-    with below_autograd():
+    with below_autograd(), denormals_kept():
         found = parse(args.quantizer).amax(args.x)
     for output, value in zip(outputs, found, strict=True):
         output.copy_(value)

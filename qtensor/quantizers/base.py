@@ -20,10 +20,7 @@ from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.quantizers.autograd import assembled, quantize_traced, quantized
 from qtensor.quantizers.calls import (
-    as_shape,
-    check_buffers,
     check_call,
-    check_nominal,
     prepare,
     refuse_gradient,
 )
@@ -36,6 +33,7 @@ from qtensor.quantizers.options import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
+from qtensor.storage.checks import as_shape, check_buffers, check_nominal, check_whole
 from qtensor.storage.tensor import QuantizedTensor
 
 
@@ -294,7 +292,7 @@ class Quantizer:
             QTensorError: another number of buffers, or one of another dtype, shape or device.
         """
         shape = as_shape(f"assemble[{self.format}]", shape)
-        check_buffers(self, buffers, shape, dtype)
+        check_buffers(f"assemble[{self.format}]", self, buffers, shape, dtype)
         if bare:
             named = dict(zip(self.keywords, buffers, strict=True))
             return self.storage_cls(shape, dtype, self, **named)
@@ -360,6 +358,7 @@ class Quantizer:
                 repr(noop_flag),
                 "Pass torch.tensor([0.0])",
             )
+        check_whole(name, dst)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
         src = src.detach()

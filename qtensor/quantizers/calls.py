@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, QTensorError, check, fail
-from qtensor.layout import Shape, buffer_shape
 from qtensor.library.quantize import AMAX, RANDOM_SEED
 
 
@@ -81,76 +77,6 @@ def refuse_gradient(quantizer: Any, x: Any) -> None:
             "an input that requires grad",
             "Pass x.detach(), call under torch.no_grad(), or leave out= away",
         )
-
-
-def as_shape(op: str, shape: Shape | int) -> tuple[int, ...]:
-    """Sizes as a tuple; one size stands for itself, as in ``torch.empty(3)``.
-
-    Raises:
-        QTensorError: sizes that are no integers, or negative.
-    """
-    # Symbolic sizes stay as they are: torch answers for them.
-    if torch.compiler.is_compiling():
-        return (shape,) if isinstance(shape, int) else tuple(shape)
-    try:
-        sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        sizes = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in sizes)
-    except TypeError:
-        fail(op, "a shape is sizes, or one size", repr(shape), "Pass (rows, columns), say")
-    if any(isinstance(n, int) and n < 0 for n in sizes):
-        fail(op, "sizes must not be negative", repr(shape), "Mend the shape")
-    return sizes
-
-
-def check_nominal(op: str, dtype: object) -> None:
-    """Refuse a nominal dtype that cannot be one.
-
-    Raises:
-        DtypeError: no dtype, or not a floating one.
-    """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        got = dtype if isinstance(dtype, torch.dtype) else repr(dtype)
-        fail(op, "the nominal dtype must be floating", got, "Pass torch.float32, say", DtypeError)
-
-
-def check_buffers(
-    quantizer: Any, buffers: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Refuse buffers that are not those of a tensor of ``shape``, or of a part of one.
-
-    Raises:
-        QTensorError: with the buffers that are needed.
-    """
-    op, slots = f"assemble[{quantizer.format}]", quantizer.slots
-    check_nominal(op, dtype)
-    if len(buffers) != len(slots):
-        needed = ", ".join(slot.name for slot in slots)
-        fix = (
-            "Pass what buffers() gives, in slot order; the amax of delayed scaling is none of them"
-        )
-        fail(op, f"{quantizer.canonical} needs {len(slots)} buffers: {needed}", len(buffers), fix)
-    for slot, buffer in zip(slots, buffers, strict=True):
-        if not isinstance(buffer, Tensor) or buffer.dtype != slot.dtype:
-            got = buffer.dtype if isinstance(buffer, Tensor) else type(buffer).__name__
-            fail(
-                op, f"{slot.name} must be a {slot.dtype} tensor", got, "Mend the order", DtypeError
-            )
-        # In a compiled region sizes may be symbolic: comparing them would bind the graph to some.
-        if torch.compiler.is_compiling():
-            continue
-        if buffer.device != buffers[0].device:
-            devices = f"{slot.name} on {buffer.device}, {slots[0].name} on {buffers[0].device}"
-            fail(op, "buffers must be on one device", devices, "Move them with .to(device)")
-        most, size = buffer_shape(slot.dims, shape), tuple(buffer.shape)
-        # Scales of a part may lack padding.
-        dims = tuple(dataclasses.replace(d, pad=1) for d in slot.dims)
-        least = most if slot.swizzled else buffer_shape(dims, shape)
-        if size != most and (
-            len(size) != len(most)
-            or any(not a <= n <= b for a, n, b in zip(least, size, most, strict=True))
-        ):
-            rule = f"{slot.name} of a tensor of shape {shape} must have shape {most}"
-            fail(op, rule, size, "Pass the buffers of that tensor, or its shape")
 
 
 def prepare(

@@ -13,8 +13,8 @@ from qtensor.errors import DtypeError, check, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.calls import as_shape
 from qtensor.storage.base import Context, QuantizedTensorStorage
+from qtensor.storage.checks import as_shape
 
 
 @dataclass(init=False)

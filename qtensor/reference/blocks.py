@@ -1,4 +1,4 @@
-"""Block views of (M, K) matrices, padding, and the 128x4 swizzle of scales (NUMERICS section 6)."""
+"""Block views of (M, K) matrices, padding, and the 128x4 swizzle of scales (docs/numerics.md)."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def _encode_e2m1(magnitude: Tensor) -> Tensor:
 
 @functools.cache
 def _values(element: Element, device: torch.device) -> Tensor:
-    """The value of every code, float32 (codes,)."""
-    return table(code_values(element), device)
+    """Return the value of every byte, float32 (256,); bits above the element's own are ignored."""
+    return table(code_values(element) * (256 >> element.bits), device)
 
 
 @functools.cache
@@ -97,7 +97,10 @@ def _pairs(element: Element, device: torch.device) -> Tensor:
 
 
 def decode(codes: Tensor, element: Element) -> Tensor:
-    """Codes, one a byte, to float32, exactly; by table, which is several times faster than torch's FP8 casts on CPU."""
+    """Decode codes, one a byte, to float32, exactly; bits of a byte above the element's own are ignored.
+
+    A table is several times faster than torch's FP8 casts on a CPU.
+    """
     return _values(element, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 

@@ -1,4 +1,4 @@
-"""FP8 with one factor a tensor or a row, and 1x128 / 128x128 blocks (NUMERICS sections 1 to 3)."""
+"""FP8 with one factor a tensor or a row, and 1x128 / 128x128 blocks (docs/numerics.md)."""
 
 from __future__ import annotations
 

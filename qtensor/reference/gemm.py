@@ -1,4 +1,4 @@
-"""Quantized matmul (NUMERICS section 7): products of decoded operands, accumulated in float32."""
+"""Quantized matmul (docs/numerics.md): products of decoded operands, accumulated in float32."""
 
 from __future__ import annotations
 

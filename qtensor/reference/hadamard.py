@@ -1,4 +1,4 @@
-"""Random Hadamard transform over groups of 16 (NUMERICS section 5)."""
+"""Random Hadamard transform over groups of 16 (docs/numerics.md, NVFP4)."""
 
 from __future__ import annotations
 

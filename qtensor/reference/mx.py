@@ -1,4 +1,4 @@
-"""OCP Microscaling (MX) v1.0: blocks of 32 with an E8M0 factor (NUMERICS section 4)."""
+"""OCP Microscaling (MX) v1.0: blocks of 32 with an E8M0 factor (docs/numerics.md, MX)."""
 
 from __future__ import annotations
 

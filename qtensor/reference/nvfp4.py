@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements, E4M3 factors for blocks of 16, a float32 factor for the tensor or a row (NUMERICS section 5)."""
+"""NVFP4: E2M1 elements, E4M3 factors for blocks of 16, a float32 factor for the tensor or a row (docs/numerics.md)."""
 
 from __future__ import annotations
 

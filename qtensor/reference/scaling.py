@@ -1,4 +1,4 @@
-"""Scale factors from amax: the FP8 rule (NUMERICS section 1) and the E8M0 rule (section 4)."""
+"""Scale factors from amax: the FP8 rule (docs/numerics.md) and the E8M0 rule."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ _foreach_maximum _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_recipr
 _IN_PLACE = """add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ zero_ fill_
 masked_fill_ normal_ uniform_ random_ trunc_ round_ sign_ relu_ nan_to_num_ reciprocal_ exp_ log_ erfinv_ bernoulli_
 _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_neg_ _foreach_sqrt_ _foreach_addcmul_ _foreach_addcdiv_
-_foreach_lerp_ _foreach_zero_ _foreach_copy_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_maximum_ _foreach_reciprocal_"""
+_foreach_lerp_ _foreach_zero_ _foreach_copy_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_maximum_ _foreach_reciprocal_
+_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"""
 
 DEQUANTIZE_OPS = frozenset(f"{_UNARY} {_BINARY} {_REDUCE} {_FOREACH}".split())
 """Ops that work on dequantized operands and return plain tensors: what optimizers and elementwise arithmetic use."""

@@ -366,7 +366,16 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
-    """Rowwise buffers of the rows in ``index`` (1-D) of a 2-D tensor, or None where a row is not stored on its own."""
+    """Return the buffers of the rows that ``index`` names, or None where rows share codes or factors.
+
+    Args:
+        t: quantized, (d0, ..., dn) with n >= 1.
+        index: (count,) integers in [0, d0).
+
+    Returns:
+        Buffers, in slot order, of a tensor of shape (count, d1, ..., dn).
+    """
+    rows = _row_positions(index, t.shape)
     result = []
     for slot in t._quantizer.slots:
         buffer = getattr(t, slot.name)
@@ -376,5 +385,14 @@ def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
             continue
         if slot.dims[position].per != 1 or slot.swizzled:
             return None
-        result.append(buffer.index_select(position, index))
+        is_lead = slot.dims[position].axis == "lead"
+        result.append(buffer.index_select(position, index if is_lead else rows))
     return result
+
+
+def _row_positions(index: Tensor, shape: Shape) -> Tensor:
+    """Return the rows of the (M, K) view that the entries ``index`` of dim 0 cover, in order."""
+    if len(shape) == 2:
+        return index
+    inner = math.prod(shape[1:-1])
+    return (index[:, None] * inner + torch.arange(inner, device=index.device)).reshape(-1)

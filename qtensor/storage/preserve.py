@@ -8,25 +8,56 @@ from typing import Any
 import torch
 
 from qtensor.errors import UnsupportedError, fail
-from qtensor.storage import geometry
+from qtensor.storage import geometry, indexing
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.checks import check_nominal
 from qtensor.storage.rebuild import FLOATING, Handler, map_buffers, same, with_buffers
 from qtensor.storage.views import VIEWS
 from qtensor.storage.write import copy_into, plain
+
+_ROW_MAJOR = (None, torch.contiguous_format, torch.preserve_format)
 
 
 def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return same(args[0])
 
 
+def _check_memory_format(op: str, t: Any, memory_format: torch.memory_format | None) -> None:
+    """Refuse the channels-last formats: buffers follow the logical shape in row-major order.
+
+    Raises:
+        UnsupportedError: with the format.
+    """
+    if memory_format not in _ROW_MAJOR:
+        rule = "a quantized tensor is stored in contiguous_format"
+        fix = "Drop memory_format=, or call it on .dequantize()"
+        fail(f"{op}[{t._quantizer.format}]", rule, memory_format, fix, UnsupportedError)
+
+
+def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_memory_format("contiguous", args[0], kwargs.get("memory_format"))
+    return same(args[0])
+
+
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_memory_format("clone", args[0], kwargs.get("memory_format"))
     return map_buffers(args[0], torch.clone)
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another device moves the buffers; another floating dtype changes the nominal dtype and no byte."""
+    """Move the buffers to another device, or change the nominal dtype and no byte.
+
+    An integer or bool dtype gives plain values.
+
+    Raises:
+        DtypeError: a floating dtype that cannot be a nominal dtype, such as float8.
+        UnsupportedError: a channels-last memory format.
+    """
     t, dtype = args[0], kwargs.get("dtype")
+    _check_memory_format("to", t, kwargs.get("memory_format"))
     if dtype is not None and dtype not in FLOATING:
+        if dtype.is_floating_point or dtype.is_complex:
+            check_nominal(f"to[{t._quantizer.format}]", dtype)
         return func(plain(t), **kwargs)
     moves = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking") and v is not None}
     if "device" in moves:
@@ -44,6 +75,7 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.get("dtype") or t.dtype
     shape = tuple(args[1]) if "new_" in name else t.shape
     device = kwargs.get("device") or t.device
+    _check_memory_format(name.removeprefix("aten::"), t, kwargs.get("memory_format"))
     if dtype not in FLOATING:
         return torch.zeros(shape, dtype=dtype, device=device)
     tensors = t._quantizer.alloc_tensors(shape, device=device)
@@ -74,36 +106,13 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for t in tensors:
         if (*t.shape[:dim], *t.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
             rule = f"all sizes but that of dim {dim} must be equal"
-            fail("cat", rule, [tuple(t.shape) for t in tensors], "Mend the shapes")
+            fail("cat", rule, [tuple(t.shape) for t in tensors], "Fix the shapes")
     quantizer = first._quantizer
     block = quantizer.spec.block
     square = block[1] if block is not None and quantizer.two_dimensional else 1
     if any(math.prod(t.shape[dim:-1] or t.shape[-1:]) % square for t in tensors[:-1]):
         quantizer = quantizer.without_square_blocks()
     return with_buffers(first, geometry.cat_buffers(tensors, dim), shape, quantizer=quantizer)
-
-
-def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    t, dim, index = args
-    index = index.reshape(-1)
-    if (
-        t.ndim == 2
-        and geometry.normalize(dim, 2) == 0
-        and t._quantizer.rowwise
-        and not t._quantizer.columnwise
-    ):
-        buffers = geometry.select_rows(t, index)
-        if buffers is not None:
-            quantizer = t._quantizer.without_square_blocks()
-            return with_buffers(t, buffers, (index.shape[0], t.shape[1]), quantizer=quantizer)
-    rule = "rows can be picked from 2-D rowwise data whose factors do not span rows"
-    fail(
-        f"index_select[{t._quantizer.format}]",
-        rule,
-        f"dim {dim} of {tuple(t.shape)}, {t._quantizer.canonical}",
-        "Dequantize first",
-        UnsupportedError,
-    )
 
 
 def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +131,7 @@ PRESERVE: dict[str, Handler] = {
     "detach": _share,
     "alias": _share,
     "lift_fresh": _share,
-    "contiguous": _share,
+    "contiguous": _contiguous,
     "clone": _clone,
     "_to_copy": _to_copy,
     "copy_": _copy_,
@@ -131,7 +140,8 @@ PRESERVE: dict[str, Handler] = {
     "new_empty_strided": _empty,
     "new_zeros": _empty,
     "cat": _cat,
-    "index_select": _index_select,
+    "index": indexing.index,
+    "index_select": indexing.index_select,
     "_pin_memory": _pin,
     "is_pinned": _is_pinned,
     "is_same_size": _same_size,

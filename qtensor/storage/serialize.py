@@ -1,14 +1,20 @@
-"""Pickling, copying and shared memory of quantized tensors: names and plain tensors, never classes or live objects."""
+"""Copy, pickle and share quantized tensors as names and plain tensors, never as classes or live objects."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor.errors import fail
 from qtensor.library.codec import parse
+from qtensor.storage.checks import as_shape, check_buffers
 from qtensor.storage.registry import lookup
+
+_OP = "rebuild"
+_FIX = "Load files that torch.save, pickle or copy wrote"
 
 
 def rebuild(
@@ -19,43 +25,84 @@ def rebuild(
     buffers: dict[str, Tensor],
     requires_grad: bool,
     is_parameter: bool,
+    attributes: dict[str, Any] | None = None,
 ) -> Any:
-    """A tensor or storage from what ``reduce`` saved.
+    """Return the tensor or storage that ``reduce`` took apart.
+
+    A file may hold anything, so every argument is checked before an object is made.
+
+    Args:
+        name: qualname of the class.
+        shape: the logical shape.
+        dtype: the nominal dtype.
+        canonical: text of the quantizer.
+        buffers: by constructor keyword.
+        requires_grad: of the tensor; storages ignore it.
+        is_parameter: whether the tensor is a ``torch.nn.Parameter``.
+        attributes: other attributes that were set on the object.
 
     Raises:
-        QTensorError: the class or the quantizer is not known here.
+        QTensorError: an unknown class or quantizer, or buffers that the quantizer does not describe.
     """
+    if not isinstance(name, str) or not isinstance(canonical, str):
+        got = f"{name!r} and {canonical!r}"
+        fail(_OP, "a class and a quantizer are named by text", got, _FIX)
     cls, quantizer = lookup(name), parse(canonical)
-    kwargs: dict[str, Any] = {
-        keyword: buffers.get(keyword) for _, keyword in cls._FLATTEN_TENSOR_BUFFERS
-    }
-    if issubclass(cls, torch.Tensor):
-        kwargs["requires_grad"] = requires_grad
-    tensor = cls(torch.Size(shape), dtype, quantizer, **kwargs)
+    op, keywords = f"{_OP}[{name}]", quantizer.keywords
+    if cls.spec is not quantizer.spec:
+        fail(op, f"the class holds {cls.spec.name} buffers", canonical, _FIX)
+    if not isinstance(buffers, dict) or set(buffers) != set(keywords):
+        got = list(buffers) if isinstance(buffers, dict) else type(buffers).__name__
+        fail(op, f"{canonical} needs the buffers {list(keywords)}", got, _FIX)
+    sizes = as_shape(op, shape)
+    check_buffers(op, quantizer, [buffers[k] for k in keywords], sizes, dtype)
+    if any(buffer.requires_grad for buffer in buffers.values()):
+        fail(op, "buffers do not require grad", "one that does", _FIX)
+    if not issubclass(cls, torch.Tensor):
+        return cls(torch.Size(sizes), dtype, quantizer, **buffers)
+    tensor = cls(torch.Size(sizes), dtype, quantizer, requires_grad=bool(requires_grad), **buffers)
     if is_parameter:
         tensor._is_param = True
+    if attributes:
+        _restore_attributes(op, tensor, attributes)
     return tensor
 
 
+def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
+    """Set attributes of one's own on ``tensor``; those that make up the tensor are refused."""
+    names = list(attributes) if isinstance(attributes, dict) else [type(attributes)]
+    own = _own_names(tensor)
+    if not all(isinstance(n, str) and n not in own and not hasattr(tensor, n) for n in names):
+        fail(op, "attributes have names that the class does not use", names, _FIX)
+    tensor.__dict__.update(attributes)
+
+
+def _own_names(t: Any) -> set[str]:
+    """Return the names of the attributes that make up a tensor."""
+    inner = {attribute for attribute, _ in t._FLATTEN_TENSOR_BUFFERS}
+    return inner | {"_quantizer", "_context", "_view_note", "_is_param"}
+
+
 def state(t: Any) -> tuple[Any, ...]:
-    """The arguments of ``rebuild``."""
+    """Return the arguments with which ``rebuild`` makes an equal tensor or storage."""
     buffers = {slot.keyword: getattr(t, slot.name) for slot in t._quantizer.slots}
-    requires_grad = bool(getattr(t, "requires_grad", False))
-    is_parameter = bool(getattr(t, "_is_param", False))
-    name = type(t).__qualname__
+    own = _own_names(t)
+    attributes = {k: v for k, v in getattr(t, "__dict__", {}).items() if k not in own}
     return (
-        name,
+        type(t).__qualname__,
         tuple(t.shape),
         t.dtype,
         t._quantizer.canonical,
         buffers,
-        requires_grad,
-        is_parameter,
+        bool(getattr(t, "requires_grad", False)),
+        bool(getattr(t, "_is_param", False)),
+        # Left out where there are none, so that files do not grow.
+        *((attributes,) if attributes else ()),
     )
 
 
 def reduce(t: Any) -> tuple[Any, ...]:
-    """For ``__reduce_ex__``."""
+    """Return what ``__reduce_ex__`` must: ``rebuild`` and its arguments."""
     saved = list(state(t))
     if getattr(t, "_view_note", None) is not None:
         # A part is saved on its own: sharing bytes with its whole after a load would need the note as well.
@@ -64,13 +111,17 @@ def reduce(t: Any) -> tuple[Any, ...]:
 
 
 def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
-    """For ``__deepcopy__``: every buffer is cloned."""
+    """Return a copy with buffers and attributes of its own, for ``__deepcopy__``."""
     if id(t) in memo:
         return memo[id(t)]
-    name, shape, dtype, canonical, buffers, requires_grad, is_parameter = state(t)
-    copies = {keyword: buffer.clone() for keyword, buffer in buffers.items()}
-    memo[id(t)] = rebuild(name, shape, dtype, canonical, copies, requires_grad, is_parameter)
-    return memo[id(t)]
+    saved = list(state(t))
+    saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
+    attributes = saved.pop() if len(saved) > 7 else {}
+    copied = memo[id(t)] = rebuild(*saved)
+    copied_attributes = copy.deepcopy(attributes, memo)
+    if copied_attributes:
+        copied.__dict__.update(copied_attributes)
+    return copied
 
 
 torch.serialization.add_safe_globals([rebuild, parse])

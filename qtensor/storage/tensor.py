@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from qtensor.storage.base import (
     unflatten,
 )
 from qtensor.storage.dispatch import dispatch
+from qtensor.storage.indexing import is_element, read_element
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
@@ -138,22 +139,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             refuse_dtype(self._quantizer.format, dtype)
         return _decoded(self, dtype)
 
-    def float(self) -> Tensor:
-        """The dequantized values as float32. ``.to(torch.float32)`` changes the nominal dtype instead."""
-        return _decoded(self, torch.float32)
-
-    def half(self) -> Tensor:
-        """The dequantized values as float16. ``.to(torch.float16)`` changes the nominal dtype instead."""
-        return _decoded(self, torch.float16)
-
-    def bfloat16(self) -> Tensor:
-        """The dequantized values as bfloat16. ``.to(torch.bfloat16)`` changes the nominal dtype instead."""
-        return _decoded(self, torch.bfloat16)
-
-    def double(self) -> Tensor:
-        """The dequantized values as float64."""
-        return _decoded(self, torch.float64)
-
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all buffers, not of the nominal dtype."""
@@ -197,32 +182,89 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
         torch.utils.swap_tensors(self, plain)
 
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the part of the tensor that ``index`` addresses.
+
+        One integer per dim addresses one element, which is a plain 0-d tensor: a copy, so writing to it does not
+        change this tensor. Every other index follows torch's rules and docs/op_matrix.md.
+        """
+        if is_element(index, self.ndim):
+            return read_element(self, index)
+        return super().__getitem__(index)
+
+    def tolist(self) -> Any:
+        """Return the dequantized values as nested lists of Python floats."""
+        return self.dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the dequantized values as a NumPy array of the nominal dtype.
+
+        The array is a copy: writing to it does not change this tensor.
+
+        Args:
+            force: detach the tensor and move it to the CPU first, as in ``torch.Tensor.numpy``.
+        """
+        return self.dequantize().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the dequantized values as a NumPy array; ``numpy.asarray(q)`` calls this.
+
+        Raises:
+            ValueError: ``copy=False``, because decoding always makes a copy.
+        """
+        if copy is False:
+            raise ValueError(
+                f"numpy[{self._quantizer.format}]: decoding always makes a copy; got copy=False. "
+                "Leave copy= at its default."
+            )
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: there is no single buffer of the nominal dtype.
+        """Raise: there is no single buffer of the nominal dtype to export.
 
         Raises:
             UnsupportedError: always.
         """
-        rule = "a quantized tensor is no single buffer"
-        fail(
-            f"dlpack[{self._quantizer.format}]",
-            rule,
-            type(self).__name__,
-            "Export t.buffers() instead",
-            UnsupportedError,
+        self._refuse_memory("dlpack", "Export t.buffers(), or t.dequantize()")
+
+    def data_ptr(self) -> int:
+        """Raise: the bytes lie in several inner buffers, each with an address of its own.
+
+        Libraries that write raw memory, such as safetensors, fail here instead of saving wrong bytes.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        fix = (
+            "Use t.buffers() for the bytes. To save: torch.save; or, with safetensors, the tensors in t.buffers() "
+            "and later t.quantizer.assemble(buffers, shape, dtype)"
         )
+        self._refuse_memory("data_ptr", fix)
 
-    def _no_array(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: arrays are made of values, not codes.
+    def storage(self) -> Any:
+        """Raise, as ``data_ptr`` does.
 
         Raises:
             UnsupportedError: always.
         """
-        rule = "a quantized tensor is no array"
-        fix = "Call .dequantize().numpy() or .dequantize().tolist()"
-        fail(f"numpy[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
+        self._refuse_memory("storage", "Use t.buffers() for the bytes")
 
-    numpy = tolist = __array__ = apply_ = map_ = map2_ = _no_array
+    def _refuse_memory(self, op: str, fix: str) -> NoReturn:
+        rule = "a quantized tensor is not one block of memory, its bytes lie in its inner buffers"
+        fail(f"{op}[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
+
+    def _refuse_elementwise(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: Python functions on elements need plain values.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        rule = "a Python function cannot change the elements of a quantized tensor in place"
+        fix = "Call it on t.dequantize() and quantize the result"
+        fail(f"apply_[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
+
+    apply_ = map_ = map2_ = _refuse_elementwise
 
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory."""

@@ -1,4 +1,4 @@
-"""An independent oracle of the arithmetic in NUMERICS.md, in numpy alone.
+"""An independent oracle of the arithmetic in docs/numerics.md, in numpy alone.
 
 It shares no code and no method with the library: narrowing casts search a table of every code
 value in float64, exponents come from `frexp`, and bfloat16 rounding is a division by the quantum.

@@ -23,7 +23,7 @@ def quantize(
     scale: np.ndarray | float | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    """The storage attributes (SYSTEM section 2) of `x` in `fmt`, by attribute name; only the
+    """The storage attributes of `x` in `fmt`, by attribute name; only the
     usages asked for.
 
     `x`: float32 values that `in_dtype` can hold. `random_bits`: attribute -> one byte an element,

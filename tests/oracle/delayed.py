@@ -1,4 +1,4 @@
-"""The update of delayed scaling between steps (NUMERICS section 2)."""
+"""The update of delayed scaling between steps (docs/numerics.md, delayed scaling)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Narrow floating-point elements as tables of values, and the one cast into them (NUMERICS
-sections 0, 4 and 5).
-"""
+"""Narrow floating-point elements as tables of values, and the one cast into them (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 FP8_NAN_CODE = 0x7F
-"""The code every NaN becomes in FP8, whatever the sign of the input NaN (a choice: NUMERICS
-section 4 names 0x7F, section 0 only "stays NaN").
+"""The code every NaN becomes in FP8, whatever the sign of the input NaN (a choice: docs/numerics.md, MX names 0x7F, the general rules only "stays NaN").
 """
 
 
@@ -62,7 +59,7 @@ class Element:
 
     @property
     def emax(self) -> int:
-        """Exponent of the largest finite value (`emax_element` of NUMERICS section 4)."""
+        """Exponent of the largest finite value (`emax_element` of docs/numerics.md, MX)."""
         return int(np.floor(np.log2(self.grid[-1])))
 
 
@@ -80,10 +77,10 @@ ELEMENTS = {
 
 def encode(x: np.ndarray, element: Element, keep_zero_sign: bool = True) -> np.ndarray:
     """Codes (uint8) of float32 `x`: clamp to the finite range, nearest value by search in the
-    table, ties to the even code (section 0).
+    table, ties to the even code.
 
     NaN becomes `FP8_NAN_CODE` for FP8 and code 0 for FP6 and FP4. With `keep_zero_sign` False,
-    -0.0 becomes code 0 (NVFP4, section 5); a negative number that rounds to zero keeps its sign
+    -0.0 becomes code 0 (NVFP4); a negative number that rounds to zero keeps its sign
     either way.
     """
     assert x.dtype == np.float32, x.dtype

@@ -1,6 +1,4 @@
-"""FP8 with float32 scales: per tensor, per row, delayed, and blockwise (NUMERICS sections 1 to
-3).
-"""
+"""FP8 with float32 scales: per tensor, per row, delayed, and blockwise (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ Buffers = dict[str, np.ndarray]
 
 
 def scale_of_amax(amax: np.ndarray, options: Options, overflow: np.float32) -> np.ndarray:
-    """scale = fp8_max / amax with the rules of section 0; `overflow` replaces a quotient that
+    """scale = fp8_max / amax with the general rules of docs/numerics.md; `overflow` replaces a quotient that
     overflows float32.
     """
     amax = np.maximum(amax, np.float32(options.amax_epsilon))
@@ -61,7 +59,7 @@ def quantize_scaled(x: np.ndarray, fmt: str, options: Options) -> Buffers:
 
 
 def dequantize_scaled(buffers: Buffers, shape: tuple[int, ...], options: Options) -> np.ndarray:
-    """float(q) * scale_inv (section 1)."""
+    """float(q) * scale_inv."""
     rows, cols = matrix_shape(shape)
     codes = (
         buffers["_data"].reshape(rows, cols)
@@ -75,7 +73,7 @@ def dequantize_scaled(buffers: Buffers, shape: tuple[int, ...], options: Options
 def _quantize_blocks(
     matrix: np.ndarray, block: tuple[int, int], options: Options
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of the logical matrix and scale_inv, one a block (section 3)."""
+    """Codes of the logical matrix and scale_inv, one a block."""
     blocks = as_blocks(matrix, *block)
     scale = scale_of_amax(absmax(blocks, axis=(2, 3)), options, DTYPE_MAX[options.in_dtype])
     codes = _cast(blocks, scale[:, :, None, None], options)
@@ -84,7 +82,7 @@ def _quantize_blocks(
 
 def quantize_blockwise(x: np.ndarray, options: Options) -> Buffers:
     """fp8_blockwise with its GEMM-ready scales: 1-D scales are transposed, the last dim is padded
-    to 4 (section 3).
+    to 4.
     """
     rows, cols = matrix_shape(x.shape)
     matrix = x.reshape(rows, cols)

@@ -1,4 +1,4 @@
-"""Shapes, padding, packing and the scale swizzle (NUMERICS sections 3 to 6)."""
+"""Shapes, padding, packing and the scale swizzle (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _pad_last(codes: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:
-    """Two 4-bit codes a byte, EVEN index in the LOW nibble (section 5); an odd length is padded by
+    """Two 4-bit codes a byte, EVEN index in the LOW nibble; an odd length is padded by
     a zero code.
     """
     pairs = _pad_last(codes, 2)
@@ -99,7 +99,7 @@ def unpack6(data: np.ndarray, length: int) -> np.ndarray:
 
 
 def _swizzle_destination(rows: int, cols: int) -> np.ndarray:
-    """Flat destination of every (r, c) of a scale matrix padded to 128x4 tiles (section 6)."""
+    """Flat destination of every (r, c) of a scale matrix padded to 128x4 tiles."""
     row, col = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
     tile = (row // 128) * (cols // 4) + col // 4
     inside = row % 128
@@ -107,7 +107,7 @@ def _swizzle_destination(rows: int, cols: int) -> np.ndarray:
 
 
 def swizzle(scales: np.ndarray) -> np.ndarray:
-    """Scales in the layout of block-scaled GEMMs (section 6), zero-padded to 128x4 tiles; the
+    """Scales in the layout of block-scaled GEMMs, zero-padded to 128x4 tiles; the
     shape of the padded matrix is kept.
     """
     padded = pad_to_multiple(scales, 128, 4)

@@ -1,4 +1,4 @@
-"""The reference of every quantized matmul (NUMERICS section 7)."""
+"""The reference of every quantized matmul (docs/numerics.md, products)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP8, MXFP6 and MXFP4: blocks of 32 with an E8M0 scale (NUMERICS section 4)."""
+"""MXFP8, MXFP6 and MXFP4: blocks of 32 with an E8M0 scale (docs/numerics.md, MX)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def quantize_mx(x: np.ndarray, fmt: str, options: Options) -> Buffers:
 
 
 def _swizzled_transpose(scales: np.ndarray) -> np.ndarray:
-    """The bytes of the swizzled transpose in the logical shape (section 6: only bytes move)."""
+    """The bytes of the swizzled transpose in the logical shape (only bytes move)."""
     tiles = swizzle(scales.T)
     return tiles.reshape(tiles.shape[::-1])
 

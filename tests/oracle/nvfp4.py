@@ -1,5 +1,5 @@
 """NVFP4: E2M1 elements, E4M3 scales of 1x16 or 16x16 blocks, one float32 amax a tensor or a row
-(NUMERICS section 5).
+(docs/numerics.md, NVFP4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of every format, with the names and defaults of SYSTEM.md section 2."""
+"""The options of every format, with the names and defaults of the quantizers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class Options:
     random_bits: Mapping[str, np.ndarray] | None = None
 
     def for_format(self, fmt: str) -> Options:
-        """The same options with every `None` replaced by the default of `fmt` (NUMERICS sections
-        3, 4 and 5).
-        """
+        """The same options with every `None` replaced by the default of `fmt` (docs/numerics.md)."""
         pow2 = (
             fmt == "fp8_blockwise" if self.force_pow_2_scales is None else self.force_pow_2_scales
         )

@@ -1,4 +1,4 @@
-"""The random Hadamard transform of the column-wise side of NVFP4 (NUMERICS section 5)."""
+"""The random Hadamard transform of the column-wise side of NVFP4 (docs/numerics.md, NVFP4)."""
 
 from __future__ import annotations
 

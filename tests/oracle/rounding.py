@@ -1,6 +1,4 @@
-"""Rounding to the input dtypes, exponents, and the maxima all formats share (NUMERICS section
-0).
-"""
+"""Rounding to the input dtypes, exponents, and the maxima all formats share (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -48,5 +46,5 @@ def pow2_f32(exponent: np.ndarray) -> np.ndarray:
 
 
 def absmax(x: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
-    """max |x| in float32 (section 0). NaN propagates; an empty reduction gives 0."""
+    """max |x| in float32. NaN propagates; an empty reduction gives 0."""
     return np.asarray(np.max(np.abs(x), axis=axis, initial=np.float32(0)), np.float32)

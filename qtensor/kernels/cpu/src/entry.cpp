@@ -1,6 +1,7 @@
 // The C interface: what native.py calls.
 #include <cstring>
 
+#include "denormals.h"
 #include "simd.h"
 
 namespace QT_NAMESPACE {
@@ -65,6 +66,7 @@ int qt_abi() { return ABI * 1000 + int(sizeof(Plan)); }
 
 // Fills the buffers of a plan from x. 0: done; 1: this plan has no kernel.
 int qt_quantize(const void* packed) {
+    const KeepDenormals scope;
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
     const QuantizeCall c = call_of(a);
     const bool done = a.dtype == F32    ? quantize_as<Float32>(*a.plan, c)
@@ -77,6 +79,7 @@ int qt_quantize(const void* packed) {
 int qt_linear(const Plan* plan, const void* x, i64 m, i64 k, i64 n, i64 threads, const u8* data, const void* scale,
               const float* amax, const float* scale_inv, const float* row_factors, i64 row_factor_step, const float* bias,
               void* y, i64 dtype) {
+    const KeepDenormals scope;
     const LinearCall c{(const u16*)x, m, k, n, {(u8*)data, (void*)scale, (float*)amax, nullptr}, scale_inv, row_factors,
                        row_factor_step, bias, y, i32(dtype), i32(threads)};
     return linear(*plan, c) ? 0 : 1;
@@ -84,6 +87,7 @@ int qt_linear(const Plan* plan, const void* x, i64 m, i64 k, i64 n, i64 threads,
 
 // Decodes `count` rows from row `first` into y, which holds only these. The same codes back.
 int qt_dequantize(const void* packed) {
+    const KeepDenormals scope;
     const DequantizeArguments a = unpack<DequantizeArguments>(packed);
     const DequantizeCall c{a.y, i32(a.dtype), i32(a.threads), a.rows, a.cols, a.first, a.count,
                            {a.row.data, a.row.scale, a.row.amax, nullptr}, {a.column.data, a.column.scale, a.column.amax, nullptr},
@@ -96,16 +100,19 @@ int qt_dequantize(const void* packed) {
 
 // A norm, or its gradients where the call has dx.
 void qt_norm(const NormCall* c, i64 dtype) {
+    const KeepDenormals scope;
     dtype == F32 ? norm_as<Float32>(*c) : dtype == BF16 ? norm_as<Bfloat16>(*c) : norm_as<Float16>(*c);
 }
 
 // The sum of the rows of x.
 void qt_sum_rows(const NormCall* c, i64 dtype) {
+    const KeepDenormals scope;
     dtype == F32 ? sum_rows_as<Float32>(*c) : dtype == BF16 ? sum_rows_as<Bfloat16>(*c) : sum_rows_as<Float16>(*c);
 }
 
 // An activation, or its gradient where the call has dy.
 void qt_activation(const ActivationCall* c, i64 dtype) {
+    const KeepDenormals scope;
     dtype == F32    ? activation_as<Float32>(*c, nullptr)
     : dtype == BF16 ? activation_as<Bfloat16>(*c, nullptr)
                     : activation_as<Float16>(*c, nullptr);
@@ -114,6 +121,7 @@ void qt_activation(const ActivationCall* c, i64 dtype) {
 // Quantizes a norm or an activation (the other is null) of an input of `from`; the rest is as in qt_quantize, x being where the
 // result is kept, or null.
 int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 from, const void* packed) {
+    const KeepDenormals scope;
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
     const QuantizeCall c = call_of(a);
     Producer* made = nullptr;

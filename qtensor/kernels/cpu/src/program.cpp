@@ -1,4 +1,5 @@
 // Several kernels in one call, for tensors so small that calls take longer than numbers: quantize, decode, multiply, add up.
+#include "denormals.h"
 #include "floats.h"
 
 namespace QT_NAMESPACE {
@@ -199,6 +200,7 @@ extern "C" {
 
 // Runs a program over addresses (program.given of them, at any address). 0: done; 1: a step has no kernel.
 int qt_run(const void* program, const void* addresses) {
+    const QT_NAMESPACE::KeepDenormals scope;
     return QT_NAMESPACE::run_program(*(const QT_NAMESPACE::Program*)program, addresses) ? 0 : 1;
 }
 }

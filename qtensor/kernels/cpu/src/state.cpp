@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "denormals.h"
 #include "plan.h"
 
 namespace QT_NAMESPACE {
@@ -73,6 +74,7 @@ extern "C" {
 
 // `delayed_begin_`.
 void qt_delayed_begin(const void* packed, const void* largest) {
+    const KeepDenormals scope;
     BeginArguments a;
     memcpy(&a, packed, sizeof a);
     float* values = new float[size_t(a.n)];
@@ -82,10 +84,14 @@ void qt_delayed_begin(const void* packed, const void* largest) {
 }
 
 // `record_amax_`: row is where the maxima belong.
-void qt_record_amax(float* row, const void* found, i64 pieces) { fold(row, true, found, pieces); }
+void qt_record_amax(float* row, const void* found, i64 pieces) {
+    const KeepDenormals scope;
+    fold(row, true, found, pieces);
+}
 
 // `record_gradient_amax_`.
 void qt_record_gradient_amax(float* cell, i64* cell_step, const i64* ticket, const void* found, i64 pieces) {
+    const KeepDenormals scope;
     fold(cell, *cell_step > ticket[1], found, pieces);
     if (ticket[0] > *cell_step) *cell_step = ticket[0];
 }

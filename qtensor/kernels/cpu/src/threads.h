@@ -1,5 +1,6 @@
 // Threads: torch's own OpenMP pool, as many as torch uses.
 #pragma once
+#include "denormals.h"
 #include "plan.h"
 #ifdef _OPENMP
 #include <omp.h>
@@ -16,6 +17,7 @@ static inline void parallel(i64 n, i64 unit, int threads, const F& f) {
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
         {
+            const KeepDenormals scope;
             const i64 count = omp_get_num_threads(), at = omp_get_thread_num();
             const i64 first = units * at / count * unit, end = units * (at + 1) / count * unit;
             if (first < n) f(first, end < n ? end : n);

@@ -1,0 +1,133 @@
+"""Checks of what a tensor is made from: shapes, nominal dtypes, inner buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import DtypeError, fail
+from qtensor.formats import Slot
+from qtensor.layout import Shape, buffer_shape, buffer_shapes
+from qtensor.library.codec import Codec, parse
+from qtensor.storage.rebuild import FLOATING
+
+
+def as_shape(op: str, shape: Shape | int) -> tuple[int, ...]:
+    """Return sizes as a tuple; a single size makes a 1-D shape, as in ``torch.empty(3)``.
+
+    Raises:
+        QTensorError: sizes that are not integers, or negative.
+    """
+    # Torch itself checks symbolic sizes.
+    if torch.compiler.is_compiling():
+        return (shape,) if isinstance(shape, int) else tuple(shape)
+    try:
+        sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        sizes = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in sizes)
+    except TypeError:
+        rule = "a shape is a sequence of sizes, or one size"
+        fail(op, rule, repr(shape), "Pass a tuple such as (rows, columns)")
+    if any(isinstance(n, int) and n < 0 for n in sizes):
+        fail(op, "sizes must not be negative", repr(shape), "Fix the shape")
+    return sizes
+
+
+def check_nominal(op: str, dtype: object) -> None:
+    """Refuse a dtype that cannot be the nominal dtype of a quantized tensor.
+
+    Raises:
+        DtypeError: with the legal dtypes.
+    """
+    if dtype not in FLOATING:
+        legal = ", ".join(str(d).removeprefix("torch.") for d in FLOATING)
+        got = dtype if isinstance(dtype, torch.dtype) else repr(dtype)
+        rule = f"the nominal dtype must be floating: one of {legal}"
+        fail(op, rule, got, "Pass one of them, for example torch.float32", DtypeError)
+
+
+def check_buffers(
+    op: str, quantizer: Codec, buffers: Sequence[Any], shape: tuple[int, ...], dtype: object
+) -> None:
+    """Refuse buffers that do not make up a tensor of ``shape``, or a part of one.
+
+    Args:
+        op: the calling op, for errors.
+        quantizer: the value that describes the buffers.
+        buffers: in slot order.
+        shape: the logical shape.
+        dtype: the nominal dtype.
+
+    Raises:
+        QTensorError: another number of buffers, or one with another dtype, layout, shape or device.
+    """
+    slots = quantizer.slots
+    check_nominal(op, dtype)
+    if len(buffers) != len(slots):
+        needed = ", ".join(slot.name for slot in slots)
+        rule = f"{quantizer.canonical} needs {len(slots)} buffers: {needed}"
+        fix = "Pass the list that buffers() returns; the amax of delayed scaling is not one of them"
+        fail(op, rule, len(buffers), fix)
+    for slot, buffer in zip(slots, buffers, strict=True):
+        if not isinstance(buffer, Tensor) or buffer.dtype != slot.dtype:
+            got = buffer.dtype if isinstance(buffer, Tensor) else type(buffer).__name__
+            rule = f"{slot.name} must be a {slot.dtype} tensor"
+            fail(op, rule, got, "Pass the buffers in slot order", DtypeError)
+        # In a compiled region sizes may be symbolic: comparing them would bind the graph to one size.
+        if torch.compiler.is_compiling():
+            continue
+        if buffer.layout is not torch.strided or hasattr(buffer, "_quantizer"):
+            got = "a quantized one" if hasattr(buffer, "_quantizer") else buffer.layout
+            fail(op, f"{slot.name} must be a dense, plain tensor", got, "Convert it", DtypeError)
+        if buffer.device != buffers[0].device:
+            devices = f"{slot.name} on {buffer.device}, {slots[0].name} on {buffers[0].device}"
+            fail(op, "buffers must be on one device", devices, "Move them with .to(device)")
+        _check_size(op, slot, buffer, shape)
+
+
+def _check_size(op: str, slot: Slot, buffer: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a buffer of another size than ``shape`` needs; scales of a part may lack padding."""
+    most, size = buffer_shape(slot.dims, shape), tuple(buffer.shape)
+    unpadded = tuple(dataclasses.replace(d, pad=1) for d in slot.dims)
+    least = most if slot.swizzled else buffer_shape(unpadded, shape)
+    if size != most and (
+        len(size) != len(most)
+        or any(not a <= n <= b for a, n, b in zip(least, size, most, strict=True))
+    ):
+        rule = f"{slot.name} of a tensor of shape {shape} must have shape {most}"
+        fail(op, rule, size, "Pass the buffers of that tensor, or its shape")
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_sizes(canonical: str, shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    slots = parse(canonical).slots
+    sizes = buffer_shapes(slots, shape)
+    return [(tuple(size), slot.dtype) for slot, size in zip(slots, sizes, strict=True)]
+
+
+def check_whole(op: str, dst: Any) -> None:
+    """Refuse a destination whose buffers are not those of a whole tensor, before anything is written.
+
+    Args:
+        op: the calling op, for errors.
+        dst: a quantized tensor or storage; symbolic sizes pass.
+
+    Raises:
+        QTensorError: with the buffer.
+    """
+    shape = dst.shape
+    if torch.compiler.is_compiling() or not all(type(n) is int for n in shape):
+        return
+    quantizer, buffers = dst._quantizer, dst.buffers()
+    device = buffers[0].device
+    expected = _whole_sizes(quantizer.canonical, shape)
+    for slot, (size, dtype), buffer in zip(quantizer.slots, expected, buffers, strict=True):
+        if buffer.shape != size or buffer.dtype != dtype or buffer.device != device:
+            rule = f"{slot.name} of the destination must be {dtype} of shape {size} on {device}"
+            got = f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
+            fail(op, rule, got, "Make the destination with quantizer.make_empty(shape)")

@@ -1,0 +1,101 @@
+"""Read elements, masked values and rows of quantized tensors by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import UnsupportedError, fail
+from qtensor.storage import geometry
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.rebuild import with_buffers
+from qtensor.storage.views import view_tensor
+from qtensor.storage.write import plain
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def is_element(index: Any, rank: int) -> bool:
+    """Return True if ``index`` holds one integer per dim of a tensor with ``rank`` dims."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) != rank or not rank:
+        return False
+    return all(
+        (isinstance(i, int | torch.SymInt) and not isinstance(i, bool))
+        or (hasattr(i, "__index__") and not isinstance(i, Tensor | bool))
+        for i in parts
+    )
+
+
+def read_element(t: Any, index: Any) -> Tensor:
+    """Return one element of ``t`` as a plain 0-d tensor of the nominal dtype; its gradient reaches ``t``.
+
+    Args:
+        t: quantized, (d0, ..., dn).
+        index: one integer per dim.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    row = t
+    if len(parts) > 1:
+        try:
+            # Decode one row only, where a row can be taken out exactly.
+            row = torch.Tensor.__getitem__(t, parts[:-1])
+        except UnsupportedError:
+            return t.dequantize()[index]
+    return row.dequantize()[parts[-1]]
+
+
+def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
+    """Return the rows of ``t`` that ``index`` names, quantized, with the codes and factors of the source.
+
+    Args:
+        t: quantized, (d0, ..., dn) with n >= 1.
+        dim: must be 0.
+        index: (count,) integers in [0, d0).
+        op: the name of the calling op, for errors.
+
+    Raises:
+        UnsupportedError: another dim, or rows whose codes or factors are shared with other rows.
+    """
+    quantizer = t._quantizer
+    if t.ndim > 1 and dim == 0:
+        shape = (index.shape[0], *t.shape[1:])
+        buffers = geometry.select_rows(t, index)
+        if buffers is not None:
+            return with_buffers(t, buffers, shape, quantizer=quantizer.without_square_blocks())
+    fail(
+        f"{op}[{quantizer.format}]",
+        "rows along dim 0 can be picked where no other row shares their codes and factors",
+        f"dim {dim} of {tuple(t.shape)}, {quantizer.canonical}",
+        "Call .dequantize() first",
+        UnsupportedError,
+    )
+
+
+def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``aten.index_select``: quantized rows, or an error."""
+    t, dim, index = args
+    dim = geometry.normalize(dim, max(t.ndim, 1))
+    return select_rows(t, dim, index.reshape(-1), "index_select")
+
+
+def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``aten.index``: quantized rows for one integer tensor along dim 0, plain values otherwise."""
+    t, indices = args
+    leaves = [i for i in indices if i is not None]
+    if not isinstance(t, QuantizedTensorStorage) or any(
+        isinstance(i, QuantizedTensorStorage) for i in leaves
+    ):
+        rule = "indices must be plain integer or bool tensors"
+        fail("index", rule, "a quantized tensor as index", "Pass integers", UnsupportedError)
+    rows = indices[0]
+    if len(leaves) != 1 or rows is None or rows.dtype in _MASKS or t.ndim < 2:
+        return func(plain(t), indices)
+    flat = rows.reshape(-1)
+    flat = torch.where(flat < 0, flat + t.shape[0], flat)
+    picked = select_rows(t, 0, flat, "index")
+    if rows.ndim == 1:
+        return picked
+    return view_tensor(picked, (*rows.shape, *t.shape[1:]), "index")
