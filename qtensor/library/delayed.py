@@ -12,6 +12,8 @@ The bookkeeping is on the CPU, so that a GPU is never waited for.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -146,15 +148,28 @@ RECORD_GRADIENT_AMAX = leaf_op(
 """Keep the maxima of gradients, (1,) or several side by side, for the next step; those that the history has are overwritten."""
 
 
-def _advance_fill(_: None, step: Tensor, forward_only: bool = False) -> None:
+_STEP_LOCK = threading.Lock()
+
+
+def _advance_fill(
+    _: None, step: Tensor, forward_only: bool = False, counter: Tensor | None = None
+) -> None:
     if forward_only and torch._C._current_graph_task_id() != -1:
         return
-    step.data.add_(1)
+    if counter is None:
+        step.data.add_(1)
+        return
+    with _STEP_LOCK:
+        counter.data.add_(1)
+        step.data.copy_(counter)
 
 
 ADVANCE_STEP = leaf_op(
-    "advance_step_(Tensor(a!) step, bool forward_only=False) -> ()",
+    "advance_step_(Tensor(a!) step, bool forward_only=False, Tensor(b!)? counter=None) -> ()",
     lambda *args, **kwargs: None,
     _advance_fill,
 )
-"""A new step begins; with ``forward_only`` not in what checkpointing runs again during a backward pass."""
+"""Begin a new step: add 1 to ``step``, or to ``counter``, which threads share, and copy it to ``step``.
+
+With ``forward_only``, do nothing where checkpointing calls a layer again during a backward pass.
+"""
