@@ -1,12 +1,16 @@
-"""Which recipe modules compute by: a context manager."""
+"""The active recipe, and ``autocast``, the context manager that sets it."""
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.errors import DtypeError, fail
 from qtensor.library.delayed import ADVANCE_STEP
@@ -16,64 +20,120 @@ HIGH_PRECISION = ""
 """The key of a region without quantization."""
 
 
-class _Active:
-    """The state of the innermost region, as plain values."""
+class _Active(threading.local):
+    """The innermost region of the current thread, as plain values.
+
+    Attributes:
+        key: the recipe's key; "" for high precision; None outside every region.
+        group: name of the process group over which maxima are reduced, or None.
+        step: int64 (1,) on the CPU: the number of the current step of delayed scaling. The numbers
+            come from one counter of the process, so that no two steps share one.
+    """
 
     key: str | None
-    """Key of the recipe; "" for high precision; None outside of every region."""
     group: str | None
-    """Name of the process group that maxima are reduced over."""
-    step: torch.Tensor
-    """int64 (1,) on the CPU: counts the outermost regions of recipes with delayed scaling."""
+    step: Tensor
 
     def __init__(self) -> None:
-        # Not of the class, which compiled code would guard besides.
+        # Instance attributes: compiled code would also guard attributes of the class.
         self.key, self.group = None, None
-        self.step = torch.zeros(1, dtype=torch.int64)
+        # The first access in a thread may happen below a fake tensor mode.
+        with _disable_current_modes():
+            self.step = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 _ACTIVE = _Active()
+_STEPS = torch.zeros(1, dtype=torch.int64, device="cpu")
+"""The number of the last step that any thread has begun."""
 
 
-def step_in_force(own: torch.Tensor) -> torch.Tensor:
-    """The counter of steps: the process's inside of a region, else ``own``."""
-    return own if _ACTIVE.key is None else _ACTIVE.step
+State = tuple[str | None, str | None, Tensor | None]
+"""(key, group, step) of ``_Active``. The step is None outside every region and in compiled code.
+
+A plain tuple, because entering a region costs about as much as building one named tuple.
+"""
+_OUTSIDE: State = (None, None, None)
+_CONTEXT: contextvars.ContextVar[State] = contextvars.ContextVar("qtensor_autocast")
+"""A copy of the state. Compiled code does not write it; Dynamo cannot trace a ``ContextVar``."""
+
+
+def _inherited() -> State:
+    """Return the region around ``backward()``, in a thread that autograd started for it.
+
+    On a GPU, autograd runs the backward pass in threads of its own, and ``torch.utils.checkpoint``
+    calls layers there. torch hands those threads a copy of the caller's context variables.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return _OUTSIDE
+    if not torch._C._is_key_in_tls("context"):
+        return _OUTSIDE
+    context = torch._C._get_obj_in_tls("context")
+    return _OUTSIDE if context is None else context.get(_CONTEXT, _OUTSIDE)
+
+
+def step_in_force(own: Tensor) -> Tensor:
+    """Return the step counter of the current region; outside every region return ``own``."""
+    if _ACTIVE.key is not None:
+        return _ACTIVE.step
+    step = _inherited()[2]
+    return own if step is None else step
 
 
 def is_outside() -> bool:
-    """Whether no region is in force."""
-    return _ACTIVE.key is None
+    """Return whether no region is active in this thread."""
+    return _ACTIVE.key is None and _inherited()[0] is None
 
 
 def active_recipe(own: str | None = None) -> str:
-    """Key of the recipe in force; "" for high precision.
+    """Return the key of the active recipe; "" means high precision.
 
     Args:
-        own: key of the recipe that a module brings, which counts outside of every region.
+        own: key of the module's own recipe, which applies outside every region.
     """
-    if _ACTIVE.key is not None:
-        return _ACTIVE.key
+    key = _ACTIVE.key
+    if key is None:
+        key = _inherited()[0]
+    if key is not None:
+        return key
     return HIGH_PRECISION if own is None else own
 
 
 def active_group() -> str | None:
-    """Name of the process group over which maxima are reduced, or None."""
-    return _ACTIVE.group
+    """Return the name of the process group over which maxima are reduced, or None."""
+    return _ACTIVE.group if _ACTIVE.key is not None else _inherited()[1]
+
+
+def _set(key: str | None, group: str | None, step: Tensor) -> None:
+    """Set the state of this thread."""
+    _ACTIVE.key, _ACTIVE.group = key, group
+    if not torch.compiler.is_compiling():
+        _ACTIVE.step = step
+        _CONTEXT.set((key, group, None if key is None else step))
+
+
+def captured() -> State:
+    """Return the state of this thread, for ``restored``."""
+    if _ACTIVE.key is None:
+        return _inherited()
+    step = None if torch.compiler.is_compiling() else _ACTIVE.step
+    return (_ACTIVE.key, _ACTIVE.group, step)
 
 
 class autocast:
-    """A region whose modules compute by a recipe: ``with qtensor.autocast(recipe=MXFP8BlockScaling()): ...``.
+    """A region in which modules compute by a recipe.
 
-    Regions nest; the innermost counts, and leaving one restores what was before, after an exception too. Also a decorator,
-    and usable inside compiled regions. The state is the process's: threads share it.
+    ``with qtensor.autocast(recipe=MXFP8BlockScaling()): ...``. Regions nest. The innermost region
+    applies, and leaving it restores the one around it, also after an exception. ``autocast`` is
+    also a decorator, and works inside compiled functions. As with ``torch.autocast``, a region
+    belongs to the thread that entered it; other threads do not see it.
 
     Args:
-        enabled: False: a region of high precision.
-        recipe: Float8CurrentScaling() if None. Read when the region is entered.
-        amax_reduction_group: a process group; delayed scaling takes its maxima over the ranks of it.
+        enabled: False makes a region of high precision.
+        recipe: ``Float8CurrentScaling()`` if None. It is read when the region is entered.
+        amax_reduction_group: a process group. Delayed scaling takes its maxima over its ranks.
 
     Raises:
-        QTensorError: ``recipe`` is no recipe, or one object is entered twice.
+        QTensorError: ``recipe`` is not a recipe, or an active object is entered again.
     """
 
     def __init__(
@@ -84,11 +144,8 @@ class autocast:
     ) -> None:
         if not (recipe is None or isinstance(recipe, Recipe)):
             is_class = isinstance(recipe, type)
-            fix = (
-                f"Call it: {recipe.__name__}()"
-                if is_class
-                else "Pass qtensor.recipes.MXFP8BlockScaling(), say"
-            )
+            call = f"Call it: {recipe.__name__}()" if is_class else ""
+            fix = call or "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
             fail("autocast", "recipe must be a recipe object", repr(recipe), fix, DtypeError)
         if not isinstance(enabled, bool):
             rule = "enabled must be True or False"
@@ -96,31 +153,30 @@ class autocast:
         self.enabled = enabled
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group
-        self._before: tuple[str | None, str | None] | None = None
+        self._outer: tuple[str | None, str | None] | None = None
 
     def __enter__(self) -> Self:
-        if self._before is not None:
-            rule = "one object can be entered once at a time"
-            fail("autocast", rule, "an active one", "Make another autocast(...)")
+        if self._outer is not None:
+            rule = "an autocast object can be active only once at a time"
+            fail("autocast", rule, "an active one", "Create another autocast(...)")
         key = HIGH_PRECISION
         if self.enabled:
             key = Float8CurrentScaling().key if self.recipe is None else self.recipe.key
             delayed = self.recipe is not None and self.recipe.delayed
             if delayed and _ACTIVE.key is None and torch.is_grad_enabled():
-                ADVANCE_STEP(_ACTIVE.step)
+                ADVANCE_STEP(_ACTIVE.step, False, _STEPS)
         group = self.amax_reduction_group
-        self._before = (_ACTIVE.key, _ACTIVE.group)
-        _ACTIVE.key = key
-        _ACTIVE.group = None if group is None else group.group_name
+        self._outer = (_ACTIVE.key, _ACTIVE.group)
+        _set(key, None if group is None else group.group_name, _ACTIVE.step)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._before is not None:
-            _ACTIVE.key, _ACTIVE.group = self._before
-        self._before = None
+        if self._outer is not None:
+            _set(*self._outer, _ACTIVE.step)
+        self._outer = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs in such a region."""
+        """Return a function that runs ``function`` in such a region."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -131,24 +187,30 @@ class autocast:
 
 
 class restored:
-    """A region with the state of another moment, for what runs again in the backward pass."""
+    """A region with an earlier state, for code that runs again in the backward pass.
 
-    def __init__(self, state: tuple[str | None, str | None]) -> None:
-        self.state = state
-        self.before: tuple[str | None, str | None] = (None, None)
+    Args:
+        state: what ``captured()`` returned. The backward pass may run in another thread.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.key, self.group, self.step = state
+        self.outer: tuple[str | None, str | None] = (None, None)
+        self.outer_step: Tensor | None = None
+        self.changes = False
 
     def __enter__(self) -> Self:
-        self.before = (_ACTIVE.key, _ACTIVE.group)
-        # Written only where it differs: a compiled checkpointed region must not write what is outside of it.
-        if self.before != self.state:
-            _ACTIVE.key, _ACTIVE.group = self.state
+        self.outer = (_ACTIVE.key, _ACTIVE.group)
+        # Compiled code of a checkpointed region must not write state outside the region, so that
+        # the state is written only where it differs.
+        self.changes = self.outer != (self.key, self.group)
+        if not torch.compiler.is_compiling():
+            self.outer_step = _ACTIVE.step
+            self.changes = self.changes or self.step is not self.outer_step
+        if self.changes:
+            _set(self.key, self.group, _ACTIVE.step if self.step is None else self.step)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.before != self.state:
-            _ACTIVE.key, _ACTIVE.group = self.before
-
-
-def captured() -> tuple[str | None, str | None]:
-    """The state of now, to be ``restored`` later."""
-    return (_ACTIVE.key, _ACTIVE.group)
+        if self.changes:
+            _set(*self.outer, _ACTIVE.step if self.outer_step is None else self.outer_step)

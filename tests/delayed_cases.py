@@ -44,3 +44,4 @@ def record_gradient_amax_(case: FormatCase) -> Iterator[Sample]:
 
 def advance_step_(case: FormatCase) -> Iterator[Sample]:
     yield (torch.zeros(1, dtype=torch.int64),), {}
+    yield (torch.zeros(1, dtype=torch.int64), False, torch.tensor([7])), {}

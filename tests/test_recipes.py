@@ -251,7 +251,7 @@ def test_regions_nest_and_restore():
 
 def test_one_object_is_entered_once_at_a_time():
     scope = qtensor.autocast(recipe=RECIPES["mxfp8"]())
-    with scope, pytest.raises(QTensorError, match="entered once at a time"):
+    with scope, pytest.raises(QTensorError, match="active only once at a time"):
         scope.__enter__()
     with scope:
         pass

@@ -77,7 +77,7 @@ def quantize_weight(
         weight=quantizer.canonical, delayed=delayed, stochastic=stochastic
     )
     if any(stochastic):
-        args.seeds = draw_seeds(weight, torch.zeros(1, dtype=torch.int64), stochastic)
+        args.seeds = draw_seeds(weight, torch.zeros(1, dtype=torch.int64, device="cpu"), stochastic)
     if scale is not None:
         none = torch.empty(0)
         args.delayed = DelayedCall(scale.reshape(1).expand(3), none, none, none)

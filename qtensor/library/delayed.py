@@ -12,6 +12,7 @@ The bookkeeping is on the CPU, so that a GPU is never waited for.
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -185,23 +186,35 @@ RECORD_GRADIENT_AMAX = leaf_op(
 """Keep the maxima of gradients, (1,) or several side by side, for the next step; those that the history has are overwritten."""
 
 
+_STEP_LOCK = threading.Lock()
+
+
 class AdvanceStepArgs(NamedTuple):
     """Arguments of the op ``advance_step_``."""
 
     step: Tensor
     forward_only: bool = False
+    counter: Tensor | None = None
 
 
 def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
     if args.forward_only and torch._C._current_graph_task_id() != -1:
         return
-    args.step.data.add_(1)
+    if args.counter is None:
+        args.step.data.add_(1)
+        return
+    with _STEP_LOCK:
+        args.counter.data.add_(1)
+        args.step.data.copy_(args.counter)
 
 
 ADVANCE_STEP = leaf_op(
-    "advance_step_(Tensor(a!) step, bool forward_only=False) -> ()",
+    "advance_step_(Tensor(a!) step, bool forward_only=False, Tensor(b!)? counter=None) -> ()",
     AdvanceStepArgs,
     no_outputs,
     _advance_fill,
 )
-"""A new step begins; with ``forward_only`` not in what checkpointing runs again during a backward pass."""
+"""Begin a new step: add 1 to ``step``, or to ``counter``, which threads share, and copy it to ``step``.
+
+With ``forward_only``, do nothing where checkpointing calls a layer again during a backward pass.
+"""

@@ -28,7 +28,7 @@ from qtensor.functional.plan import (
 )
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
-from qtensor.modules.state import LinearState
+from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
 
@@ -87,6 +87,16 @@ def activation_dtype(input: Tensor) -> Tensor:
     return input
 
 
+class _DelayedPaths:
+    """``layer._delayed_scaling.weight.scale``: entries of a ``state_dict`` as attribute paths.
+
+    ``torch.distributed.checkpoint`` walks each key by ``getattr``.
+    """
+
+    def __init__(self, states: dict[str, LinearState]) -> None:
+        self.__dict__.update({weight: state.delayed for weight, state in states.items()})
+
+
 class QuantizedModule(nn.Module):
     """Base of the modules with quantized GEMMs.
 
@@ -125,6 +135,8 @@ class QuantizedModule(nn.Module):
         self._stored[name] = stored_canonical(param)
         for state in self._states.values():
             state.drop_workspace()
+            if param is not None:
+                state.move(param.device)
 
     def _own_state(self, weight: str, state: LinearState) -> None:
         """Take up the state of a layer, by the name of its weight."""
@@ -140,6 +152,14 @@ class QuantizedModule(nn.Module):
 
         listen(state.key, accumulated)
 
+    def _delayed(self, weight: str) -> DelayedState:
+        """Return the state of delayed scaling of a layer, on the device of its weight."""
+        state = self._states[weight]
+        if not torch.compiler.is_compiling():
+            # Some libraries replace parameters without a call of the module's own methods.
+            state.move(self._weights(weight)[0].device)
+        return state.delayed
+
     def _weights(self, weight: str) -> Sequence[Any]:
         """The parameters that a state belongs to."""
         return (getattr(self, weight),)
@@ -153,32 +173,47 @@ class QuantizedModule(nn.Module):
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters.items():
             self._stored[name] = stored_canonical(parameter)
-        for state in self._states.values():
+        for weight, state in self._states.items():
             state.apply(fn)
+            state.move(self._weights(weight)[0].device)
         return result
 
     # ---- state dict -------------------------------------------------------------------------------------
 
+    @property
+    def _delayed_scaling(self) -> _DelayedPaths:
+        """The state of delayed scaling under the names that it has in a ``state_dict``."""
+        return _DelayedPaths(self._states)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, state in self._states.items():
-            if state.delayed.used:
-                destination[f"{prefix}_delayed_scaling.{weight}.scale"] = (
-                    state.delayed.scale.clone()
-                )
-                destination[f"{prefix}_delayed_scaling.{weight}.amax_history"] = (
-                    state.delayed.merged()
-                )
+            delayed = state.delayed_state
+            if delayed is not None and delayed.used:
+                key = f"{prefix}_delayed_scaling.{weight}"
+                destination[f"{key}.scale"] = delayed.scale.clone()
+                destination[f"{key}.amax_history"] = delayed.merged()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        loaded: dict[str, tuple[Tensor, Tensor]] = {}
+        # Every entry is checked before the first one is written.
         for weight, state in self._states.items():
             key = f"{prefix}_delayed_scaling.{weight}"
-            scale = state_dict.pop(f"{key}.scale", None)
-            history = state_dict.pop(f"{key}.amax_history", None)
-            if scale is not None and history is not None:
-                state.delayed.load(scale, history)
-            state.drop_workspace()
+            names = (f"{key}.scale", f"{key}.amax_history")
+            present = [name for name in names if name in state_dict]
+            if len(present) == 1:
+                rule = "the state of delayed scaling is two entries, scale and amax_history"
+                fix = "Load both, or leave out both"
+                fail(f"{self.label} {key}", rule, f"{present[0]} alone", fix)
+            if present:
+                scale, history = (state_dict.pop(name) for name in names)
+                check_checkpoint(f"{self.label} {key}", scale, history, state.groups)
+                loaded[weight] = (scale, history)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for weight, state in self._states.items():
+            state.drop_workspace()
+            if weight in loaded:
+                state.delayed.load(*loaded[weight])
 
     # ---- the call -----------------------------------------------------------------------------------------
 
@@ -214,7 +249,7 @@ class QuantizedModule(nn.Module):
         if any(plan.stochastic):
             seeds = draw(input, state.draws, sum(plan.stochastic))
         if any(plan.delayed):
-            delayed = list(state.delayed.begin(key, module, name, self.training))
+            delayed = list(self._delayed(weight).begin(key, module, name, self.training))
         out, *amaxes = LINEAR(input, w, b, layer.text, seeds, delayed)
         self._record(amaxes, weight, plan)
         return out
@@ -285,7 +320,7 @@ class QuantizedModule(nn.Module):
         elif any(plan.stochastic):
             args.seeds = draw_seeds(input, state.draws, plan.stochastic)
         if any(plan.delayed):
-            args.delayed = state.delayed.begin(
+            args.delayed = self._delayed(weight).begin(
                 self._recipe_key(), options.module, options.name, self.training
             )
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute

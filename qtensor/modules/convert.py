@@ -16,7 +16,6 @@ from qtensor.functional.plan import alignment, weight_canonical
 from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.linear import Linear
-from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -349,7 +348,6 @@ def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
     _carry_over(old, new)
     new.weight, new.bias = old.weight, old.bias
     new.quantized_params = isinstance(old.weight, QuantizedTensorStorage)
-    new._own_state("weight", LinearState("cpu" if old.weight.is_meta else old.weight.device))
     return new
 
 

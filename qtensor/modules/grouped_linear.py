@@ -104,8 +104,7 @@ class GroupedLinear(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        place = "cpu" if str(device) == "meta" else device
-        self._own_state("weight", LinearState(place, num_gemms))
+        self._own_state("weight", LinearState(groups=num_gemms))
         factory = {"device": device, "dtype": params_dtype or dtype}
         for i in range(num_gemms):
             weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
@@ -230,7 +229,7 @@ class GroupedLinear(QuantizedModule):
         if any(plan.stochastic):
             args.seeds = self._seeds(input, self._states["weight"].draws, plan)
         if any(plan.delayed):
-            args.delayed = self._states["weight"].delayed.begin(
+            args.delayed = self._delayed("weight").begin(
                 self._recipe_key(), MODULE, self.name, self.training, self.num_gemms
             )
         scheduled = self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute

@@ -129,11 +129,10 @@ class LayerNormMLP(Normed, QuantizedModule):
         prefix = f"{name}." if name else ""
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
-        place = "cpu" if str(device) == "meta" else device
         self._roles["fc1_weight"] = one_op_roles(self._fc1_options)
         self._roles["fc2_weight"] = one_op_roles(self._fc2_options)
-        self._own_state("fc1_weight", LinearState(place))
-        self._own_state("fc2_weight", LinearState(place))
+        self._own_state("fc1_weight", LinearState())
+        self._own_state("fc2_weight", LinearState())
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         made = 2 * ffn if activation in GATED else ffn

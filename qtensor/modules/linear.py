@@ -189,7 +189,7 @@ class Linear(QuantizedModule):
             fuse_wgrad_accumulation,
         )
         self._roles["weight"] = one_op_roles(self._options)
-        self._own_state("weight", LinearState("cpu" if str(device) == "meta" else device))
+        self._own_state("weight", LinearState())
         factory = {"device": device, "dtype": params_dtype or dtype}
         self._make_parameters(rows, columns, bias, factory)
         if not self.weight.is_meta:

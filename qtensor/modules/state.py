@@ -1,16 +1,19 @@
-"""What a linear layer keeps between calls: the workspace of its weight, and the state of delayed scaling."""
+"""State that a linear layer keeps between calls: a quantized weight, and delayed scaling."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.autocasting import active_group, is_outside, step_in_force
+from qtensor.errors import DtypeError, check
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.parallel import max_over_ranks
 from qtensor.functional.plan import caller_functions, delayed_options, largest_values
@@ -32,47 +35,85 @@ delayed_begin = direct(DELAYED_BEGIN, 0)
 record_amax = direct(RECORD_AMAX, 0)
 
 
-class DelayedState:
-    """Factors and maxima of delayed scaling: of inputs, weights and gradients, in this order.
+def counter(count: int = 1) -> Tensor:
+    """Return int64 zeros (count,) on the CPU, whatever torch's default device is."""
+    return torch.zeros(count, dtype=torch.int64, device="cpu")
 
-    A layer of several GEMMs has ``groups`` of each: first its inputs, then its weights, then its gradients.
+
+class DelayedState:
+    """Scales and maxima of delayed scaling: of inputs, weights and gradients, in this order.
+
+    A layer of several GEMMs has ``groups`` of each: first its inputs, then its weights, then its
+    gradients.
 
     Attributes:
         scale: (3 * groups,) float32 encode factors.
-        history: (1024, 3 * groups) float32 maxima, of which a recipe uses the first ``amax_history_len`` rows.
-        steps: (2,) int64 on the CPU: see ``qtensor.library.delayed``.
-        cell: (groups,) float32: the gradients' maxima, written by backward.
+        history: (1024, 3 * groups) float32 maxima. A recipe uses the first ``amax_history_len``
+            rows.
+        steps: (2,) int64 on the CPU; see ``qtensor.library.delayed``.
+        cell: (groups,) float32: the maxima of the gradients, written by backward.
         cell_step: (1,) int64 on the CPU.
-        own_step: (1,) int64 on the CPU: counts the steps of a layer outside of every ``autocast``.
+        own_step: (1,) int64 on the CPU: the step of a layer outside every ``autocast`` region.
+
+    ``steps[0]`` is 0 before the first step, and -1 after a checkpoint was loaded.
     """
 
-    def __init__(self, device: Any = None, groups: int = 1) -> None:
+    def __init__(self, device: Any = "cpu", groups: int = 1) -> None:
         self.scale = torch.ones(3 * groups, dtype=torch.float32, device=device)
         self.history = torch.zeros(MAX_HISTORY, 3 * groups, dtype=torch.float32, device=device)
         self.cell = torch.zeros(groups, dtype=torch.float32, device=device)
-        self.steps = torch.zeros(2, dtype=torch.int64)
-        self.cell_step = torch.zeros(1, dtype=torch.int64)
-        self.own_step = torch.zeros(1, dtype=torch.int64)
+        self.steps, self.cell_step, self.own_step = counter(2), counter(), counter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
+        copy = DelayedState.__new__(DelayedState)
+        memo[id(self)] = copy
+        copy.__dict__.update({name: tensor.clone() for name, tensor in self.__dict__.items()})
+        return copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if int(self.steps[0]):
+            # Another process numbers its steps anew.
+            self._restart(self.merged())
+
+    def _restart(self, history: Tensor) -> None:
+        """Take a history that includes the maxima of the gradients, and start new counters."""
+        self.history, self.cell = history, torch.zeros_like(self.cell)
+        self.steps, self.cell_step, self.own_step = counter(2), counter(), counter()
+        self.steps[0] = -1
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move what lives beside the parameters; values stay, whatever the function makes of a parameter's.
+        """Move the tensors to where ``function`` moves parameters, and keep their values.
 
-        ``bfloat16()`` would round them, and ``to_empty()`` leave them to chance.
+        ``module.bfloat16()`` would round the values, and ``module.to_empty()`` would drop them.
         """
         for name in ("scale", "history", "cell"):
             old = getattr(self, name)
             device = function(old).device
-            # Where to alone counts: to_empty() would hand back other values, and meta has none.
+            # The meta device cannot hold the values, so that they stay where they are.
             if device.type != "meta":
                 setattr(self, name, old.to(device))
+
+    def move(self, device: torch.device) -> None:
+        """Move the tensors to a device."""
+        for name in ("scale", "history", "cell"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def begin(
         self, key: str, module: str, name: str, training: bool, groups: int = 1
     ) -> DelayedCall:
-        """The factors of this call; the first call of a step renews them. ``groups`` as at construction."""
+        """Return the scales of this call; the first call of a step computes new ones.
+
+        Args:
+            key: the recipe's.
+            module: the kind of module, for the recipe's roles.
+            name: the module's name, for the recipe's roles.
+            training: False leaves the state as it is.
+            groups: as for the constructor.
+        """
         if not training:
-            # Nothing moves, and no operator says that it might: a program that writes to state cannot be exported.
-            # A rank may evaluate on its own, so that there is nothing to reduce either.
+            # No op may write to the state: a program that writes to state cannot be exported.
+            # Ranks may evaluate on their own, so that no maxima are reduced over them.
             return DelayedCall(self.scale.clone(), self.steps.clone(), self.cell, self.cell_step)
         options = delayed_options(key)
         length = options.amax_history_len
@@ -107,7 +148,11 @@ class DelayedState:
     def _by_caller(
         self, key: str, length: int, largest: list[float], group: str | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The history over all ranks, and the factors by the recipe's own functions."""
+        """Return the history over all ranks, and the scales by the recipe's own functions.
+
+        The history is (length, 3 * groups). The scales, (3 * groups,), are None where the recipe
+        has no function of its own.
+        """
         options = delayed_options(key)
         algorithm, factor = caller_functions(key)
         rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
@@ -127,81 +172,169 @@ class DelayedState:
         return rows, torch.where((amax > 0) & amax.isfinite(), new, self.scale)
 
     def record(self, amaxes: list[Tensor], first: int) -> None:
-        """Maxima of the forward pass into row 0 of the history."""
+        """Record maxima of the forward pass, each (1,) or (groups,), in row 0 of the history."""
         record_amax(self.history, amaxes, first)
 
     def merged(self) -> Tensor:
-        """The history with the gradients' maxima, as a checkpoint keeps it."""
+        """Return the history (1024, 3 * groups) with the gradients' maxima, as checkpoints hold it."""
         return MERGED_HISTORY(
             self.history, self.steps, self.cell, self.cell_step, self.history.shape[0]
         )
 
+    @property
+    def amax_history(self) -> Tensor:
+        """The history as checkpoints hold it, under its name in a ``state_dict``."""
+        return self.merged()
+
     def load(self, scale: Tensor, history: Tensor) -> None:
-        """Take up a checkpoint's state; counters begin anew."""
+        """Take the state of a checkpoint, which ``check_checkpoint`` has checked."""
         with torch.no_grad():
             self.scale.copy_(scale)
-            rows = min(history.shape[0], self.history.shape[0])
-            self.history.zero_()
-            self.history[:rows].copy_(history[:rows])
-        self.cell.zero_()
-        for counter in (self.steps, self.cell_step, self.own_step):
-            counter.zero_()
+            own = torch.zeros_like(self.history)
+            own[: history.shape[0]].copy_(history)
+            self._restart(own)
 
     @property
     def used(self) -> bool:
-        """Whether a step has begun, or a checkpoint brought maxima."""
-        return bool(int(self.steps[0])) or bool(self.history.any())
+        """Whether a step has begun, or a checkpoint brought the scales. No device is waited for."""
+        return bool(int(self.steps[0]))
+
+
+def check_checkpoint(label: str, scale: Any, history: Any, groups: int) -> None:
+    """Check scales and history from a checkpoint before anything is written.
+
+    Args:
+        label: names the state in messages.
+        scale: must be float32 (3 * groups,) of finite numbers above 0.
+        history: must be float32 (rows, 3 * groups), at most 1024 rows, of maxima: not negative.
+        groups: number of GEMMs.
+
+    Raises:
+        QTensorError: a tensor of another shape or with other values.
+        DtypeError: a tensor of another dtype, or something that is not a tensor.
+    """
+    fix = "Load a checkpoint of the same layer, or leave out both entries"
+    columns = 3 * groups
+    for name, tensor in (("scale", scale), ("amax_history", history)):
+        right = isinstance(tensor, Tensor) and tensor.dtype == torch.float32
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        check(right, label, f"{name} must be a float32 tensor", got, fix, DtypeError)
+        check(not tensor.is_meta, label, f"{name} must have data", "a meta tensor", fix)
+    shape = tuple(scale.shape)
+    check(shape == (columns,), label, f"scale must have the shape ({columns},)", shape, fix)
+    good = bool((scale.isfinite() & (scale > 0)).all())
+    check(good, label, "scales must be finite and above 0", scale.tolist()[:12], fix)
+    shape = tuple(history.shape)
+    right = len(shape) == 2 and 1 <= shape[0] <= MAX_HISTORY and shape[1] == columns
+    rule = f"amax_history must have the shape (1 to {MAX_HISTORY} rows, {columns})"
+    check(right, label, rule, shape, fix)
+    # A maximum of values with NaN or infinity is NaN or infinity; such steps keep the old scale.
+    lowest = history.nan_to_num(nan=0.0).amin()
+    check(bool(lowest >= 0), label, "maxima must not be negative", float(lowest), fix)
+
+
+_STATES: weakref.WeakSet[LinearState] = weakref.WeakSet()
+"""All states, see ``allocate_traced``."""
+
+
+def allocate_traced() -> bool:
+    """Allocate the delayed scaling of all layers, when Dynamo traces a call of one.
+
+    Dynamo calls this function while it traces. It has no argument, because Dynamo would guard the
+    identity of a layer's state, and one graph often serves many layers. For the same reason it
+    allocates the state of all: a layer without its state would be compiled again.
+    """
+    for state in list(_STATES):
+        state.allocate()
+    return True
+
+
+allocate_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class LinearState:
     """The state of one linear layer.
 
     Attributes:
-        workspace: buffers of the quantized weight, kept from the first microbatch of a step on; None where there is none.
-        workspace_quantizer: their canonical text.
-        delayed: see ``DelayedState``.
-        key: names the layer's postponed weight gradients, and what hears of those in ``main_grad``.
-        report: int64 (2,): the key, and how often backward has added to ``main_grad``.
-        token: int64 (1,): written when one is put off.
-        draws: int64 (1,): counts the seeds drawn for stochastic rounding.
+        workspace: buffers of the quantized weight, kept from the first microbatch of a step on;
+            None where there are none.
+        workspace_quantizer: the canonical text of their quantizer.
+        workspace_shape: the logical shape of the weight that they hold.
+        device: where ``delayed`` is allocated: the device of the weight, or the CPU if that is meta.
+        groups: number of GEMMs.
+        key: identifies the layer's postponed weight gradients, and its listener for gradients that
+            were added to ``main_grad``.
+        report: int64 (2,) on the CPU: the key, and how often backward has added to ``main_grad``.
+        token: int64 (1,) on the CPU: written when a weight gradient is postponed.
+        draws: int64 (1,) on the CPU: counts the seeds drawn for stochastic rounding.
     """
 
-    def __init__(self, device: Any = None, groups: int = 1) -> None:
+    def __init__(self, device: torch.device | None = None, groups: int = 1) -> None:
         self.workspace: list[Tensor] | None = None
         self.workspace_quantizer = ""
         self.workspace_shape: tuple[int, ...] = ()
-        self.delayed = DelayedState(device, groups)
+        self.groups = groups
+        self.device = torch.device("cpu") if device is None else device
+        self.delayed_state: DelayedState | None = None
+        if torch._C._len_torch_dispatch_stack():
+            # A module that is built of fake tensors has a fake state.
+            self.delayed_state = DelayedState(self.device, self.groups)
         self.renew_key()
+        _STATES.add(self)
+
+    @property
+    def delayed(self) -> DelayedState:
+        """The state of delayed scaling, allocated at the first access."""
+        if torch.compiler.is_dynamo_compiling():
+            # Before the attribute is read: Dynamo would guard that it is None.
+            allocate_traced()
+        elif self.delayed_state is None:
+            self.allocate()
+        return self.delayed_state  # type: ignore[return-value]
+
+    def allocate(self) -> None:
+        """Allocate the state of delayed scaling if there is none."""
+        if self.delayed_state is None:
+            # The first call may be an evaluation or happen below a fake tensor mode.
+            with torch.inference_mode(False), _disable_current_modes():
+                self.delayed_state = DelayedState(self.device, self.groups)
 
     def renew_key(self) -> None:
-        """A key and token of its own, for a new layer or a copy of one."""
+        """Take a new key and token, for a new layer or a copy of one."""
         self.key = next(_KEYS)
-        self.token = torch.zeros(1, dtype=torch.int64)
-        self.report = torch.tensor([self.key, 0])
-        self.draws = torch.zeros(1, dtype=torch.int64)
+        self.token, self.draws = counter(), counter()
+        self.report = torch.tensor([self.key, 0], device="cpu")
         weakref.finalize(self, drop_postponed, self.key)
         weakref.finalize(self, drop_listener, self.key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
-        copy = LinearState.__new__(LinearState)
+        copy = LinearState(self.device, self.groups)
         memo[id(self)] = copy
-        copy.workspace, copy.workspace_quantizer, copy.workspace_shape = None, "", ()
-        copy.delayed = DelayedState.__new__(DelayedState)
-        copy.delayed.__dict__.update({n: t.clone() for n, t in self.delayed.__dict__.items()})
-        copy.renew_key()
+        copy.delayed_state = deepcopy(self.delayed_state, memo)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"delayed": self.delayed}
+        return {"delayed": self.delayed_state, "device": self.device, "groups": self.groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.workspace, self.workspace_quantizer, self.workspace_shape = None, "", ()
-        self.delayed = state["delayed"]
-        self.renew_key()
+        delayed = state["delayed"]
+        # Pickles of earlier versions have the state of delayed scaling alone.
+        groups = state.get("groups") or len(delayed.scale) // 3
+        self.__init__(state.get("device"), groups)  # type: ignore[misc]
+        self.delayed_state = delayed
+
+    def move(self, device: torch.device) -> None:
+        """Follow the weight to a device. Meta has no data: the state stays where it was."""
+        if device == self.device or device.type == "meta":
+            return
+        self.device = device
+        if self.delayed_state is not None:
+            self.delayed_state.move(device)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move with the module; the workspace is made anew where it is needed."""
-        self.delayed.apply(function)
+        """Move with the module, and drop the quantized weight."""
+        if self.delayed_state is not None:
+            self.delayed_state.apply(function)
         self.drop_workspace()
 
     def drop_workspace(self) -> None:

@@ -16,6 +16,7 @@ from qtensor.functional.output import output_canonical
 from qtensor.library.codec import parse
 from qtensor.library.direct import direct
 from qtensor.library.pointwise import DROPOUT, SCALE
+from qtensor.modules.state import counter
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
@@ -141,7 +142,7 @@ class Dropout(BasicOperation):
         right = isinstance(p, (int, float)) and 0 <= p <= 1
         check(right, self.label, "p must lie between 0 and 1", repr(p), "Pass such a number")
         self._p = repr(float(p))
-        self.draws = torch.zeros(1, dtype=torch.int64)
+        self.draws = counter()
 
     @property
     def p(self) -> float:
@@ -225,7 +226,7 @@ class Quantize(BasicOperation):
                 output_canonical("", given, "quantize", "") if forward else parse(given).canonical
             )
         self.in_forward, self.in_backward = forward, backward
-        self.draws = torch.zeros(1, dtype=torch.int64)
+        self.draws = counter()
 
     def plan_key(self) -> str:
         """The recipe in force."""

@@ -1,0 +1,208 @@
+"""State of modules: allocated where a recipe asks for it, saved under attribute paths, checked before it is loaded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from formats import assert_same_bytes
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from training import RECIPES, WIDTH, region
+
+import qtensor
+from qtensor import QTensorError
+from qtensor.modules import state as module_state
+from qtensor.recipes import DelayedScaling
+
+MODULES = {
+    "linear": lambda **options: qtensor.Linear(WIDTH, WIDTH, **options),
+    "layernorm_mlp": lambda **options: qtensor.LayerNormMLP(WIDTH, WIDTH, **options),
+    "grouped": lambda **options: qtensor.GroupedLinear(2, WIDTH, WIDTH, **options),
+}
+each_module = pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+
+
+def run(module, recipe=None, steps=2):
+    more = ([8, 24],) if isinstance(module, qtensor.GroupedLinear) else ()
+    for i in range(steps):
+        with region(recipe):
+            y = module(torch.randn(32, WIDTH) * 4**i, *more)
+        if y.requires_grad:
+            y.square().sum().backward()
+    return module
+
+
+def states(module):
+    return [s.delayed for part in module.modules() for s in getattr(part, "_states", {}).values()]
+
+
+def same_state(a, b):
+    for one, two in zip(states(a), states(b), strict=True):
+        assert_same_bytes(one.scale, two.scale)
+        assert_same_bytes(one.merged(), two.merged())
+
+
+@each_module
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "current"])
+def test_nothing_is_allocated_without_delayed_scaling(make, recipe):
+    module = run(make(), RECIPES[recipe]() if recipe else None)
+    copy.deepcopy(module).bfloat16().state_dict()
+    allocated = [s.delayed_state for s in module._states.values()]
+    assert allocated == [None] * len(allocated)
+    assert not any("_delayed_scaling" in key for key in module.state_dict())
+
+
+@each_module
+def test_the_state_is_there_for_who_asks(make):
+    for state in make()._states.values():
+        assert state.delayed is state.delayed
+        assert (state.delayed.scale == 1).all()
+        assert not state.delayed.used
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_first_call_without_gradients_leaves_a_state_that_trains(backend):
+    """Tensors made in inference mode could not be written later, nor those of a trace."""
+    torch._dynamo.reset()
+    module, twin = MODULES["linear"](), MODULES["linear"]()
+    twin.load_state_dict(module.state_dict())
+    call = torch.compile(module, backend=backend, fullgraph=True) if backend else module
+    module.eval()
+    with torch.inference_mode(), region(DelayedScaling()):
+        call(torch.randn(32, WIDTH))
+    module.train()
+    for m in (call, twin):
+        torch.manual_seed(0)
+        for _ in range(3):
+            with region(DelayedScaling()):
+                y = m(torch.randn(32, WIDTH))
+            y.sum().backward()
+    same_state(module, twin)
+
+
+def test_one_graph_serves_layers_with_and_without_state():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layers = [qtensor.Linear(WIDTH, WIDTH) for _ in range(4)]
+    run(layers[2], DelayedScaling())
+    forward = torch.compile(lambda layer, x: layer(x), backend=count, fullgraph=True)
+    with region(DelayedScaling()):
+        for layer in layers * 2:
+            forward(layer, torch.randn(32, WIDTH))
+    assert len(graphs) == 1
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4"])
+def test_a_plain_linear_loads_strictly_and_back(recipe):
+    module = run(qtensor.Linear(WIDTH, WIDTH), RECIPES[recipe]() if recipe else None)
+    plain = nn.Linear(WIDTH, WIDTH)
+    plain.load_state_dict(module.state_dict())
+    module.load_state_dict(plain.state_dict())
+    assert list(module.state_dict()) == list(plain.state_dict())
+
+
+@each_module
+def test_distributed_checkpoint_walks_the_keys(make):
+    """get_model_state_dict follows each key by getattr."""
+    model = nn.Sequential(run(make(), DelayedScaling()))
+    saved = get_model_state_dict(model)
+    assert any(key.endswith(".amax_history") for key in saved)
+    for key, tensor in saved.items():
+        value = model
+        for name in key.split("."):
+            value = getattr(value, name)
+        assert torch.equal(value, tensor)
+    other = nn.Sequential(make())
+    set_model_state_dict(other, saved)
+    same_state(model, other)
+
+
+@each_module
+def test_a_checkpoint_saves_no_sync_for_state_that_is_not_used(make, monkeypatch):
+    module = run(make().eval(), DelayedScaling())
+    monkeypatch.setattr(module_state, "MERGED_HISTORY", None)
+    assert not any("_delayed_scaling" in key for key in module.state_dict())
+
+
+BAD = {
+    "shape": lambda scale, history: (scale[:1], history),
+    "nan": lambda scale, history: (torch.full_like(scale, float("nan")), history),
+    "inf": lambda scale, history: (torch.full_like(scale, float("inf")), history),
+    "zero": lambda scale, history: (torch.zeros_like(scale), history),
+    "negative": lambda scale, history: (-scale, history),
+    "dtype": lambda scale, history: (scale.double(), history),
+    "no tensor": lambda scale, history: (1.0, history),
+    "meta": lambda scale, history: (scale.to("meta"), history),
+    "history columns": lambda scale, history: (scale, history[:, :2]),
+    "history rows": lambda scale, history: (scale, torch.cat([history, history])),
+    "history dims": lambda scale, history: (scale, history[0]),
+    "history negative": lambda scale, history: (scale, -history - 1),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_a_wrong_state_is_refused_before_anything_is_written(spoil):
+    state = run(qtensor.Linear(WIDTH, WIDTH), DelayedScaling()).state_dict()
+    keys = [f"_delayed_scaling.weight.{name}" for name in ("scale", "amax_history")]
+    module = run(qtensor.Linear(WIDTH, WIDTH, name="fc"), DelayedScaling())
+    before = copy.deepcopy(module.state_dict())
+    bad = dict(zip(keys, spoil(*[state[key] for key in keys]), strict=True))
+    with pytest.raises(QTensorError, match=r"Linear\[fc\] _delayed_scaling.weight: "):
+        module.load_state_dict({**state, **bad})
+    after = module.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("missing", ["scale", "amax_history"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_half_a_state_is_refused(missing, strict):
+    state = run(qtensor.Linear(WIDTH, WIDTH), DelayedScaling()).state_dict()
+    del state[f"_delayed_scaling.weight.{missing}"]
+    module = qtensor.Linear(WIDTH, WIDTH)
+    weight = module.weight.detach().clone()
+    with pytest.raises(QTensorError, match=r"two entries, scale and amax_history; got .* alone"):
+        module.load_state_dict(state, strict=strict)
+    assert torch.equal(module.weight, weight)
+    assert not module._states["weight"].delayed.used
+
+
+def test_nan_and_infinite_maxima_load():
+    """Steps with such values record them, and keep the old scale."""
+    module = qtensor.Linear(WIDTH, WIDTH)
+    x = torch.randn(32, WIDTH)
+    x[0, 0] = float("nan")
+    with region(DelayedScaling()):
+        module(x)
+    other = qtensor.Linear(WIDTH, WIDTH)
+    other.load_state_dict(module.state_dict())
+    assert not other._states["weight"].delayed.history[0, 0].isfinite()
+
+
+def test_a_pickled_module_goes_on_in_another_process(tmp_path):
+    """Its steps were counted by the process that it comes from: the new one counts from 0."""
+    module = run(qtensor.Linear(WIDTH, WIDTH), DelayedScaling(), steps=5)
+    path = tmp_path / "module.pickle"
+    path.write_bytes(pickle.dumps(module))
+    script = (
+        "import pickle, sys, torch, qtensor\n"
+        "module = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "for i in range(2):\n"
+        "    with qtensor.autocast(recipe=qtensor.recipes.DelayedScaling()):\n"
+        "        y = module(torch.ones(32, module.in_features))\n"
+        "    (y.sum() * 1e6).backward()\n"
+        "assert float(module._states['weight'].delayed.merged()[0, 2]) == 1e6\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
