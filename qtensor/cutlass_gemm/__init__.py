@@ -1,4 +1,4 @@
-"""FP8 and FP4 GEMMs generated with CUTLASS: emitted, compiled by nvcc into plain C libraries, loaded and launched.
+"""FP8 and FP4 GEMM kernels, generated with CUTLASS and compiled by nvcc into plain C libraries.
 
-Importing starts no compiler and imports neither CUTLASS nor CUDA.
+Importing this package starts no compiler and imports neither CUTLASS nor CUDA.
 """

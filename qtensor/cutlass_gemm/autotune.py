@@ -1,4 +1,7 @@
-"""Time the kernels that are built for given sizes, and keep the fastest: in this process, and as JSON for later ones."""
+"""Time the built kernels for given sizes and remember the fastest.
+
+The choices apply to this process and are written as JSON for later ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from qtensor.layout import ceil_div
 
 Sizes = tuple[int, int, int]
 Timer = Callable[[Callable[[], None]], float]
-"""Microseconds of a call."""
+"""Runs a call several times and returns the microseconds that one takes."""
 
 _WARM_UP, _CALLS = 3, 20
 _FLOATS = {name: dtype for dtype, name in OUTPUTS.items()}
@@ -34,12 +37,12 @@ _FLOATS = {name: dtype for dtype, name in OUTPUTS.items()}
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured for one product.
+    """The measured times of all kernels for one product.
 
     Attributes:
-        want: of the product.
+        want: the kind of product.
         sizes: (M, N, K).
-        times: kernel name -> microseconds, the fastest first.
+        times: kernel name -> microseconds, in ascending order.
     """
 
     want: Want
@@ -60,19 +63,19 @@ def autotune(
     name: str,
     timer: Timer | None = None,
 ) -> list[Choice]:
-    """Time every kernel that is built, for each kind of product and each size; remember the fastest and write them.
+    """Time every built kernel for each kind of product and each size, and store the fastest.
 
-    Nothing is compiled. Sizes that no built kernel can compute are left out.
+    Compiles nothing. Skips sizes that no built kernel can compute.
 
     Args:
         wanted: kinds of products.
-        sizes: (M, N, K) each.
-        device: to run on.
-        name: of the device; the file is kept for each.
-        timer: CUDA events by default.
+        sizes: (M, N, K) of each product.
+        device: device to run on.
+        name: name of the device; each device has its own file.
+        timer: measures a call; by default with CUDA events.
 
     Raises:
-        QTensorError: no kernel is built for any of them.
+        QTensorError: no kernel is built for any of the products.
     """
     timer = timer or _time_on_gpu
     choices = []
@@ -82,15 +85,15 @@ def autotune(
             if times:
                 choices.append(Choice(want, size, times))
                 tuning.remember(want, size, choices[-1].best)
-    rule = "a kernel must be built for at least one of the products"
+    rule = "a built kernel must be able to compute at least one of the products"
     fix = "Run: qtensor kernels build --arch ... --recipe ..."
-    check(bool(choices), "autotune", rule, "none that can compute these sizes", fix)
+    check(bool(choices), "autotune", rule, "no such kernel in the cache", fix)
     write(name, choices)
     return choices
 
 
 def _times(want: Want, size: Sizes, device: torch.device, timer: Timer) -> dict[str, float]:
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     built = library.built_specs()
     tensors = None
     for spec in tuning.candidates(want):
@@ -101,8 +104,8 @@ def _times(want: Want, size: Sizes, device: torch.device, timer: Timer) -> dict[
             continue
         tensors = tensors or random_tensors(spec, size, device)
         launcher = Launcher(kernel, (1, *size), device, processors=_processors(device))
-        found[spec.name] = timer(lambda run=launcher, on=tensors: run(on))  # type: ignore[misc]
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+        times[spec.name] = timer(lambda run=launcher, on=tensors: run(on))  # type: ignore[misc]
+    return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
 def _processors(device: torch.device) -> int | None:
@@ -110,11 +113,14 @@ def _processors(device: torch.device) -> int | None:
 
 
 def random_tensors(spec: KernelSpec, size: Sizes, device: torch.device) -> Tensors:
-    """Operands of a kernel with random codes: zeros would draw less power, and be faster, than real data."""
+    """Return operands with random codes for a kernel.
+
+    Zeros would draw less power than real data and would therefore run faster.
+    """
     m, n, k = size
 
     def codes(rows: int, element: str) -> Tensor:
-        # Below 0x78 no FP8 code is NaN or inf.
+        # No FP8 code below 0x78 is NaN or inf.
         return torch.randint(
             0, 0x78, (rows, k * BITS[element] // 8), dtype=torch.uint8, device=device
         )
@@ -150,16 +156,16 @@ def _time_on_gpu(call: Callable[[], None]) -> float:
     return start.elapsed_time(end) * 1000.0 / _CALLS
 
 
-# ------------------------------------------------------------------------------------------- the file
+# ---------------------------------------------------------------------------- the file of choices
 
 
 def path_for(name: str) -> Path:
-    """The file of a device."""
+    """Return the path of the file that holds a device's measured choices."""
     return cache_dir() / "autotune" / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}.json"
 
 
 def write(name: str, choices: Sequence[Choice]) -> Path:
-    """Add choices to a device's file; one for the same product and sizes replaces the older."""
+    """Add choices to a device's file; each replaces an older one for its product and size."""
     known = {_identity(row): row for row in _rows(path_for(name), name)}
     for choice in choices:
         row = {
@@ -170,18 +176,21 @@ def write(name: str, choices: Sequence[Choice]) -> Path:
             "microseconds": choice.times,
         }
         known[_identity(row)] = row
-    text = json.dumps({"device": name, "choices": list(known.values())}, indent=1)
+    content = json.dumps({"device": name, "choices": list(known.values())}, indent=1)
     path = path_for(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
+        file.write(content + "\n")
     os.replace(temporary, path)
     return path
 
 
 def read(name: str) -> int:
-    """Remember what a device's file says, as far as those kernels are still in the cache; returns how many were."""
+    """Load a device's file and return how many of its choices apply.
+
+    A choice applies if the cache still holds the kernel that it names.
+    """
     count = 0
     for row in _rows(path_for(name), name):
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -196,10 +205,10 @@ def read(name: str) -> int:
 
 
 def _rows(path: Path, name: str) -> list[dict[str, Any]]:
-    """Choices in a file; none if it is not there, cannot be read or is of another device."""
+    """Return the choices in a file; an empty list if it is unreadable or for another device."""
     try:
-        found = json.loads(path.read_text())
-        return list(found["choices"]) if found["device"] == name else []
+        content = json.loads(path.read_text())
+        return list(content["choices"]) if content["device"] == name else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -209,6 +218,6 @@ def _identity(row: dict[str, Any]) -> str:
 
 
 def _key_of(kernel: str) -> str | None:
-    """The key of a kernel's library in the cache."""
+    """Return the key of a kernel's library in the cache, or None if it is not built."""
     path = library.built_specs().get(kernel)
     return None if path is None else path.parent.name.rpartition("-")[2]

@@ -1,4 +1,4 @@
-"""``KernelSpec`` -> the C++ text of one kernel, through the PyPI package ``nvidia-cutlass`` as a library."""
+"""Generate the C++ source of a kernel from its ``KernelSpec``, with ``nvidia-cutlass``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ _MMA_K = {"mxfp4": 64, "nvfp4": 64}
 
 @functools.cache
 def cutlass() -> Any:
-    """The package ``cutlass_library``: of ``QTENSOR_CUTLASS_PATH`` (a checkout's ``python`` folder), else installed.
+    """Import and return the package ``cutlass_library``.
+
+    It comes from ``QTENSOR_CUTLASS_PATH`` (a checkout's ``python`` folder) if that is set,
+    otherwise from the installed packages.
 
     Raises:
         BuildError: it cannot be imported.
@@ -72,16 +75,16 @@ def cutlass() -> Any:
 
 @functools.cache
 def version() -> str:
-    """Of the headers that kernels are compiled with.
+    """Return the version of the CUTLASS headers that kernels are compiled with.
 
     Raises:
-        BuildError: there is no CUTLASS.
+        BuildError: CUTLASS is missing.
     """
     try:
-        text = (source_folder() / "include/cutlass/version.h").read_text()
-        numbers = [text.split(f"#define CUTLASS_{part} ")[1].split()[0] for part in _PARTS]
+        header = (source_folder() / "include/cutlass/version.h").read_text()
+        numbers = [header.split(f"#define CUTLASS_{part} ")[1].split()[0] for part in _PARTS]
     except (OSError, IndexError) as error:
-        fail("cutlass", "its headers must name a version", error, _FIX, BuildError)
+        fail("cutlass", "its headers must define a version", error, _FIX, BuildError)
     return ".".join(numbers)
 
 
@@ -89,12 +92,15 @@ _PARTS = ("MAJOR", "MINOR", "PATCH")
 
 
 def source_folder() -> Path:
-    """Where CUTLASS's ``include`` and ``tools`` lie."""
+    """Return the folder that holds CUTLASS's ``include`` and ``tools``."""
     return Path(cutlass().source_path)
 
 
 def digest() -> str:
-    """Eight digits for all of this package that a kernel's code comes from; part of the names of libraries."""
+    """Return eight hex digits that identify the code that generates kernels.
+
+    The digest is part of each library's name, so a new release does not load an old library.
+    """
     return _digest(*(path.read_bytes() for path in (Path(__file__), *HEADERS)))
 
 
@@ -104,14 +110,14 @@ def _digest(*texts: bytes) -> str:
 
 
 def emit(spec: KernelSpec) -> str:
-    """A translation unit: the kernel's types by CUTLASS's emitter, and our driver.
+    """Return the C++ source of a kernel: its types from CUTLASS's emitter, then our driver.
 
     Raises:
-        BuildError: there is no CUTLASS.
+        BuildError: CUTLASS is missing.
     """
     operation = _operation(spec)
     emitter = cutlass().gemm_operation.EmitGemmUniversal3xInstance()
-    # CUTLASS's emitter knows plain linear combinations; the template of its epilogue is an attribute.
+    # CUTLASS's emitter only writes linear combinations, but takes the epilogue's name from here.
     emitter.builtin_epilogue_functor_template = "QtEpilogue"
     name = operation.procedural_name()
     body = emitter.emit(operation)
@@ -131,7 +137,7 @@ def emit(spec: KernelSpec) -> str:
 
 
 def _operation(spec: KernelSpec) -> Any:
-    """The spec in CUTLASS's terms."""
+    """Return the spec as CUTLASS's ``GemmOperation``."""
     lib = cutlass()
     elements, layouts = lib.DataType, lib.LayoutType
     factor = _FACTOR_ELEMENTS.get(spec.recipe)
@@ -183,7 +189,7 @@ def _operation(spec: KernelSpec) -> Any:
 
 
 def _kind(spec: KernelSpec) -> tuple[Any, Any, dict[str, Any]]:
-    """CUTLASS's kind of kernel and of instruction, and what says how factors are laid out."""
+    """Return CUTLASS's kind of kernel, its kind of instruction, and the options of the factors."""
     lib = cutlass()
     kinds, opcodes = lib.GemmKind, lib.OpcodeClass
     if spec.block:
@@ -206,7 +212,7 @@ def _epilogue_types(spec: KernelSpec) -> str:
     lib = cutlass()
     element = lib.DataTypeTag[lib.DataType[spec.d]]
     m, n, k = spec.tile
-    rows = m // 2 if spec.schedule == "2sm" else m  # each CTA of a pair has half of the rows
+    rows = m // 2 if spec.schedule == "2sm" else m  # each CTA of a pair computes half of the rows
     tile = f"cute::Shape<cute::_{rows}, cute::_{n}, cute::_{k}>"
     name = "AccumulatingEpilogue" if spec.accumulates else "Epilogue"
     elements = f"{element}, {element}" if spec.accumulates else element
@@ -226,7 +232,10 @@ def _factor_macros(spec: KernelSpec, name: str) -> str:
 
 
 def _with_factor_majors(spec: KernelSpec, body: str) -> str:
-    """Factors of 128x128 blocks of ``b`` are stored by rows (N/128, K/128); CUTLASS's default is by columns."""
+    """Set the order of factors of 128x128 blocks of ``b`` in the emitted source.
+
+    We store them by rows, (N / 128, K / 128); CUTLASS's default is by columns.
+    """
     sizes = ", ".join(map(str, spec.block))
     plain = f"BlockwiseScaleConfig<{sizes}>"
     if spec.block[1] == 1:

@@ -1,4 +1,4 @@
-"""The C interface of a generated kernel: load the library, check the arguments, launch on torch's stream."""
+"""Load a generated kernel's library, check its arguments, and launch it on torch's stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from qtensor.errors import check, fail
 
 VERSION = 1
-"""QT_GEMM_VERSION of qt_gemm_abi.h."""
+"""Version of the C interface: ``QT_GEMM_VERSION`` in qt_gemm_abi.h."""
 
 ALIGNMENT = 16
-"""Bytes: TMA takes addresses at multiples of it."""
+"""TMA reads only from addresses that are multiples of this many bytes."""
 
 
 class Arguments(ctypes.Structure):
-    """qt_gemm_args."""
+    """The C struct ``qt_gemm_args``."""
 
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
@@ -41,7 +41,7 @@ class Arguments(ctypes.Structure):
 
 
 class _Info(ctypes.Structure):
-    """qt_gemm_info."""
+    """The C struct ``qt_gemm_info``."""
 
     _fields_ = (
         ("version", ctypes.c_uint32),
@@ -52,15 +52,15 @@ class _Info(ctypes.Structure):
 
 
 class Kernel:
-    """A loaded library.
+    """A kernel whose library is loaded.
 
     Attributes:
-        name: of its spec.
+        name: name of its spec.
         spec: its spec as JSON.
-        accumulates: whether it can add to its result.
+        accumulates: True if the kernel can add to its result.
 
     Raises:
-        OSError: it cannot be loaded, or has another interface or another kernel than is asked for.
+        OSError: the library cannot be loaded, has another interface, or holds another kernel.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -74,11 +74,12 @@ class Kernel:
             self._run = library.qt_gemm_run
             self._status = library.qt_gemm_status
         except AttributeError as error:
-            raise OSError(f"{path} is no kernel library: {error}") from error
+            raise OSError(f"{path} is not a kernel library: {error}") from error
         theirs, ours = (info.version, info.args_size), (VERSION, ctypes.sizeof(Arguments))
         if theirs != ours:
             raise OSError(
-                f"{path} has interface {theirs} (version, size), this qtensor {ours}; build it again"
+                f"{path} has interface {theirs} (version, size), but this qtensor has {ours}; "
+                "rebuild it"
             )
         self.name, self.spec = info.name.decode(), info.spec.decode()
         self.accumulates = json.loads(self.spec)["d"] == "f32"
@@ -93,40 +94,40 @@ class Kernel:
         self._status.argtypes, self._status.restype = (ctypes.c_int,), ctypes.c_char_p
 
     def can_implement(self, m: int, n: int, k: int, sm_count: int) -> str | None:
-        """What CUTLASS says against these sizes, or None. Needs no device."""
+        """Return CUTLASS's reason to refuse these sizes, or None. Needs no device."""
         arguments = _arguments(m, n, k, 1, 0, sm_count)
         status = self._can_implement(ctypes.addressof(arguments))
         return None if status == 0 else self.status(status)
 
     def factor_counts(self, m: int, n: int, k: int) -> tuple[int, int]:
-        """Factors of ``a`` and of ``b`` that a product reads: sizes of the buffers, padding included."""
+        """Return how many block factors of ``a`` and ``b`` a product reads, padding included."""
         a, b = ctypes.c_int64(), ctypes.c_int64()
         arguments = _arguments(m, n, k, 1, 0, 1)
         self._factor_counts(ctypes.addressof(arguments), ctypes.byref(a), ctypes.byref(b))
         return a.value, b.value
 
     def status(self, code: int) -> str:
-        """A status as text."""
+        """Return the message of a status code."""
         return self._status(code).decode()
 
     def workspace(self, arguments: Arguments) -> int:
-        """Bytes that a launch needs.
+        """Return the size in bytes of the workspace that a launch needs.
 
         Raises:
-            QTensorError: the kernel cannot compute it.
+            QTensorError: the kernel cannot compute the product.
         """
         size = self._workspace(ctypes.addressof(arguments))
         if size < 0:
             got = f"m={arguments.m}, n={arguments.n}, k={arguments.k}: {self.status(-size)}"
             fix = "Use backend='auto'"
-            fail(f"gemm[{self.name}]", "the kernel must be able to compute it", got, fix)
+            fail(f"gemm[{self.name}]", "the kernel must support the sizes", got, fix)
         return int(size)
 
     def run(self, arguments: Arguments, workspace: int | None, size: int, stream: int) -> None:
         """Launch on a stream.
 
         Raises:
-            QTensorError: it was not launched.
+            QTensorError: the launch failed.
         """
         status = self._run(ctypes.addressof(arguments), workspace, size, stream)
         if status:
@@ -143,17 +144,17 @@ def _arguments(m: int, n: int, k: int, batch: int, device: int, sm_count: int) -
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What a launch reads and writes. Each is contiguous, all are on one device.
+    """The tensors of a launch. All are contiguous and on one device.
 
     Attributes:
-        a: codes (L, M, K) or (M, K), in the kernel's layout; packed where two codes share a byte.
+        a: codes (L, M, K) or (M, K), in the kernel's layout; 4-bit codes are packed two a byte.
         b: codes (L, N, K) or (N, K).
-        out: (L, M, N) or (M, N); with ``beta``, also what is added to.
-        sfa: block factors of ``a``, or None.
-        sfb: block factors of ``b``.
+        out: result (L, M, N) or (M, N); with ``beta`` it also holds the values that are added to.
+        sfa: block scale factors of ``a``, or None.
+        sfb: block scale factors of ``b``, or None.
         scale_a: (1,) or (M,) float32, or None.
-        scale_b: (1,) or (N,) float32.
-        bias: (N,) float32.
+        scale_b: (1,) or (N,) float32, or None.
+        bias: (N,) float32, or None.
     """
 
     a: Tensor
@@ -172,14 +173,17 @@ _NAMES = (*_ALIGNED, *_FLOATS)
 
 
 def fault(tensors: Tensors) -> str | None:
-    """What stands in the way of handing these tensors to a kernel, or None."""
+    """Return why a kernel cannot take these tensors, or None if it can."""
     device = tensors.out.device
     for name in _NAMES:
         tensor = getattr(tensors, name)
         if tensor is None:
             continue
         if tensor.device != device:
-            return f"all operands must be on one device; got {name} on {tensor.device}, out on {device}"
+            return (
+                f"all operands must be on one device; got {name} on {tensor.device}, "
+                f"out on {device}"
+            )
         if not tensor.is_contiguous():
             return f"{name} must be contiguous; got strides {tensor.stride()}"
         if name in _FLOATS:
@@ -199,24 +203,24 @@ def _processors(device: int) -> int:
 
 
 def _stream(device: torch.device) -> int:
-    """The handle of torch's current stream; 0 for the stand-ins of tests, whose tensors are on a CPU."""
+    """Return the handle of torch's current stream; 0 for the CPU tensors that tests use."""
     if device.type != "cuda":
         return 0
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Launcher:
-    """A kernel for products of one size on one device; what can be known before the pointers is.
+    """Launches one kernel for products of one size on one device; all but the pointers is prepared.
 
-    Safe for several threads, and inside the capture of a CUDA graph: nothing is synchronized, the workspace comes from
-    torch's allocator.
+    A launcher may be used by several threads and inside a CUDA graph capture: it synchronizes
+    nothing and takes its workspace from torch's allocator.
 
     Args:
-        kernel: to launch.
+        kernel: kernel to launch.
         sizes: (L, M, N, K).
-        device: of the tensors.
+        device: device of the tensors.
         alpha: factor of the product.
-        processors: multiprocessors of the device; asked for if None.
+        processors: number of multiprocessors of the device; read from the device if None.
 
     Raises:
         QTensorError: the kernel cannot compute products of these sizes.
@@ -240,35 +244,41 @@ class Launcher:
         self._workspace = kernel.workspace(self._template)
 
     def __call__(self, tensors: Tensors, beta: float = 0.0) -> None:
-        """Launch. ``beta`` is the factor of what ``out`` holds; other than 0 only for kernels that accumulate.
+        """Check the tensors and launch.
+
+        Args:
+            tensors: operands and result.
+            beta: factor of the values that ``tensors.out`` holds; 0 for kernels that cannot
+                accumulate.
+
 
         Raises:
-            QTensorError: tensors that no kernel takes, a beta that this one does not take, or the launch failed.
+            QTensorError: the tensors or ``beta`` do not fit the kernel, or the launch failed.
         """
-        rule, fix = "only kernels with a float32 result add to it", "Ask for a float32 result"
+        rule, fix = "only kernels with a float32 result can add to it", "Request a float32 result"
         op = f"gemm[{self.kernel.name}]"
         check(beta == 0.0 or self.kernel.accumulates, op, rule, f"beta={beta}", fix)
-        why = fault(tensors)
-        if why is not None:
-            rule, _, got = why.partition("; got ")
+        reason = fault(tensors)
+        if reason is not None:
+            rule, _, got = reason.partition("; got ")
             fail(op, rule, got, "Use backend='auto', or clone the tensor")
         self.launch(tensors, beta)
 
     def launch(self, tensors: Tensors, beta: float = 0.0) -> None:
-        """The same for tensors of which ``fault`` has said nothing."""
+        """Launch without checks, for tensors that ``fault`` has accepted."""
         arguments = Arguments.from_buffer_copy(self._template)
         self.fill(arguments, tensors)
         arguments.beta = beta
-        space = None
+        workspace = None
         if self._workspace:
             device = tensors.out.device
-            space = torch.empty(self._workspace, dtype=torch.uint8, device=device)
-        pointer = None if space is None else space.data_ptr()
+            workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
+        pointer = None if workspace is None else workspace.data_ptr()
         self.kernel.run(arguments, pointer, self._workspace, _stream(tensors.out.device))
 
     @staticmethod
     def fill(arguments: Any, tensors: Tensors) -> None:
-        """Addresses of the tensors."""
+        """Write the addresses of the tensors into ``arguments``."""
         arguments.a, arguments.b = tensors.a.data_ptr(), tensors.b.data_ptr()
         arguments.c = arguments.d = tensors.out.data_ptr()
         for name in ("sfa", "sfb", "bias"):

@@ -1,20 +1,27 @@
-"""Where block factors lie in memory, as pure functions of sizes: what the kernels read and the storages write."""
+"""Memory layout of block scale factors: offsets and buffer shapes as pure functions of sizes.
+
+The kernels read these layouts, and the storages write them.
+"""
 
 from __future__ import annotations
 
 from qtensor.layout import ceil_div, round_up
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-"""Of a tile of swizzled factors: 512 bytes, in which 32 rows of 16 bytes hold four groups of 32 rows side by side."""
+"""Size of a tile of swizzled factors.
+
+A tile is 512 bytes: 32 lines of 16 bytes, and each line holds 4 factors of 4 rows.
+"""
 
 BLOCK = 128
-"""Elements along K that share a blockwise factor."""
+"""Number of elements along K that share one blockwise factor."""
 
 
 def swizzled_offset(row: int, column: int, columns: int) -> int:
-    """Offset of the factor of block ``column`` of ``row``, with ``columns`` blocks a row.
+    """Return the offset of the factor of block ``column`` of ``row``; a row has ``columns`` blocks.
 
-    The layout of cuBLAS and CUTLASS for block-scaled operands (docs/numerics.md): tiles of 128x4 in row-major order.
+    This is the layout of cuBLAS and CUTLASS for block-scaled operands (docs/numerics.md, "Swizzled
+    factors"): tiles of 128x4 in row-major order.
     """
     tile = row // TILE_ROWS * ceil_div(columns, TILE_COLUMNS) + column // TILE_COLUMNS
     inner = row % 32 * 16 + row % TILE_ROWS // 32 * TILE_COLUMNS + column % TILE_COLUMNS
@@ -22,15 +29,16 @@ def swizzled_offset(row: int, column: int, columns: int) -> int:
 
 
 def swizzled_count(rows: int, columns: int) -> int:
-    """Entries of the buffer, whole tiles."""
+    """Return the number of entries of the swizzled buffer, which holds whole tiles."""
     return round_up(rows, TILE_ROWS) * round_up(columns, TILE_COLUMNS)
 
 
 def blockwise_shape(rows: int, k: int, block_rows: int) -> tuple[int, int]:
-    """Shape of the float32 factors of a (rows, k) operand: the buffers of ``Float8BlockwiseTensorStorage``.
+    """Return the shape of the float32 factors of a (rows, k) operand.
 
-    1x128 blocks: (ceil(k/128), up4(rows)), so that the factors of one block along K lie side by side. 128x128 blocks:
-    (ceil(rows/128), up4(ceil(k/128))). Leading dims are multiples of 16 bytes, which TMA needs.
+    The buffers of ``Float8BlockwiseTensorStorage`` have this shape. For 1x128 blocks it is
+    (ceil(k / 128), up4(rows)): the factors of one block along K are contiguous. For 128x128 blocks
+    it is (ceil(rows / 128), up4(ceil(k / 128))). TMA needs leading dims of a multiple of 16 bytes.
     """
     blocks = ceil_div(k, BLOCK)
     if block_rows == 1:
@@ -39,5 +47,8 @@ def blockwise_shape(rows: int, k: int, block_rows: int) -> tuple[int, int]:
 
 
 def blockwise_offset(row: int, block: int, shape: tuple[int, int], block_rows: int) -> int:
-    """Offset of the factor of ``block`` along K in ``row``, in a buffer of ``blockwise_shape``."""
+    """Return the offset of the factor of ``block`` along K in ``row``.
+
+    ``shape`` is the buffer's shape, as ``blockwise_shape`` returns it.
+    """
     return block * shape[1] + row if block_rows == 1 else row // block_rows * shape[1] + block

@@ -1,4 +1,4 @@
-"""Generated kernels in the cache of compiled libraries: build them, find them, load them."""
+"""Build, find and load generated kernels in the cache of compiled libraries."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from qtensor.errors import BuildError, QTensorError
 
 GIB = 1 << 30
 COMPILE_MEMORY = 6 * GIB
-"""What one nvcc takes at its peak, rounded up (measured: 3.1 to 5.7 GB)."""
+"""Peak memory of one nvcc process, rounded up (measured: 3.1 to 5.7 GB)."""
 
 PREFIX = "gemm_"
-"""Of the names of these libraries in the cache."""
+"""Prefix of the names of these libraries in the cache."""
 
 Progress = Callable[[KernelSpec, Path | BuildError], None]
 
 
 def library_name(spec: KernelSpec) -> str:
-    """Of its library: the spec, and the digest of the code that generates it."""
+    """Return the name of a kernel's library: the spec's name and the digest of its generator."""
     return f"{spec.name}_{emit.digest()}"
 
 
 def recipe(spec: KernelSpec, folder: Path) -> Recipe:
-    """How a kernel is compiled; its source goes into ``folder``.
+    """Return the build of a kernel, and write its source into ``folder``.
 
     Raises:
-        BuildError: there is no CUTLASS, or no nvcc for the architecture.
+        BuildError: CUTLASS is missing, or no nvcc compiles for the architecture.
     """
     nvcc = find_nvcc(spec.arch)
     source = folder / f"{spec.name}.cu"
@@ -56,7 +56,10 @@ def recipe(spec: KernelSpec, folder: Path) -> Recipe:
 
 
 def compile_flags(spec: KernelSpec) -> tuple[str, ...]:
-    """For nvcc. Machine code alone (no PTX), which any driver of the toolkit's major version takes."""
+    """Return the flags for nvcc.
+
+    They ask for machine code alone (no PTX), which any driver of the toolkit's major version runs.
+    """
     return (
         "-std=c++17",
         "-O3",
@@ -71,16 +74,16 @@ def compile_flags(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def include_folders() -> tuple[Path, ...]:
-    """Ours and CUTLASS's."""
+    """Return the include folders of this package and of CUTLASS."""
     source = emit.source_folder()
     return emit.FOLDER, source / "include", source / "tools/util/include"
 
 
 def build(spec: KernelSpec, *, notice: Callable[[str], None] | None = None) -> Path:
-    """The library of a kernel, compiled if the cache has none.
+    """Return the path of a kernel's library, and compile it if the cache has none.
 
     Raises:
-        BuildError: there is no CUTLASS or no nvcc, or it fails.
+        BuildError: CUTLASS or nvcc is missing, or the compilation fails.
     """
     with tempfile.TemporaryDirectory(prefix="qtensor-gemm-") as folder:
         path = cache.build(recipe(spec, Path(folder)), notice=notice)
@@ -91,18 +94,19 @@ def build(spec: KernelSpec, *, notice: Callable[[str], None] | None = None) -> P
 def build_all(
     specs: Sequence[KernelSpec], *, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Path]:
-    """Build kernels side by side, as many at once as processors and free memory allow.
+    """Build kernels in parallel, as many at once as processors and free memory allow.
 
     Args:
-        specs: what to build.
-        jobs: at most this many at once.
-        progress: told of each that ends, with its library or what went wrong.
+        specs: kernels to build.
+        jobs: upper limit of builds that run at once.
+        progress: called after each build with its spec and its library or error.
 
     Returns:
-        Their libraries, in order.
+        Paths of the libraries, in the order of ``specs``.
 
     Raises:
-        BuildError: after all have been tried, the first failure and the number of others.
+        BuildError: at least one build failed. All builds are tried first; the message holds the
+            first failure and the number of others.
     """
     room = parallel_jobs(len(specs), COMPILE_MEMORY)
     workers = min(room, jobs) if jobs else room
@@ -125,22 +129,25 @@ def build_all(
             stop_all()
             raise
     if errors:
-        others = f"\n{len(errors) - 1} others failed too." if len(errors) > 1 else ""
+        others = f"\n{len(errors) - 1} other builds failed too." if len(errors) > 1 else ""
         raise BuildError(f"{errors[0]}{others}")
     return [done[spec] for spec in specs]
 
 
-def _silent(text: str) -> None:
-    """The caller shows progress of its own."""
+def _silent(message: str) -> None:
+    """Print nothing: the caller of ``build_all`` shows its own progress."""
 
 
 def list_built() -> tuple[Built, ...]:
-    """The libraries of kernels in the cache, of this release and of others."""
+    """Return the kernel libraries in the cache, of this release and of others."""
     return tuple(entry for entry in cache.list_built() if entry.name.startswith(PREFIX))
 
 
 def clean(specs: Sequence[KernelSpec]) -> tuple[Built, ...]:
-    """Remove the libraries of kernels, those of older releases included; processes that have loaded one keep it."""
+    """Remove the libraries of kernels, also those of older releases, and return what was removed.
+
+    Processes that have loaded a library can go on using it.
+    """
     names = tuple(f"{spec.name}_" for spec in specs)
     doomed = [entry for entry in list_built() if _without_digest(entry.name) in names]
     for entry in doomed:
@@ -154,14 +161,14 @@ def _without_digest(name: str) -> str:
 
 
 def built_specs() -> dict[str, Path]:
-    """Names of the built kernels of this release, with their newest libraries."""
+    """Return built kernel name -> path of its newest library, for this release."""
     known = {library_name(spec): spec.name for spec in tuning.specs()}
     return {known[entry.name]: entry.path for entry in list_built() if entry.name in known}
 
 
 @functools.cache
 def _paths() -> dict[str, Path]:
-    """What ``built_specs`` found when this process first asked, or last built."""
+    """Return ``built_specs()``, cached until ``refresh`` is called."""
     return built_specs()
 
 
@@ -169,7 +176,7 @@ _LOADED: dict[str, Kernel | str] = {}
 
 
 def refresh() -> None:
-    """Look into the cache again at the next call; kernels that are loaded stay."""
+    """Search the cache again at the next ``load``; kernels that are already loaded stay loaded."""
     _paths.cache_clear()
     for name in [name for name, kernel in _LOADED.items() if isinstance(kernel, str)]:
         del _LOADED[name]
@@ -177,11 +184,14 @@ def refresh() -> None:
 
 
 def load(spec: KernelSpec) -> Kernel | str:
-    """The kernel, if the cache has it; else why not. ``QTENSOR_JIT=1`` builds it."""
-    found = _LOADED.get(spec.name)
-    if found is None:
-        found = _LOADED[spec.name] = _load(spec)
-    return found
+    """Return the kernel if the cache has it, otherwise the reason why it cannot be used.
+
+    If ``QTENSOR_JIT=1``, a missing kernel is compiled.
+    """
+    loaded = _LOADED.get(spec.name)
+    if loaded is None:
+        loaded = _LOADED[spec.name] = _load(spec)
+    return loaded
 
 
 def _load(spec: KernelSpec) -> Kernel | str:
@@ -200,29 +210,33 @@ def _load(spec: KernelSpec) -> Kernel | str:
 
 
 def may_compile() -> bool:
-    """Whether a kernel that is missing is compiled when it is first needed: ``QTENSOR_JIT=1``."""
+    """Return True if ``QTENSOR_JIT=1``: a missing kernel is compiled at its first use."""
     return os.environ.get("QTENSOR_JIT") == "1"
 
 
 def first_loadable(specs: Sequence[KernelSpec]) -> tuple[Kernel, KernelSpec] | str:
-    """The first of ``specs`` that is there; with ``QTENSOR_JIT=1`` the first of all. Else why there is none."""
+    """Return the first kernel of ``specs`` that can be used, or the reason why none can.
+
+    If ``QTENSOR_JIT=1``, missing kernels are compiled, so the first of ``specs`` is tried first.
+    """
     reasons = []
     for spec in specs:
-        found = load(spec)
-        if isinstance(found, Kernel):
-            return found, spec
-        reasons.append(found)
+        kernel = load(spec)
+        if isinstance(kernel, Kernel):
+            return kernel, spec
+        reasons.append(kernel)
     broken = next((reason for reason in reasons if reason != "it is not built"), None)
     return broken or "none of its kernels is built"
 
 
 @functools.cache
 def warn_missing(arch: str, recipe_name: str, instead: str) -> None:
-    """Say once that kernels are missing, and how to get them."""
+    """Warn once that kernels are missing, and how to build them."""
     warnings.warn(
-        f"qtensor: no CUTLASS kernels for {recipe_name} on {arch} can be used; {instead} multiplies. "
-        f"Run: qtensor kernels build --arch {arch} --recipe {recipe_name} (or set QTENSOR_JIT=1 to compile at first use, "
-        "about a minute a kernel)",
+        f"qtensor: no CUTLASS kernel for {recipe_name} on {arch} can be used; "
+        f"{instead} multiplies. "
+        f"Run: qtensor kernels build --arch {arch} --recipe {recipe_name} "
+        "(or set QTENSOR_JIT=1 to compile at first use, about a minute for each kernel)",
         RuntimeWarning,
         stacklevel=2,
     )

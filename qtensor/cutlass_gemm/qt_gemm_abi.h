@@ -2,15 +2,15 @@
 //
 //   D[m,n] = ((alpha * acc) * scale_a) * scale_b + bias[n] + beta * C[m,n],   acc = A[m,k] @ B[n,k]^T
 //
-// where acc has the block factors sfa and sfb in it. launch.py holds the same struct; both sides compare its size and
-// the version, so that a library of another release is refused and never called.
+// where acc includes the block factors sfa and sfb. launch.py holds the same struct; both sides
+// compare its size and the version, so a library of another release is refused before it is called.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #define QT_GEMM_VERSION 1
-#define QT_GEMM_WRONG_CALLER 100  // status of a call whose struct is another one
-#define QT_GEMM_NO_DEVICE 101     // the device cannot be made current
+#define QT_GEMM_WRONG_CALLER 100  // status: the caller's struct has another size or version
+#define QT_GEMM_NO_DEVICE 101     // status: the device cannot be made current
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,13 +19,13 @@ extern "C" {
 typedef struct qt_gemm_args {
   uint32_t struct_size;  // sizeof(qt_gemm_args)
   uint32_t version;      // QT_GEMM_VERSION
-  int32_t m, n, k, l;    // l: batch, packed
-  float alpha, beta;     // beta != 0: C is read, by kernels with a float32 output
-  const void *a, *b;     // codes; A is (m, k) and B (n, k), each with the major dim of the kernel's layout
+  int32_t m, n, k, l;    // l is the batch size; matrices of a batch are contiguous
+  float alpha, beta;     // C is read if beta != 0, by kernels with a float32 output
+  const void *a, *b;     // codes; A is (m, k) and B (n, k), major as in the kernel's layout
   const void *sfa, *sfb;          // block factors, or null
   const float *scale_a, *scale_b;  // one float, or m and n of them; null is 1
   const float *bias;              // n, or null
-  const void *c;                  // (m, n), row-major; may be d
+  const void *c;                  // (m, n), row-major; may be equal to d
   void *d;                        // (m, n), row-major
   int32_t scale_a_rows, scale_b_columns;  // 1: scale_a has m entries, scale_b n
   int32_t device, sm_count;               // sm_count 0: ask the runtime
@@ -40,10 +40,14 @@ typedef struct qt_gemm_info {
 // The build hides all other symbols.
 #define QT_GEMM_API __attribute__((visibility("default")))
 QT_GEMM_API const qt_gemm_info *qt_gemm_describe(void);
-QT_GEMM_API int qt_gemm_can_implement(const qt_gemm_args *);      // 0: yes. Needs no device if sm_count is given
-QT_GEMM_API int64_t qt_gemm_workspace(const qt_gemm_args *);      // bytes; below 0: minus a status
-QT_GEMM_API int qt_gemm_factor_counts(const qt_gemm_args *, int64_t *sfa, int64_t *sfb);  // elements that are read
-QT_GEMM_API int qt_gemm_run(const qt_gemm_args *, void *workspace, int64_t bytes, void *stream);  // 0: launched
+// Returns 0 if the kernel can run. Needs no device if sm_count is given.
+QT_GEMM_API int qt_gemm_can_implement(const qt_gemm_args *);
+// Returns the bytes of the workspace, or minus a status.
+QT_GEMM_API int64_t qt_gemm_workspace(const qt_gemm_args *);
+// Writes how many block factors of A and B are read.
+QT_GEMM_API int qt_gemm_factor_counts(const qt_gemm_args *, int64_t *sfa, int64_t *sfb);
+// Returns 0 if the kernel was launched.
+QT_GEMM_API int qt_gemm_run(const qt_gemm_args *, void *workspace, int64_t bytes, void *stream);
 QT_GEMM_API const char *qt_gemm_status(int);
 
 #ifdef __cplusplus

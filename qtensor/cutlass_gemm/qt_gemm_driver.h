@@ -1,7 +1,8 @@
-// Behind the kernel type that emit.py writes: from the plain C arguments to CUTLASS's, and the exported functions.
+// Exports the C interface of one kernel: converts the plain C arguments to CUTLASS's and launches.
 //
-// Set before: the types QtKernel and, with block factors, QtScaleConfig; QT_NAME, QT_SPEC (strings); QT_FACTORS
-// (0 none, 1 tiles of 128x4, 2 rows); QT_ACCUMULATES (0 or 1); for rows QT_SFB_K_MAJOR (0 or 1).
+// emit.py includes this file after it has defined: the types QtKernel and, with block factors,
+// QtScaleConfig; the strings QT_NAME and QT_SPEC; QT_FACTORS (0 none, 1 tiles of 128x4, 2 rows);
+// QT_ACCUMULATES (0 or 1); QT_SFB_K_MAJOR (0 or 1, if QT_FACTORS is 2).
 #pragma once
 #include <algorithm>
 
@@ -20,7 +21,7 @@ inline int up4(int n) { return (n + kUp4 - 1) / kUp4 * kUp4; }
 #if QT_FACTORS == 1
 inline auto factor_shape(qt_gemm_args const& p) { return cute::make_shape(p.m, p.n, p.k, 1); }
 #elif QT_FACTORS == 2
-// Stored factors have leading dims that are multiples of 4 floats, which TMA asks for: the shape is that of the buffers.
+// TMA needs leading dims of a multiple of 4 floats, so these are the shapes of the padded buffers.
 inline auto factor_shape_a(qt_gemm_args const& p) { return cute::make_shape(up4(p.m), p.n, p.k, 1); }
 inline auto factor_shape_b(qt_gemm_args const& p) {
 #if QT_SFB_K_MAJOR
@@ -69,7 +70,8 @@ inline typename Gemm::Arguments arguments(qt_gemm_args const& p) {
   Broadcast const scale_b{cute::_0{}, bool(p.scale_b_columns), columns};
   BiasStride const bias{};
 #if QT_ACCUMULATES
-  out.ptr_C = static_cast<decltype(out.ptr_C)>(p.c ? p.c : p.d);  // TMA wants an address even where beta is 0
+  // TMA needs an address even if beta is 0.
+  out.ptr_C = static_cast<decltype(out.ptr_C)>(p.c ? p.c : p.d);
   out.dC = cutlass::make_cute_packed_stride(typename Kernel::StrideC{}, {p.m, p.n, p.l});
   out.thread = {{{p.beta}, {nullptr}, {}},
                 {},
@@ -88,7 +90,7 @@ inline bool is_ours(qt_gemm_args const* p) {
   return p->struct_size == sizeof(qt_gemm_args) && p->version == QT_GEMM_VERSION;
 }
 
-// This library's own CUDA runtime has a current device of its own, which must be the caller's.
+// The library's own CUDA runtime has its own current device. Make it the caller's for a scope.
 struct Current {
   int before = -1;
   bool ok = true;
@@ -143,7 +145,7 @@ int qt_gemm_run(qt_gemm_args const* p, void* workspace, int64_t bytes, void* str
 }
 
 char const* qt_gemm_status(int status) {
-  if (status == QT_GEMM_WRONG_CALLER) return "the caller's interface is another one";
+  if (status == QT_GEMM_WRONG_CALLER) return "the caller has another version of the interface";
   if (status == QT_GEMM_NO_DEVICE) return "the device cannot be made current";
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }

@@ -1,6 +1,8 @@
-// The epilogue of every kernel: factors of the tensor or of rows and columns, bias, and accumulation into C.
+// The epilogue of every kernel: scale factors (per tensor, row or column), bias, and accumulation
+// into C.
 //
-// One kernel serves one factor a tensor and one a row: the broadcast nodes take stride 0 or 1 at run time.
+// One kernel serves per-tensor and per-row factors: the broadcast nodes take stride 0 or 1 at run
+// time.
 #pragma once
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/functional.h"
@@ -19,7 +21,7 @@ struct EpilogueNodes {
   using ScaleB = fusion::Sm90RowBroadcast<0, CtaTile, float, float, cute::Stride<_0, bool, int64_t>>;
   using Bias = fusion::Sm90RowBroadcast<0, CtaTile, float, float, cute::Stride<_0, _1, int64_t>>;
   using Times = fusion::Sm90Compute<cutlass::multiplies, float, float, kNearest>;
-  // The order matters for NVFP4: alpha takes acc down before the large amax factors come in.
+  // The order matters for NVFP4: alpha reduces acc before the large amax factors multiply it.
   using Scaled = fusion::Sm90EVT<Times, ScaleA, fusion::Sm90EVT<Times, Alpha, fusion::Sm90AccFetch>>;
   template <class Element>
   using Biased = fusion::Sm90EVT<
@@ -29,7 +31,7 @@ struct EpilogueNodes {
 template <class CtaTile, class ElementD>
 using Epilogue = typename EpilogueNodes<CtaTile>::template Biased<ElementD>;
 
-// beta * C + ...; where beta is 0, C is not read.
+// beta * C + ...; C is not read if beta is 0.
 template <class CtaTile, class ElementD, class ElementC>
 using AccumulatingEpilogue = fusion::Sm90EVT<
     fusion::Sm90Compute<cutlass::homogeneous_multiply_add, ElementD, float, kNearest>,

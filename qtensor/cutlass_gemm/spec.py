@@ -1,4 +1,4 @@
-"""What one generated GEMM is: a value that names a kernel and decides which products it can compute."""
+"""``KernelSpec``: the value that names a generated GEMM kernel and the products it computes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from qtensor.errors import check
 
 ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120a": (12, 0)}
-"""Architecture -> compute capability. Code for an architecture with an "a" runs on no other."""
+"""Architecture -> compute capability. Code for an "a" architecture runs on that one only."""
 
 RECIPES = ("fp8", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4")
 SCHEDULES = ("cooperative", "pingpong", "1sm", "2sm")
 LAYOUTS = ("TN", "NN", "NT")
 
 OUTPUTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""dtype of a result -> its name in a spec."""
+"""Dtype of a result -> its name in a spec."""
 
 BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "bf16": 16, "f16": 16, "f32": 32}
 _TMA_BITS = 128
@@ -27,28 +27,30 @@ _BLOCK_FACTORS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel: ``D = alpha * scale_a * scale_b * (A @ B.T) + bias + beta * C``.
+    """One kernel, which computes ``D = alpha * scale_a * scale_b * (A @ B.T) + bias + beta * C``.
 
-    Every kernel takes the factors of tensors (or of rows of ``a`` and of columns of the result) and a bias as pointers
-    that may be null. Kernels with a float32 result also take C and beta.
+    Every kernel takes a bias and the per-tensor scale factors as pointers that may be null. A scale
+    pointer may also hold one factor per row of ``a`` or per column of the result. Kernels with a
+    float32 result also take C and beta.
 
     Attributes:
-        recipe: one of ``RECIPES``; "fp8" serves factors of the tensor and of rows.
+        recipe: one of ``RECIPES``; "fp8" covers per-tensor and per-row factors.
         arch: one of ``ARCHS``.
-        tile: (M, N, K) of the tile that one MMA group computes: a CTA, or with "2sm" a pair of them.
+        tile: (M, N, K) of the tile that one MMA group computes: one CTA, or a pair of CTAs ("2sm").
         cluster: (M, N) of the cluster of CTAs.
         schedule: "cooperative" or "pingpong" (sm_90a, sm_120a), "1sm" or "2sm" (sm_100a).
-        a: element of ``a``: "e4m3", "e5m2" or "e2m1".
-        b: element of ``b``.
-        d: element of the result: "bf16", "f16" or "f32".
-        layout: "TN": both operands with K contiguous. MXFP8, whose columnwise codes lie as the rowwise ones do, also has
-            "NN" (b with N contiguous) and "NT" (a with M, b with N contiguous).
-        fast: sm_90a FP8 only: sums stay in the tensor core's narrow accumulators (about 14 bits) for all of K, instead of
-            going to float32 every 128 steps.
-        block: (M, N, K) that share a factor, with "fp8_blockwise"; else empty.
+        a: element type of ``a``: "e4m3", "e5m2" or "e2m1".
+        b: element type of ``b``.
+        d: element type of the result: "bf16", "f16" or "f32".
+        layout: "TN" (K is contiguous in both operands). MXFP8 also has "NN" (N is contiguous in b)
+            and "NT" (M is contiguous in a, N in b), because its columnwise codes have the same
+            memory layout as its rowwise codes.
+        fast: only for FP8 on sm_90a. Sums stay in the tensor core's narrow accumulators (about 14
+            bits) over all of K, instead of moving to float32 every 128 steps.
+        block: for "fp8_blockwise", the (M, N, K) elements that share a factor; otherwise empty.
 
     Raises:
-        QTensorError: values that name no kernel.
+        QTensorError: the values name no kernel.
     """
 
     recipe: str
@@ -75,16 +77,16 @@ class KernelSpec:
             rule = f"{field} must be one of {', '.join(choices)}"
             check(value in choices, "kernel spec", rule, repr(value), "Choose one of them")
         blockwise = self.recipe == "fp8_blockwise"
-        rule = "fp8_blockwise has a block of three sizes, other recipes none"
+        rule = "fp8_blockwise needs a block of three sizes, and other recipes need an empty block"
         fits = len(self.block) == (3 if blockwise else 0)
-        check(fits, "kernel spec", rule, f"{self.recipe} with {self.block}", "Mend block")
+        check(fits, "kernel spec", rule, f"{self.recipe} with {self.block}", "Fix block")
         rule = "fast accumulation exists for fp8 on sm_90a"
         fits = not self.fast or (self.recipe, self.arch) == ("fp8", "sm_90a")
-        check(fits, "kernel spec", rule, f"{self.recipe} on {self.arch}", "Drop fast")
+        check(fits, "kernel spec", rule, f"{self.recipe} on {self.arch}", "Remove fast")
 
     @property
     def name(self) -> str:
-        """Of the library: letters, digits and underscores."""
+        """The name of the kernel and its library: letters, digits and underscores."""
         parts = [self.arch.replace("_", ""), self.recipe, f"{self.a}_{self.b}_{self.d}"]
         parts.append("x".join(map(str, self.tile)))
         parts.append("x".join(map(str, self.cluster)))
@@ -97,17 +99,17 @@ class KernelSpec:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability that it runs on."""
+        """The compute capability that the kernel runs on."""
         return ARCHS[self.arch]
 
     @property
     def accumulates(self) -> bool:
-        """Whether it can add to C."""
+        """True if the kernel can add its product to C."""
         return self.d == "f32"
 
     @property
     def factor_block(self) -> int:
-        """Elements along K that share a stored factor; 0 where there are no block factors."""
+        """Number of elements along K that share a stored factor; 0 without block factors."""
         if self.recipe == "fp8_blockwise":
             return self.block[2]
         return _BLOCK_FACTORS.get(self.recipe, 0)
@@ -118,13 +120,14 @@ class KernelSpec:
         return ("m" if self.layout == "NT" else "k"), ("k" if self.layout == "TN" else "n")
 
     def json(self) -> str:
-        """The fields as text."""
+        """Return the fields as JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def refusal(self, m: int, n: int, k: int) -> str | None:
-        """Why the kernel cannot compute a product of these sizes, or None: CUTLASS's ``can_implement``.
+        """Return why the kernel cannot compute an (m, n, k) product, or None if it can.
 
-        TMA moves rows of whole 16 bytes, so the contiguous dim of each matrix is a multiple of 128 bits.
+        This is the rule of CUTLASS's ``can_implement``: TMA moves rows of whole 16 bytes, so the
+        contiguous dim of each matrix must be a multiple of 128 bits.
         """
         sizes = {"m": m, "n": n, "k": k}
         majors = self.majors
@@ -136,7 +139,8 @@ class KernelSpec:
             multiple = _TMA_BITS // BITS[element]
             if sizes[major] % multiple:
                 return (
-                    f"{major.upper()} must be a multiple of {multiple} (16-byte rows of {operand}); "
+                    f"{major.upper()} must be a multiple of {multiple} "
+                    f"(16-byte rows of {operand}); "
                     f"got {major.upper()}={sizes[major]}"
                 )
         return None

@@ -1,4 +1,4 @@
-"""nvcc: found on the machine or among PyPI's wheels, with a version that knows the architecture."""
+"""Find an nvcc, on the machine or in PyPI's wheels, that is recent enough for an architecture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_120a": (12, 8)}
 """Architecture -> the first CUDA toolkit that compiles for it."""
 
 USUAL = Path("/usr/local/cuda/bin/nvcc")
-"""Where toolkits install themselves."""
+"""The path at which CUDA toolkits install nvcc by default."""
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _TIME_LIMIT = 60.0
@@ -32,12 +32,12 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Nvcc:
-    """An nvcc that has run.
+    """An nvcc that answered ``--version``.
 
     Attributes:
-        compiler: as the build takes it.
-        release: of its toolkit.
-        link_flags: what its linker needs to find the CUDA runtime.
+        compiler: the compiler, in the form that ``qtensor.build`` takes.
+        release: (major, minor) of its CUDA toolkit.
+        link_flags: flags with which its linker finds the CUDA runtime.
     """
 
     compiler: Compiler
@@ -46,21 +46,23 @@ class Nvcc:
 
 
 def find_nvcc(arch: str) -> Nvcc:
-    """The nvcc to compile with.
+    """Return the nvcc that compiles for ``arch``.
 
-    ``$QTENSOR_NVCC``, which is used or refused; then the first that is recent enough of ``$CUDA_HOME``, ``$CUDA_PATH``,
-    PATH, the wheels ``nvidia-cuda-nvcc``, and /usr/local/cuda.
+    If ``$QTENSOR_NVCC`` is set, only that nvcc is tried. Otherwise the first one that is recent
+    enough is returned, in this order: ``$CUDA_HOME``, ``$CUDA_PATH``, PATH, the
+    ``nvidia-cuda-nvcc`` wheels, /usr/local/cuda.
+
 
     Raises:
-        CompilerNotFound: none runs, or none is recent enough; the message lists what was tried.
+        CompilerNotFound: no nvcc runs, or none is recent enough; the message lists each attempt.
     """
     least = LEAST[arch]
     tried = []
-    for where, path in _places():
-        found = _probe(str(path))
-        if isinstance(found, Nvcc) and found.release >= least:
-            return found
-        reason = found if isinstance(found, str) else f"CUDA {_dotted(found.release)} is too old"
+    for where, path in _nvcc_paths():
+        nvcc = _probe(str(path))
+        if isinstance(nvcc, Nvcc) and nvcc.release >= least:
+            return nvcc
+        reason = nvcc if isinstance(nvcc, str) else f"CUDA {_dotted(nvcc.release)} is too old"
         tried.append(f"{where}: {reason}")
         if where == VARIABLE:
             break
@@ -73,16 +75,16 @@ def _dotted(release: tuple[int, int]) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-def _places() -> Iterator[tuple[str, Path]]:
-    """(name for messages, path) of every nvcc that may be there."""
+def _nvcc_paths() -> Iterator[tuple[str, Path]]:
+    """Yield (name for messages, path) of each place where an nvcc may be."""
     if own := os.environ.get(VARIABLE, "").strip():
         yield VARIABLE, Path(shutil.which(own) or own)
         return
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if root := os.environ.get(variable, "").strip():
             yield variable, Path(root, "bin/nvcc")
-    if found := shutil.which("nvcc"):
-        yield "PATH", Path(found)
+    if on_path := shutil.which("nvcc"):
+        yield "PATH", Path(on_path)
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for wheel in sorted(Path(folder).glob("cu1[3-9]"), reverse=True):
@@ -94,9 +96,9 @@ def _places() -> Iterator[tuple[str, Path]]:
 
 @functools.cache
 def _probe(path: str) -> Nvcc | str:
-    """The nvcc of that path, or why it is none."""
+    """Return the nvcc at ``path``, or the reason why it cannot be used."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             (path, "--version"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -108,12 +110,12 @@ def _probe(path: str) -> Nvcc | str:
         return f"{path} does not start ({error.strerror or error})"
     except subprocess.TimeoutExpired:
         return f"{path} gave no version within {_TIME_LIMIT:g} s"
-    release = _RELEASE.search(done.stdout)
-    if done.returncode or release is None:
-        return f"{path} --version names no release (status {done.returncode})"
-    version = done.stdout.strip().splitlines()[-1]
+    release = _RELEASE.search(completed.stdout)
+    if completed.returncode or release is None:
+        return f"{path} --version printed no release (status {completed.returncode})"
+    version = completed.stdout.strip().splitlines()[-1]
     compiler = Compiler(os.path.abspath(path), version, (), ("-Xcompiler=-fPIC",), VARIABLE)
-    # The wheels keep libraries in lib, where nvcc looks in lib64.
+    # The wheels store libraries in lib, but nvcc searches lib64.
     lib = Path(os.path.realpath(path)).parents[1] / "lib"
     flags = (f"-L{lib}",) if (lib / "libcudart_static.a").exists() else ()
     return Nvcc(compiler, (int(release[1]), int(release[2])), flags)

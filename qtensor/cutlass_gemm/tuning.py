@@ -1,4 +1,4 @@
-"""The table of kernels, and which of them a product takes: by sizes, or by what ``autotune`` measured."""
+"""The table of all kernels, and the choice among them by a cost model or by measured times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qtensor.layout import ceil_div
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work of a kernel is cut."""
+    """How a kernel divides its work: tile, cluster and schedule of a ``KernelSpec``."""
 
     tile: tuple[int, int, int]
     cluster: tuple[int, int] = (1, 1)
@@ -26,8 +26,9 @@ def _tile(m: int, n: int, k: int, cluster: str, schedule: str) -> Tile:
     return Tile((m, n, k), (int(first), int(second)), schedule)
 
 
-# From the smallest products to the largest. On Hopper 64 rows are the least that an instruction has; cooperative kernels
-# need 128. Sizes follow what nvidia-matmul-heuristics 0.1.0.27 proposes for an H200, and await a measurement.
+# Ordered from the smallest products to the largest. On Hopper an instruction has at least 64 rows,
+# and cooperative kernels need 128. The sizes follow nvidia-matmul-heuristics 0.1.0.27 for an H200;
+# they have not been measured yet.
 _HOPPER = (
     _tile(64, 32, 128, "1x1", "pingpong"),
     _tile(64, 64, 128, "1x1", "pingpong"),
@@ -37,7 +38,8 @@ _HOPPER = (
     _tile(256, 128, 128, "1x2", "cooperative"),
 )
 _SMALL, _MIDDLE, _LARGE = _HOPPER[2], _HOPPER[3], _HOPPER[4]
-# A tile of float32 sums beside the tile of the instruction: 128x128 is what the registers of two groups hold.
+# These kernels hold a second tile of float32 sums, and the registers of two warp groups hold
+# 128x128 of them.
 _HOPPER_BLOCKS = (
     _tile(64, 128, 128, "1x1", "pingpong"),
     _tile(128, 128, 128, "1x1", "cooperative"),
@@ -66,7 +68,7 @@ _ACTIVATION_BLOCK, _GRADIENT_BLOCK = (1, 128, 128), (1, 1, 128)
 def _specs(
     recipe: str, arch: str, tiles: Sequence[Tile], elements: str, **options: object
 ) -> list[KernelSpec]:
-    """``elements`` reads "e5m2 e4m3 f32": of a, b and the result."""
+    """Return a spec for each tile; ``elements`` names a, b and the result: "e5m2 e4m3 f32"."""
     a, b, d = elements.split()
     return [
         KernelSpec(recipe, arch, t.tile, t.cluster, t.schedule, a, b, d, **options)  # type: ignore[arg-type]
@@ -76,10 +78,10 @@ def _specs(
 
 @functools.cache
 def specs() -> tuple[KernelSpec, ...]:
-    """All kernels of this release."""
+    """Return all kernels of this release."""
     hopper, blackwell = "sm_90a", "sm_100a"
     table = [
-        # fprop, in both kinds of accumulation; dgrad; wgrad, whose float32 result can be added to main_grad.
+        # fprop with both kinds of accumulation, dgrad, and wgrad (float32, for main_grad).
         *_specs("fp8", hopper, _HOPPER, "e4m3 e4m3 bf16"),
         *_specs("fp8", hopper, _HOPPER, "e4m3 e4m3 bf16", fast=True),
         *_specs("fp8", hopper, (_SMALL, _LARGE), "e4m3 e4m3 f16"),
@@ -123,14 +125,14 @@ def _blocks(
 
 
 def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSpec, ...]:
-    """The kernels of an architecture and a recipe; of all if None.
+    """Return the kernels of an architecture and a recipe; None stands for all.
 
     Args:
-        arch: "sm_90a"; "90a" and "90" mean the same.
-        recipe: "fp8", ...
+        arch: for example "sm_90a"; "90a" and "90" mean the same.
+        recipe: one of ``RECIPES``.
 
     Raises:
-        QTensorError: no such architecture or recipe, or no kernel for the two.
+        QTensorError: the architecture or recipe is unknown, or no kernel serves the pair.
     """
     if arch is not None:
         arch = f"sm_{arch.removeprefix('sm_').removesuffix('a')}a"
@@ -139,16 +141,16 @@ def select(arch: str | None = None, recipe: str | None = None) -> tuple[KernelSp
     if recipe is not None:
         rule = f"recipe must be one of {', '.join(RECIPES)}"
         check(recipe in RECIPES, "kernels", rule, repr(recipe), "Choose one of them")
-    found = tuple(s for s in specs() if arch in (None, s.arch) and recipe in (None, s.recipe))
+    selected = tuple(s for s in specs() if arch in (None, s.arch) and recipe in (None, s.recipe))
     rule = "the architecture must have instructions for the recipe"
-    fix = "Products of that recipe run on the backend dequant there"
-    check(bool(found), "kernels", rule, f"{recipe} on {arch}", fix)
-    return found
+    fix = "Use backend='dequant' for that recipe on this architecture"
+    check(bool(selected), "kernels", rule, f"{recipe} on {arch}", fix)
+    return selected
 
 
 @dataclass(frozen=True)
 class Want:
-    """What a product asks of a kernel; sizes are not part of it."""
+    """The kind of kernel that a product needs; sizes are not part of it."""
 
     recipe: str
     arch: str
@@ -160,41 +162,43 @@ class Want:
     fast: bool = False
 
     def text(self) -> str:
-        """For messages."""
+        """Return a description for messages."""
         block = f", blocks {self.block}" if self.block else ""
         fast = ", fast accumulation" if self.fast else ""
-        return f"{self.recipe} {self.a} x {self.b} -> {self.d} {self.layout} on {self.arch}{block}{fast}"
+        product = f"{self.recipe} {self.a} x {self.b} -> {self.d} {self.layout}"
+        return f"{product} on {self.arch}{block}{fast}"
 
 
 def want_of(spec: KernelSpec) -> Want:
-    """What a kernel is for."""
+    """Return the kind of product that a kernel computes."""
     return Want(spec.recipe, spec.arch, spec.a, spec.b, spec.d, spec.layout, spec.block, spec.fast)
 
 
 @functools.cache
 def candidates(want: Want) -> tuple[KernelSpec, ...]:
-    """Kernels that compute what is wanted, from the smallest tile to the largest."""
+    """Return the kernels for a kind of product, from the smallest tile to the largest."""
     return tuple(spec for spec in specs() if want_of(spec) == want)
 
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_120a": 170}
-"""Of the largest part, where no device says."""
+"""Number of multiprocessors of the largest GPU of each architecture; used without a device."""
 
-# Relative speed of a full tile: large tiles load less for each product. A rough model that ``autotune`` replaces; only
-# its order matters.
+# Cost of loading relative to arithmetic: large tiles load less for each product. This is a rough
+# model that ``autotune`` replaces; only the order of the costs matters.
 _LOAD = 40.0
 
 
 def cost(spec: KernelSpec, m: int, n: int, k: int, processors: int) -> float:
-    """Relative time of a product: waves of tiles, each the longer of its arithmetic and its loads.
+    """Return the relative time of a product: the number of waves times the cost of one tile.
 
-    A tile of m x n takes m * n units of arithmetic and ``_LOAD`` * (m + n) of loads, the part outside the matrix
-    included, so that one large tile for a few rows is dear and many small tiles for a large matrix are dearer.
+    A tile of m x n costs m * n units of arithmetic and ``_LOAD`` * (m + n) of loads, also for the
+    part outside the matrix. One large tile for a few rows is therefore expensive, and many small
+    tiles for a large matrix are more expensive still.
     """
     rows, columns = spec.tile[0], spec.tile[1]
     processors = processors // 2 if spec.schedule == "2sm" else processors
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
-    # Whole clusters run at once.
+    # All CTAs of a cluster run at once.
     group = spec.cluster[0] * spec.cluster[1]
     group = max(1, group // 2) if spec.schedule == "2sm" else group
     waves = ceil_div(ceil_div(tiles, group), max(1, processors // group))
@@ -208,16 +212,16 @@ _BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def bucket(size: int) -> int:
-    """The size that stands for ``size`` in the table of measured choices: the next of a coarse list."""
+    """Return the bucket of ``size`` in the table of measured choices: the next larger of a list."""
     return next((b for b in _BUCKETS if size <= b), _BUCKETS[-1])
 
 
 LISTENERS: list[Callable[[], None]] = []
-"""Called when another kernel may be the right one: kernels were built, or measured."""
+"""Called when the best kernel may have changed: kernels were built or measured."""
 
 
 def changed() -> None:
-    """Tell those who keep choices."""
+    """Call the listeners, which drop their cached choices."""
     ranked.cache_clear()
     for listener in LISTENERS:
         listener()
@@ -233,7 +237,7 @@ def remember(want: Want, sizes: tuple[int, int, int], name: str) -> None:
 
 
 def forget() -> None:
-    """Drop what ``remember`` was told."""
+    """Drop all choices that were given to ``remember``."""
     _MEASURED.clear()
     changed()
 
@@ -245,7 +249,7 @@ def _key(sizes: Iterable[int]) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def ranked(want: Want, sizes: tuple[int, int, int], processors: int) -> tuple[KernelSpec, ...]:
-    """Kernels for a product of sizes (M, N, K), the best first: what was measured, then by ``cost``."""
+    """Return the kernels for an (M, N, K) product, best first: the measured one, then by cost."""
     measured = _MEASURED.get((want, _key(sizes)))
     return tuple(
         sorted(
