@@ -124,9 +124,11 @@ class NVFP4Quantizer(Quantizer):
         return {"amax": [buffers[f"_amax{side}"] for side in SIDES if f"_amax{side}" in buffers]}
 
     @functools.cached_property
-    def _recipe(self) -> nvfp4.Recipe:
+    def _recipe(self) -> nvfp4.NVFP4Options:
         rows = nvfp4.BLOCK if self.with_2d_quantization else 1
-        return nvfp4.Recipe(rows, self.e4m3_max, self.use_4over6, self.err_mode, self.row_scaled)
+        return nvfp4.NVFP4Options(
+            rows, self.e4m3_max, self.use_4over6, self.err_mode, self.row_scaled
+        )
 
     def _sources(self, x: Tensor) -> dict[str, Tensor]:
         """The float32 matrix that each side quantizes, without NaN or inf."""

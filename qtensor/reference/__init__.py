@@ -1,4 +1,7 @@
-"""The oracle: every format's arithmetic in pure torch, float32 at each step (docs/numerics.md).
+"""The reference: the arithmetic of every format in plain torch, in float32 (docs/numerics.md).
 
-These functions run on real tensors only, inside the bodies of the library's ops; they never trace.
+All other backends produce the same bytes as these functions.
+
+The functions take real tensors only. They run inside the bodies of the library's ops and are never
+traced.
 """

@@ -1,4 +1,4 @@
-"""Activations, gated or not, and their derivatives, in float32 without a function of the platform's."""
+"""Activations and their derivatives, in float32 and without the platform's math functions."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ GATED = {
     "sreglu": "srelu",
     "swiglu": "silu",
 }
-"""Gated kind -> the activation of the first half, which multiplies the second."""
+"""Gated kind -> the activation of the first half of x; the second half multiplies the result."""
 CLAMPED = "clamped_swiglu"
-"""A gated kind of its own, with numbers."""
+"""The gated kind whose constants are options (see ``Clamp``)."""
 KINDS = (*PLAIN, *GATED, CLAMPED)
 
 GELU_LINEAR = 1.595769166946411
-"""2 sqrt(2 / pi): 0.5 (1 + tanh(u)) = sigmoid(2 u), which does not cancel."""
+"""2 sqrt(2 / pi), for 0.5 (1 + tanh(u)) = sigmoid(2 u), which does not cancel."""
 GELU_CUBIC = 0.07135481387376785
 """GELU_LINEAR * 0.044715."""
 GELU_SLOPE = 0.21406444907188416
 """3 * GELU_CUBIC."""
 QGELU_SLOPE = 1.7020000219345093
 BOUND = 128.0
-"""Beyond it every sigmoid here is exactly 0 or 1; it stands for what is larger, so that infinity meets no 0."""
+"""Inputs are clamped to this magnitude, at which every sigmoid here is exactly 0 or 1.
+
+The clamp keeps infinity times 0 from becoming NaN.
+"""
 
 
 class Clamp(NamedTuple):
-    """The numbers of ``clamped_swiglu``, each a float32 value.
+    """The constants of ``clamped_swiglu``, each a float32 value.
 
     Attributes:
         alpha: factor of the sigmoid's argument.
-        limit: largest value of the first half, and magnitude of the second.
-        offset: added to the second half.
+        limit: upper bound of the first half, and largest magnitude of the second half.
+        offset: value added to the second half.
         bound: ``BOUND / alpha``.
     """
 
@@ -51,19 +54,19 @@ class Clamp(NamedTuple):
 
 
 def _argument(x: Tensor, kind: str) -> Tensor:
-    """Of the sigmoid."""
+    """Return the argument of the sigmoid in activation ``kind``, float32 like ``x``."""
     if kind == "gelu":
         return x * (GELU_LINEAR + GELU_CUBIC * (x * x))
     return x * QGELU_SLOPE if kind == "qgelu" else x
 
 
 def _rectified(x: Tensor) -> Tensor:
-    """NaN stays NaN; either zero becomes +0."""
+    """Return max(x, 0). NaN stays NaN, and both zeros become +0."""
     return torch.where(x <= 0, 0.0, x)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """An activation of ``PLAIN``, or "sigmoid", of float32 values."""
+    """Return an activation of ``PLAIN``, or "sigmoid", of a float32 tensor of any shape."""
     if kind == "relu":
         return _rectified(x)
     if kind == "srelu":
@@ -76,7 +79,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 def derivative(x: Tensor, kind: str) -> Tensor:
-    """Of ``activate``, at float32 values."""
+    """Return the derivative of ``activate`` at float32 ``x`` of any shape."""
     if kind == "relu":
         return torch.where(x <= 0, 0.0, torch.where(x > 0, 1.0, x))
     if kind == "srelu":
@@ -94,7 +97,10 @@ def derivative(x: Tensor, kind: str) -> Tensor:
 
 
 def _clamped(first: Tensor, second: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is activated, its sigmoid and that one's derivative, and the gate; NaN stays NaN."""
+    """Return the clamped first half, its sigmoid and slope, and the factor of the second half.
+
+    All are float32 (..., K), like ``first`` and ``second``. NaN stays NaN.
+    """
     gate = torch.where(first < -clamp.bound, -clamp.bound, first)
     gate = torch.where(gate > clamp.limit, clamp.limit, gate)
     linear = torch.where(second < -clamp.limit, -clamp.limit, second)
@@ -114,7 +120,14 @@ def _clamped_backward_(
 
 
 def activation_(y: Tensor, x: Tensor, kind: str, clamp: Clamp | None = None) -> None:
-    """Write the activation of ``x`` (..., K), or (..., 2 K) for a gated kind, into ``y`` (..., K)."""
+    """Write the activation of ``x`` into ``y``.
+
+    Args:
+        y: (..., K) float32, bfloat16 or float16.
+        x: (..., K), or (..., 2 K) for a gated kind; float32, bfloat16 or float16.
+        kind: one of ``KINDS``.
+        clamp: constants of "clamped_swiglu", None for the others.
+    """
     values = x.to(torch.float32)
     if clamp is None and kind not in GATED:
         write_(y, activate(values, kind))
@@ -130,7 +143,18 @@ def activation_(y: Tensor, x: Tensor, kind: str, clamp: Clamp | None = None) -> 
 def activation_backward_(
     dx: Tensor, dy: Tensor, x: Tensor, kind: str, clamp: Clamp | None = None
 ) -> None:
-    """Write the gradient of ``x``: dy * act'(x); gated (dy * b) * act'(a) and dy * act(a) for the halves a and b."""
+    """Write the gradient of the activation's input into ``dx``.
+
+    It is dy * act'(x). For a gated kind with halves a and b of ``x``, the gradients of the halves
+    are (dy * b) * act'(a) and dy * act(a).
+
+    Args:
+        dx: like ``x``.
+        dy: (..., K) float32, bfloat16 or float16.
+        x: (..., K), or (..., 2 K) for a gated kind; float32, bfloat16 or float16.
+        kind: one of ``KINDS``.
+        clamp: constants of "clamped_swiglu", None for the others.
+    """
     grad, values = dy.to(torch.float32), x.to(torch.float32)
     if clamp is not None:
         first, second = values.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Float32 arithmetic whose every rounding is fixed: sums in one order, exp and sigmoid from multiplications and additions.
+"""Float32 arithmetic with fixed rounding: ordered sums, and exp and sigmoid without libm.
 
-torch's own reductions and transcendental functions differ in bits between devices, versions, shapes and thread counts.
-Elementwise additions, multiplications and divisions are IEEE everywhere.
+torch's own reductions and transcendental functions differ in bits between devices, versions, shapes
+and thread counts. Elementwise additions, multiplications and divisions are IEEE everywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from qtensor.reference.scaling import quotient
 
 LANES = 128
-"""Partial sums of a row: element k of a row goes to lane k % LANES."""
+"""Number of partial sums of a row: element k of a row is added to lane k % LANES."""
 ROW_BLOCK = 64
-"""Rows that a sum over rows adds up before it adds their sum to those of other blocks."""
+"""Number of rows in a block of a sum over rows: blocks are summed first, then their sums."""
 
 EXP_COEFFICIENTS = (
     0.0013814596459269524,
@@ -27,21 +27,28 @@ EXP_COEFFICIENTS = (
     0.1666652113199234,
     0.4999999403953552,
 )
-"""q of exp(r) = 1 + r + r^2 q(r), |r| <= ln(2) / 2, highest power first: a minimax fit, 0.07 ulp in exact arithmetic."""
+"""Coefficients of q in exp(r) = 1 + r + r^2 q(r) for |r| <= ln(2) / 2, highest power first.
+
+A minimax fit; its error is 0.07 ulp in exact arithmetic.
+"""
 LOG2_E = 1.4426950216293335
 LN2_HIGH = 0.693359375
-"""ln(2) to 9 bits, so that its multiples by up to 2^15 are exact."""
+"""ln(2) rounded to 9 bits, so that its multiples by up to 2^15 are exact."""
 LN2_LOW = -0.00021219444170128554
 """ln(2) - LN2_HIGH."""
 EXP_LEAST = -104.0
-"""exp of it, and of everything below, is 0 in float32."""
+"""In float32, exp of this value and of every smaller value is 0."""
 _MAGIC = 12582912.0
-"""1.5 * 2^23: a float32 of this size has no fraction, so adding it rounds to an integer, half to even."""
+"""1.5 * 2^23. A float32 of this size has no fraction: adding it rounds to an integer, half even."""
 _MAGIC_BITS = 0x4B400000
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """(M, K) float32 to (M, 1): lane sums from +0 in order, then lanes added by halves, 64, 32, ..., 1."""
+    """Return the sum of each row, (M, 1), of (M, K) float32 values.
+
+    Each of the 128 lanes is summed from +0 in order; then lanes are added by halves: 64, 32, ...,
+    1.
+    """
     lanes = F.pad(values, (0, -values.shape[1] % LANES)).unflatten(1, (-1, LANES))
     sums = values.new_zeros(values.shape[0], LANES)
     for chunk in range(lanes.shape[1]):
@@ -53,7 +60,11 @@ def row_sums(values: Tensor) -> Tensor:
 
 
 def column_sums(values: Tensor) -> Tensor:
-    """(M, K) float32 to (K,): rows from +0 in order within blocks of ``ROW_BLOCK``, then the blocks' sums in order."""
+    """Return the sum of each column, (K,), of (M, K) float32 values.
+
+    The rows of a block of ``ROW_BLOCK`` are summed from +0 in order, then the blocks' sums in
+    order.
+    """
     blocks = F.pad(values, (0, 0, 0, -values.shape[0] % ROW_BLOCK)).unflatten(0, (-1, ROW_BLOCK))
     partial = values.new_zeros(blocks.shape[0], values.shape[1])
     for row in range(ROW_BLOCK):
@@ -65,10 +76,13 @@ def column_sums(values: Tensor) -> Tensor:
 
 
 def exp_nonpositive(v: Tensor) -> Tensor:
-    """Exp of float32 ``v`` <= 0, NaN for NaN, within 1 ulp (2^-149 where the result is subnormal).
+    """Return the exponential of float32 ``v`` <= 0 of any shape; NaN for NaN.
 
-    Reduction by the nearest multiple of ln(2) in two parts (Cody and Waite, 1980), a polynomial, and the power of two as
-    a product of two, each of which is normal. The polynomial by Estrin's scheme, whose halves do not wait for each other.
+    The error is at most 1 ulp (2^-149 if the result is subnormal).
+
+    ``v`` is reduced by the nearest multiple of ln(2), held in two parts (Cody and Waite, 1980). A
+    polynomial follows, by Estrin's scheme, whose two halves are independent of each other. The
+    power of two is applied as a product of two normal numbers.
     """
     v = torch.where(v < EXP_LEAST, EXP_LEAST, v)
     shifted = v * LOG2_E + _MAGIC
@@ -84,28 +98,35 @@ def exp_nonpositive(v: Tensor) -> Tensor:
 
 
 def _power(n: Tensor) -> Tensor:
-    """2^n of an int32 in -126..127, anything for others (their ``exp`` is NaN already)."""
+    """Return 2^n for int32 ``n`` in -126..127.
+
+    Other values give garbage, where exp is NaN anyway.
+    """
     return ((n + 127) << 23).view(torch.float32)
 
 
 def square_root(v: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 ``v``.
+    """Return the correctly rounded square root of float32 ``v`` of any shape.
 
-    torch's own in float32 is not, on a CPU with MKL. The root of a float32 is at least 2^-50 away, relatively, from where
-    the rounding to float32 changes, so that a float64 root that is nearly right rounds right.
+    torch's float32 square root is not correctly rounded on a CPU with MKL. The exact root of a
+    float32 is at least 2^-50 (relative) away from the points where rounding to float32 changes, so
+    a float64 root that is nearly right rounds to the right float32.
     """
     return v.double().sqrt().to(torch.float32)
 
 
 class Sigmoid(NamedTuple):
-    """``value`` = sigmoid(v), ``slope`` = its derivative."""
+    """``value``: sigmoid(v); ``slope``: its derivative. Both float32 like v."""
 
     value: Tensor
     slope: Tensor
 
 
 def sigmoid(v: Tensor) -> Sigmoid:
-    """Both from the exp of minus the magnitude, so that neither overflows nor cancels: within 2.7 and 4.5 ulp."""
+    """Return the sigmoid and its derivative for float32 ``v`` of any shape.
+
+    Both use exp(-|v|), which neither overflows nor cancels. Errors: at most 2.7 and 4.5 ulp.
+    """
     z = exp_nonpositive(-v.abs())
     above = quotient(1.0, 1.0 + z)
     below = z * above
@@ -113,6 +134,9 @@ def sigmoid(v: Tensor) -> Sigmoid:
 
 
 def write_(out: Tensor, values: Tensor) -> None:
-    """Round float32 ``values`` into ``out`` once. NaN gets one pattern, which casts and devices do not agree on."""
+    """Round float32 ``values`` into ``out`` (same shape), with one bit pattern for NaN.
+
+    Without it the pattern would depend on the cast and the device.
+    """
     out.copy_(values)
     out.masked_fill_(values.isnan(), math.nan)

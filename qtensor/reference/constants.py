@@ -1,4 +1,4 @@
-"""Float32 constants on a device: the same whatever the default dtype, device or mode of the first caller."""
+"""Float32 constants on a device, independent of the caller's default dtype, device and mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor
 
 
 def table(values: Any, device: torch.device) -> Tensor:
-    """A number or (nested) tuple of numbers as a float32 tensor. For callers that keep what they get."""
+    """Return a number or a (nested) tuple of numbers as a new float32 tensor.
+
+    Callers cache the result.
+    """
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @functools.cache
 def constant(values: float | tuple[float, ...], device: torch.device) -> Tensor:
-    """A number or a few of them as a float32 tensor, made once."""
+    """Return a number or a tuple of numbers as a cached float32 tensor."""
     return table(values, device)

@@ -1,4 +1,4 @@
-"""Quantized matmul (docs/numerics.md): products of decoded operands, accumulated in float32."""
+"""Quantized matmul: products of decoded operands, accumulated in float32."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``a @ b`` in float32, times ``factor`` where operands have one factor a tensor, plus ``bias`` in float32.
+    """Return ``a @ b * factor + bias`` in float32, (..., M, N).
 
     Args:
         a: (..., M, K) float32.
         b: (..., K, N) float32.
-        factor: (1,) float32 product of the per-tensor scale_inv, or None where there is none.
+        factor: (1,) float32, the product of both per-tensor scale_inv; None without such scales.
         bias: broadcastable to (..., M, N), or None.
     """
     y = torch.mm(a, b) if a.ndim == b.ndim == 2 else torch.matmul(a, b)
@@ -22,7 +22,7 @@ def matmul(a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> 
 
 
 def matmul_(out: Tensor, a: Tensor, b: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
-    """``matmul`` of matrices into a float32 ``out``, without tensors between."""
+    """Write ``matmul`` of (M, K) and (K, N) float32 into float32 ``out``, without temporaries."""
     torch.mm(a, b, out=out)
     if factor is not None:
         out.mul_(factor)

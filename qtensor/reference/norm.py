@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dim, forward and backward, in float32 with sums in a fixed order."""
+"""LayerNorm and RMSNorm over the last dim, forward and backward, in float32 with ordered sums."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KINDS = ("layernorm", "rmsnorm")
 
 
 def matrix(t: Tensor) -> Tensor:
-    """The (M, K) view of a tensor as float32, K the last dim."""
+    """Return the (M, K) view of a tensor as float32; K is the last dim."""
     return t.reshape(t.shape[:-1].numel(), t.shape[-1]).to(torch.float32)
 
 
 def gain(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
-    """What the normalized values are multiplied by: ``weight``, or 1 + ``weight``, in float32."""
+    """Return the factor of the normalized values, (K,) float32: ``weight``, or 1 + ``weight``."""
     if weight is None:
         return None
     weight = weight.to(torch.float32)
@@ -26,7 +26,7 @@ def gain(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """(M, K) to (M, 1)."""
+    """Return the mean of each row, (M, 1), of (M, K) float32 values."""
     return quotient(row_sums(values), table(float(values.shape[1]), values.device))
 
 
@@ -38,15 +38,18 @@ def norm_(
     kind: str,
     eps: float,
 ) -> None:
-    """Write y, mean and rstd: y = ((x - mean) * rstd) * gamma + bias, rstd = 1 / sqrt(variance + eps).
+    """Write y, mean and rstd.
+
+    y = ((x - mean) * rstd) * gamma + bias, with rstd = 1 / sqrt(variance + eps).
 
     Args:
-        outputs: y like x; mean (leading dims, or (0,) for "rmsnorm") and rstd (leading dims), float32.
-        x: (..., K).
-        gamma: (K,) float32, of ``gain``.
-        bias: (K,).
-        kind: of ``KINDS``; "rmsnorm" takes 0 for the mean.
-        eps: taken as float32.
+        outputs: y like ``x``; mean, float32 of the leading dims or (0,) for "rmsnorm"; rstd,
+            float32 of the leading dims.
+        x: (..., K) float32, bfloat16 or float16.
+        gamma: (K,) float32 from ``gain``, or None.
+        bias: (K,), or None.
+        kind: one of ``KINDS``; "rmsnorm" uses 0 as the mean.
+        eps: rounded to float32.
     """
     y, mean, rstd = outputs
     values = matrix(x)
@@ -72,18 +75,18 @@ def norm_backward_(
     gamma: Tensor | None,
     stats: tuple[Tensor | None, Tensor],
 ) -> None:
-    """Write dx, dweight and dbias, the last two where they are not empty.
+    """Write dx, dweight and dbias; skip dweight and dbias if they are empty.
 
     With n the normalized values, g = dy * gamma, and means over the row,
     dx = (g - (n * mean(g * n) + mean(g))) * rstd, without mean(g) for "rmsnorm";
     dweight = sum of dy * n over the rows, dbias = sum of dy.
 
     Args:
-        outputs: dx like x; dweight and dbias (K,) or (0,).
-        dy: (..., K).
-        x: (..., K).
-        gamma: (K,) float32, of ``gain``.
-        stats: mean, None for "rmsnorm", and rstd.
+        outputs: dx like ``x``; dweight and dbias, (K,) or (0,).
+        dy: (..., K) float32, bfloat16 or float16.
+        x: (..., K) float32, bfloat16 or float16.
+        gamma: (K,) float32 from ``gain``, or None.
+        stats: mean (None for "rmsnorm") and rstd, float32 of the leading dims.
     """
     dx, dweight, dbias = outputs
     mean, rstd = stats

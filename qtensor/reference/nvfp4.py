@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements, E4M3 factors for blocks of 16, a float32 factor for the tensor or a row (docs/numerics.md)."""
+"""NVFP4: E2M1 elements, E4M3 scales of 16-element blocks, float32 scales per tensor or row."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _STEP_BOUNDS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The options that one direction of NVFP4 quantization reads."""
+class NVFP4Options:
+    """The options of NVFP4 quantization in one direction."""
 
     rows: int = 1
-    """Block rows: 1, or 16 for 2D blocks."""
+    """Rows of a block: 1, or 16 for 2D blocks."""
     e4m3_max: float = 448.0
     use_4over6: bool = False
     err_mode: str = "mae"
@@ -32,14 +32,18 @@ class Recipe:
 
 
 def amax(x: Tensor, per_row: bool = False) -> Tensor:
-    """Largest magnitude of a float32 (M, K) matrix without NaN or inf: (1,), or (M,) per row."""
+    """Return the largest magnitude of a float32 (M, K) matrix without NaN or inf: (1,) or (M,)."""
     if not x.numel():
         return x.new_zeros(x.shape[0] if per_row else 1)
     return x.abs().amax(1) if per_row else x.abs().amax().reshape(1)
 
 
 def global_scale(amax_tensor: Tensor, e4m3_max: float) -> Tensor:
-    """The encode factor of the second level, ``min(e4m3_max * 6 / A, FLT_MAX)``; 1 where it or A is 0."""
+    """Return the encode scale of the second level: ``min(e4m3_max * 6 / A, FLT_MAX)``.
+
+    ``amax_tensor`` (A) is float32 (1,) or (M,). The result has its shape, and is 1 where the
+    quotient or A is 0.
+    """
     # The quotient is never 0, since amax is finite.
     return quotient(e4m3_max * 6.0, threshold(amax_tensor, 0.0, e4m3_max * 6.0)).clamp_(
         max=FLOAT32_MAX
@@ -51,15 +55,17 @@ def _round_e4m3(values: Tensor) -> Tensor:
 
 
 def _encode_factor(scale: Tensor, global_enc: Tensor) -> Tensor:
-    """Multiplier of a block, ``min(1 / (float(scale) * S_dec), FLT_MAX)``."""
+    """Return the multipliers of blocks, float32: ``min(1 / (float(scale) * S_dec), FLT_MAX)``."""
     return (scale.float() * global_enc.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
 
 
 def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
-    """E2M1 codes of ``values`` rounded up with probability equal to the distance from the lower neighbour.
+    """Return E2M1 codes (uint8) of ``values`` with stochastic rounding.
+
+    A value is rounded up with the probability that equals its distance from the lower neighbour.
 
     Args:
-        values: float32, any shape, already multiplied by the encode factor.
+        values: float32, any shape, already multiplied by the encode scale.
         noise: uint8 random bytes, same shape.
     """
     magnitude = values.abs().clamp_(max=E2M1.max)
@@ -72,30 +78,31 @@ def stochastic_codes(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def encode(
-    x: Tensor, recipe: Recipe, amax_tensor: Tensor | None = None, noise: Tensor | None = None
+    x: Tensor, options: NVFP4Options, amax_tensor: Tensor | None = None, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a float32 (M, K) matrix without NaN or inf.
 
     Args:
-        x: the matrix; padded with zeros here where blocks need it.
-        recipe: options.
-        amax_tensor: (1,) or, row-scaled, (M,); found here if None.
-        noise: uint8 (M, K) random bytes for stochastic rounding, or None for nearest even.
+        x: (M, K) float32; padded with zeros to whole blocks.
+        options: options of this direction.
+        amax_tensor: float32 (1,), or (M,) with ``row_scaled``; computed from ``x`` if None.
+        noise: uint8 (M, K) random bytes for stochastic rounding; None rounds to nearest even.
 
     Returns:
-        Codes (M, K) uint8, one a byte; E4M3 codes (ceil(M / rows), ceil(K / 16)) uint8; the maxima.
+        Codes, uint8 (M, K), one a byte; E4M3 codes of the block scales, uint8
+        (ceil(M / rows), ceil(K / 16)); the maxima, float32 (1,) or (M,).
     """
     rows, cols = x.shape
-    blocks = to_blocks(x, recipe.rows, BLOCK)
+    blocks = to_blocks(x, options.rows, BLOCK)
     if not blocks.numel():
         scales = x.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.uint8)
-        return x.new_zeros((rows, cols), dtype=torch.uint8), scales, amax(x, recipe.row_scaled)
+        return x.new_zeros((rows, cols), dtype=torch.uint8), scales, amax(x, options.row_scaled)
     maxima = block_amax(blocks)
     if amax_tensor is None:
-        amax_tensor = maxima.amax(1) if recipe.row_scaled else maxima.amax().reshape(1)
-    global_enc = global_scale(amax_tensor, recipe.e4m3_max)[:, None]
-    if recipe.use_4over6:
-        codes, scale = _encode_4over6(blocks, maxima, amax_tensor[:, None], global_enc, recipe)
+        amax_tensor = maxima.amax(1) if options.row_scaled else maxima.amax().reshape(1)
+    global_enc = global_scale(amax_tensor, options.e4m3_max)[:, None]
+    if options.use_4over6:
+        codes, scale = _encode_4over6(blocks, maxima, amax_tensor[:, None], global_enc, options)
         return from_blocks(codes, rows, cols), scale.view(torch.uint8), amax_tensor
     multiplier = global_enc * constant(1 / 6, x.device)
     scale = _round_e4m3(maxima * multiplier)
@@ -105,9 +112,17 @@ def encode(
 
 
 def _encode_4over6(
-    blocks: Tensor, amax_block: Tensor, amax_tensor: Tensor, global_enc: Tensor, recipe: Recipe
+    blocks: Tensor,
+    amax_block: Tensor,
+    amax_tensor: Tensor,
+    global_enc: Tensor,
+    options: NVFP4Options,
 ) -> tuple[Tensor, Tensor]:
-    """Each block with its maximum mapped to 6 or to 4, whichever has the smaller error (6 on a tie)."""
+    """Quantize each block with its maximum mapped to 6 or to 4, and keep the one with less error.
+
+    6 wins a tie. Shapes: ``blocks`` (m, r, k, 16), ``amax_block`` (m, k), ``amax_tensor`` and
+    ``global_enc`` (1, 1) or (m, 1). Returns codes like ``blocks`` and scale codes (m, k), uint8.
+    """
     base = quotient(amax_block, 6.0) * global_enc
     candidates = [_round_e4m3(base), _round_e4m3(base * 1.5)]
     codes, errors = [], []
@@ -115,10 +130,12 @@ def _encode_4over6(
         factor = _encode_factor(scale, global_enc)[:, None, :, None]
         code = encode_narrow(blocks * factor, E2M1, False)
         decoded = decode_codes(code, E2M1) * scale.float()[:, None, :, None]
-        difference = quotient(decoded * amax_tensor[:, None, :, None], 6 * recipe.e4m3_max) - blocks
+        difference = (
+            quotient(decoded * amax_tensor[:, None, :, None], 6 * options.e4m3_max) - blocks
+        )
         codes.append(code)
         errors.append(
-            _block_error(difference.abs() if recipe.err_mode == "mae" else difference * difference)
+            _block_error(difference.abs() if options.err_mode == "mae" else difference * difference)
         )
     to_4 = errors[1] < errors[0]
     scale = torch.where(to_4, candidates[1].view(torch.uint8), candidates[0].view(torch.uint8))
@@ -126,7 +143,10 @@ def _encode_4over6(
 
 
 def _block_error(terms: Tensor) -> Tensor:
-    """Sum of (m, r, k, 16) terms a block, in a fixed order: 16 columns one by one, then rows by halves 8/4/2/1."""
+    """Return the sum of each block, (m, k), of float32 (m, r, k, 16) terms, in a fixed order.
+
+    The 16 columns are added one by one, then rows by halves: 8, 4, 2, 1.
+    """
     row_errors = terms[..., 0]
     for column in range(1, BLOCK):
         row_errors = row_errors + terms[..., column]
@@ -139,13 +159,13 @@ def _block_error(terms: Tensor) -> Tensor:
 def decode(
     values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_max: float
 ) -> Tensor:
-    """``fp4 * float(s) * (A / (6 * e4m3_max))``.
+    """Return ``fp4 * float(s) * (A / (6 * e4m3_max))``, float32 (M, K).
 
     Args:
         values: E2M1 values, float32 (M, K).
-        scales: uint8 E4M3 codes, (ceil(M / rows), ceil(K / 16)) or more.
-        amax_tensor: (1,) or (M,).
-        rows: block rows.
+        scales: uint8 E4M3 codes, (ceil(M / rows), ceil(K / 16)) or larger.
+        amax_tensor: float32 (1,) or (M,).
+        rows: rows of a block.
         e4m3_max: 448 or 256.
     """
     factors = decode_codes(scales, E4M3)

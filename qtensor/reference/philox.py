@@ -1,7 +1,7 @@
-"""Random bytes for stochastic rounding: Philox4x32-10 (Salmon et al., SC 2011), the same on every device.
+"""Random bytes for stochastic rounding from Philox4x32-10 (Salmon et al., SC 2011).
 
-A counter-based generator needs no state: the bytes of element i depend on the seed and on i alone, so a CPU, a GPU and
-a compiled graph that get the same seed round the same way.
+The generator is counter-based and needs no state: the bytes of element i depend only on the seed
+and on i. A CPU, a GPU and a compiled graph that get the same seed round in the same way.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of ``word * factor``, all held in int64 (whose own product would overflow)."""
+    """Return the high and low 32 bits of ``word * factor``, as int64.
+
+    The words are uint32 values in int64 tensors, whose own product would overflow.
+    """
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, (high << 16 | low & 0xFFFF) & _MASK
 
 
 def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Ten rounds over four counter words and two key words (int64 tensors holding uint32 values)."""
+    """Return four output words after ten rounds.
+
+    ``counter`` is four words and ``key`` two: int64 tensors of one shape that hold uint32 values.
+    """
     for _ in range(10):
         high0, low0 = _multiply(counter[0], _MULTIPLIERS[0])
         high1, low1 = _multiply(counter[2], _MULTIPLIERS[1])
@@ -32,12 +38,14 @@ def philox4x32(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def random_words(seed: Tensor, count: int, stream: int) -> Tensor:
-    """``count`` words of 32 bits, as int64: four a counter (g, g >> 32, 0, stream), g = 0, 1, ...
+    """Return ``count`` random 32-bit words as int64.
+
+    Each counter (g, g >> 32, 0, stream) with g = 0, 1, ... gives four words.
 
     Args:
         seed: int64 of shape (1,).
         count: number of words.
-        stream: which use of the seed this is.
+        stream: number that separates several uses of one seed.
     """
     groups = torch.arange((count + 3) // 4, device=seed.device)
     zero = torch.zeros_like(groups)
@@ -48,12 +56,12 @@ def random_words(seed: Tensor, count: int, stream: int) -> Tensor:
 
 
 def random_bytes(seed: Tensor, count: int, stream: int) -> Tensor:
-    """``count`` bytes as uint8: those of the words, the lowest first.
+    """Return ``count`` random bytes as uint8: the bytes of the words, the lowest first.
 
     Args:
         seed: int64 of shape (1,).
         count: number of bytes.
-        stream: which use of the seed this is (0 rowwise, 1 columnwise).
+        stream: number that separates several uses of one seed (0 rowwise, 1 columnwise).
     """
     words = random_words(seed, 4 * ((count + 15) // 16), stream)
     shifts = torch.arange(0, 32, 8, device=seed.device)
