@@ -64,7 +64,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
     common = importlib.import_module("qtensor.kernels.triton.common")
     warps = constants.pop("num_warps", 4)
-    args = tuple(a.arguments if isinstance(a, common.Made) else a for a in args)
+    args = tuple(a.arguments if isinstance(a, common.LazyMatrix) else a for a in args)
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     # An argument by its place; what is inside a tuple by the place there too.
     leaves: dict[tuple[int, ...], Any] = {}

@@ -1,4 +1,4 @@
-"""Compiles what the kernels for norms and activations would launch; run in the child of triton_compiler."""
+"""Compile the launches of the norm and activation kernels; runs in a child of triton_compiler."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int]) ->
 
 
 def check_fused(name: str) -> int:
-    """Compile the kernels that quantize a norm and an activation; returns how many PTX files there were."""
+    """Compile the kernels that quantize a norm and an activation; return how many PTX files."""
     texts: list[str] = []
 
     def compile_only(kernel: Any, _: int, *args: Any, **constants: Any) -> None:
@@ -60,8 +60,8 @@ def check_fused(name: str) -> int:
     codec = qtensor.quantizer(name)
     x, weight = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(512)
     stats = torch.zeros(256), torch.zeros(256)
-    norm = backend.made_norm(stats, x, (weight, weight), ("layernorm", 1e-5, True), x.dtype)
-    for made in (norm, backend.made_activation(torch.zeros(256, 1024).half(), "swiglu")):
+    norm = backend.lazy_norm(stats, x, (weight, weight), ("layernorm", 1e-5, True), x.dtype)
+    for made in (norm, backend.lazy_activation(torch.zeros(256, 1024).half(), "swiglu")):
         buffers = codec.alloc_tensors(made.shape)
         scale = torch.ones(1) if codec.needs_scale else None
         backend.quantize_(codec, buffers, made, scale, None, None)

@@ -1,1 +1,4 @@
-"""Triton kernels for GPUs: the bytes of ``reference/``, checked without a GPU in the interpreter."""
+"""Triton kernels for GPUs. They write the bytes of ``reference/``.
+
+Triton's interpreter runs them without a GPU, and tests compare the bytes.
+"""

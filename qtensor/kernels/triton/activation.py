@@ -1,4 +1,4 @@
-"""Activations, gated or not, and their gradients: one tile a program (docs/numerics.md, activations)."""
+"""Activations and their gradients, one tile a program (docs/numerics.md, activations)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def load_activated(
     x_ptr, m, k, rows, cols, stride_m, stride_k, ACT: tl.constexpr, GATE: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Activations (len(m), len(k)), float32 and not yet rounded, 0 outside; ``cols`` are those of the result."""
+    """Return activations (len(m), len(k)), float32 and not yet rounded, 0 outside.
+
+    ``cols`` is the number of columns of the result.
+    """
     first = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
     if ACT == "clamped_silu":
         values, _ = clamped_silu(first, ALPHA, LIMIT, BOUND)
@@ -64,7 +67,7 @@ def activation_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result."""
+    """Compute one tile of the result."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
     y = load_activated(
@@ -80,7 +83,7 @@ def activation_backward_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, BOUND: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gradient, of both halves where there is a gate."""
+    """Compute one tile of the gradient; for a gated kind, one tile of each half."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
     first = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
@@ -107,7 +110,15 @@ def activation_backward_kernel(
 def activation_(
     out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
 ) -> None:
-    """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
+    """Write the activation of ``x`` into ``out``, or the gradient of ``x`` if ``dy`` is given.
+
+    Args:
+        out: like the activation, or like ``x`` for the gradient.
+        x: (..., K), or (..., 2 K) for a gated kind; float32, bfloat16 or float16.
+        kind: kind of the activation.
+        dy: gradient of the activation, (..., K), or None.
+        clamp: constants of "clamped_swiglu", or None.
+    """
     matrix, target = as_matrix(x), as_matrix(out)
     gate = kind in GATED
     shape = (matrix.shape[0], matrix.shape[1] // 2 if gate else matrix.shape[1])

@@ -1,4 +1,4 @@
-"""Maxima of |x| of a tensor, its rows or its columns."""
+"""Largest magnitudes of a tensor, its rows or its columns."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def amax_kernel(
     x_ptr, amax_ptr, rows, cols, stride_m, stride_k,
     FINITE: tl.constexpr, AXIS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Raise the maxima in ``amax_ptr`` (bits of float32, int32) to those of one tile.
+    """Raise the maxima in ``amax_ptr`` (int32, the bits of float32) to those of one tile.
 
-    ``FINITE``: NaN does not count and inf counts as the largest finite float32; else both stay above all numbers.
+    If ``FINITE``, NaN is ignored and inf counts as the largest finite float32. Otherwise inf and
+    NaN compare above all numbers.
     """
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
@@ -41,17 +42,17 @@ def amax_kernel(
 
 
 def amax_(out: Tensor, x: Tensor, axis: int | None = None, *, finite: bool = False) -> None:
-    """Maxima of |x| over the tensor, or over ``axis`` of its (M, K) view: -1 a row, 0 a column.
+    """Write the maxima of |x| over the tensor, or over one axis of its (M, K) view.
 
     Args:
-        out: float32 of one, M or K entries, contiguous.
+        out: float32, contiguous, with 1, M or K entries.
         x: any shape; float32, bfloat16 or float16.
-        axis: what a maximum spans; None: the tensor.
-        finite: NaN does not count, and inf counts as the largest finite float32.
+        axis: -1 for one maximum a row, 0 for one a column, None for one maximum.
+        finite: True to ignore NaN and count inf as the largest finite float32.
     """
     matrix = as_matrix(x)
     tile = tile_for(matrix.shape)
-    # The bits of magnitudes are ordered like integers, so programs meet in an integer atomic.
+    # The bits of magnitudes are ordered like integers, so an integer atomic joins the programs.
     launch(
         amax_kernel,
         tiles(matrix.shape, tile),

@@ -1,4 +1,4 @@
-"""The Triton kernels by format: what is served, and the three calls."""
+"""The Triton backend: which formats and dtypes it serves, and its calls."""
 
 from __future__ import annotations
 
@@ -34,70 +34,76 @@ activation_ = activation.activation_
 norm_ = norm.norm_
 norm_backward_ = norm.norm_backward_
 bias_grad_ = norm.bias_grad_
-made_activation = fused.made_activation
-made_norm = fused.made_norm
+lazy_activation = fused.lazy_activation
+lazy_norm = fused.lazy_norm
 fuses = fused.serves
 
 
-def supports(codec: Any, dtype: torch.dtype) -> str | None:
-    """None where a quantizer is served for inputs (or decoded outputs) of ``dtype``, else the reason in one sentence."""
-    module = MODULES.get(codec.format)
+def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
+    """Return None if a quantizer is served, otherwise the reason in one sentence.
+
+    ``dtype`` is the dtype of the input of ``quantize_`` or of the output of ``dequantize_``.
+    """
+    module = MODULES.get(quantizer.format)
     if module is None:
-        return f"no Triton kernel serves {codec.format}; those that do: {', '.join(MODULES)}."
+        return f"no Triton kernel serves {quantizer.format}; those that do: {', '.join(MODULES)}."
     if dtype not in FLOAT_DTYPES:
         return f"Triton kernels take float32, bfloat16 and float16, not {dtype}."
     return None
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None = None,
     amax: list[Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """Write every buffer of ``out`` from ``x``: the meaning of ``Quantizer.encode_``.
+    """Write every buffer of ``out`` from ``x``, like ``Quantizer.encode_``.
 
     Args:
-        codec: the quantizer, one that ``supports`` accepts.
-        out: buffers by attribute; padding is zero and stays so.
+        quantizer: a quantizer that ``supports`` accepts.
+        out: buffers by attribute name; their padding is zero and stays zero.
         x: float32, bfloat16 or float16, any shape and strides.
-        scale: encode factors to use (FP8), float32.
-        amax: maxima to use, float32, one for each usage (NVFP4) or one (FP8).
+        scale: float32 encode scales (FP8), or None to compute them.
+        amax: float32 maxima, one for each usage (NVFP4) or one (FP8), or None to compute them.
         seed: int64 (1,) for stochastic rounding.
     """
     flat = {name: buffer.contiguous() for name, buffer in out.items()}
-    MODULES[codec.format].quantize_(codec, flat, x, scale, amax, seed)
+    MODULES[quantizer.format].quantize_(quantizer, flat, x, scale, amax, seed)
     _copy_back(out, flat)
 
 
-def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
-    """Write the values of ``buffers`` into ``out``: the meaning of ``Quantizer.decode``, rounded once to its dtype.
+def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
+    """Decode ``buffers`` into ``out``, rounded once to its dtype, like ``Quantizer.decode``.
 
     Args:
-        codec: the quantizer, one that ``supports`` accepts.
-        buffers: by attribute; those of the side that ``codec.side()`` names are read.
-        out: float32, bfloat16 or float16, the logical shape.
+        quantizer: a quantizer that ``supports`` accepts.
+        buffers: by attribute name; the direction that ``quantizer.side()`` names is read.
+        out: float32, bfloat16 or float16, of the logical shape.
     """
     flat = out.contiguous()
-    dequantize.dequantize_(codec, {n: b.contiguous() for n, b in buffers.items()}, flat)
+    dequantize.dequantize_(quantizer, {n: b.contiguous() for n, b in buffers.items()}, flat)
     if flat is not out:
         out.copy_(flat)
 
 
-def amax_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
-    """Write what ``Quantizer.amax`` returns: float32 maxima behind tensor-wide factors, none for local ones."""
+def amax_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
+    """Write what ``Quantizer.amax`` returns: float32 maxima, or nothing for block scales."""
     if outputs:
-        MODULES[codec.format].amax_outputs_(codec, outputs, x)
+        MODULES[quantizer.format].amax_outputs_(quantizer, outputs, x)
 
 
 def quantize_with_amax_(
-    codec: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+    quantizer: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
 ) -> None:
-    """Delayed scaling: ``quantize_`` with ``scale``, and the maximum of |x| into ``amax`` (1,) float32, from one read."""
+    """Quantize with ``scale`` and write the maximum of |x| into ``amax`` (1,) float32, in one read.
+
+    Delayed scaling uses this call.
+    """
     flat = {name: buffer.contiguous() for name, buffer in out.items()}
-    float8.quantize_with_amax_(codec, flat, x, scale, amax)
+    float8.quantize_with_amax_(quantizer, flat, x, scale, amax)
     _copy_back(out, flat)
 
 

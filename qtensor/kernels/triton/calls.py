@@ -1,4 +1,7 @@
-"""The Triton kernels as the table calls them: loaded at the first tensor on a GPU."""
+"""Entry points of the Triton backend for the table of kernels.
+
+Triton is imported when the first tensor on a GPU arrives.
+"""
 
 from __future__ import annotations
 
@@ -20,82 +23,90 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @functools.cache
 def backend() -> ModuleType | str:
-    """The kernels, or why there are none."""
+    """Return the Triton backend, or the reason why it cannot be used."""
     if os.environ.get("QTENSOR_TRITON") == "0":
         return "switched off by QTENSOR_TRITON=0"
     try:
-        # Triton takes a second to import, and only GPUs need it.
+        # Importing Triton takes a second, and only GPUs need it.
         return importlib.import_module("qtensor.kernels.triton.backend")
     except ImportError as error:
         return f"Triton cannot be imported ({error}); install qtensor[triton]"
 
 
-def supports(codec: Any, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not serve a format and dtype, or None."""
+def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
+    """Return why the kernels do not serve a format and dtype, or None if they do."""
     kernels = backend()
-    return kernels if isinstance(kernels, str) else kernels.supports(codec, dtype)
+    return kernels if isinstance(kernels, str) else kernels.supports(quantizer, dtype)
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     buffers: Sequence[Tensor],
     x: Tensor,
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
 ) -> bool:
-    """Write the buffers of ``codec`` (in slot order, and the amax that delayed scaling returns) from ``x``.
+    """Write the buffers of ``quantizer`` from ``x``.
+
+    ``buffers`` is in slot order, followed by the amax that delayed scaling returns.
 
     Returns:
-        False, with nothing written, for what is not served.
+        False, with nothing written, if the call is not served.
     """
     kernels = backend()
-    if isinstance(kernels, str) or supports(codec, x.dtype) is not None:
+    if isinstance(kernels, str) or supports(quantizer, x.dtype) is not None:
         return False
-    if not x.numel() or type(x) not in _PLAIN or not whole(codec, buffers, x.shape):
+    if not x.numel() or type(x) not in _PLAIN or not whole(quantizer, buffers, x.shape):
         return False
-    write_(kernels, codec, buffers, x, (scale, amax, seed))
+    write_(kernels, quantizer, buffers, x, (scale, amax, seed))
     return True
 
 
 def write_(
     kernels: ModuleType,
-    codec: Any,
+    quantizer: Any,
     buffers: Sequence[Tensor],
     x: Any,
-    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
+    inputs: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
 ) -> None:
-    """Write the buffers from ``x``, a tensor or what kernels compute as they load it; ``given``: scale, amax, seed."""
-    scale, amax, seed = given
-    named = _named(codec, buffers)
-    if codec.returns_amax and len(buffers) > len(codec.slots) and scale is not None:
-        kernels.quantize_with_amax_(codec, named, x, scale, buffers[-1])
+    """Write the buffers from ``x``, a tensor or a ``LazyMatrix``.
+
+    ``inputs`` holds scale, amax and seed, each possibly None.
+    """
+    scale, amax, seed = inputs
+    named = _named(quantizer, buffers)
+    if quantizer.returns_amax and len(buffers) > len(quantizer.slots) and scale is not None:
+        kernels.quantize_with_amax_(quantizer, named, x, scale, buffers[-1])
     else:
-        kernels.quantize_(codec, named, x, scale, amax, seed)
+        kernels.quantize_(quantizer, named, x, scale, amax, seed)
 
 
 def dequantize_(
-    codec: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, part: Part = WHOLE
+    quantizer: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, part: Part = WHOLE
 ) -> bool:
     """Decode ``buffers`` (in slot order) into ``out``.
 
     Returns:
-        False, with nothing written, for what is not served: other dtypes, and parts of tensors.
+        False, with nothing written, for other dtypes and for parts of tensors.
     """
     kernels = backend()
-    if isinstance(kernels, str) or part != WHOLE or supports(codec, out.dtype) is not None:
+    if isinstance(kernels, str) or part != WHOLE or supports(quantizer, out.dtype) is not None:
         return False
-    if not out.numel() or not whole(codec, buffers, shape):
+    if not out.numel() or not whole(quantizer, buffers, shape):
         return False
-    kernels.dequantize_(codec, _named(codec, buffers), out)
+    kernels.dequantize_(quantizer, _named(quantizer, buffers), out)
     return True
 
 
-def whole(codec: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
-    """Whether the buffers are those of a whole tensor: parts lack padding, which kernels count on."""
-    sizes = buffer_shapes(codec.slots, shape)
+def whole(quantizer: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
+    """Return True if the buffers are those of a whole tensor.
+
+    Views of parts have no padding, and kernels rely on it.
+    """
+    sizes = buffer_shapes(quantizer.slots, shape)
     return all(tuple(b.shape) == size for b, size in zip(buffers, sizes, strict=False))
 
 
-def _named(codec: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {slot.name: buffer for slot, buffer in zip(codec.slots, buffers, strict=False)}
+def _named(quantizer: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {slot.name: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=False)}

@@ -1,7 +1,8 @@
-"""What all kernels share: launching, tiles of any strides, block maxima, packing, the 128x4 layout of factors.
+"""Helpers of all kernels: launches, tiles, block maxima, packing, the 128x4 scale layout.
 
-A kernel reads a matrix (M, K) in tiles, one a program. ``m`` and ``k`` are the global indices of a tile's rows and
-columns, int64, so that offsets never wrap. What lies outside the matrix reads as 0 and is never written.
+A kernel reads a matrix (M, K) in tiles, one for each program. ``m`` and ``k`` are the global
+indices of a tile's rows and columns, in int64 so that offsets do not overflow. Elements outside the
+matrix read as 0 and are never written.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ SIDES = (
     "_columnwise_data",
     "_columnwise_scale_inv",
 )
-"""The buffers of a block format, in the order in which its kernels take them."""
+"""The buffers of a block format, in the order of its kernels' parameters."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """A matrix that kernels compute from others as they load it: what takes a tensor ``x`` takes one of these.
+class LazyMatrix:
+    """A matrix that kernels compute while they load it. It can stand for the tensor ``x``.
 
     Attributes:
-        arguments: what kernels get in the place of a pointer: a device function with the parameters of ``load_tile``,
-            then whatever that reads.
+        arguments: the kernel's argument in place of a pointer: a device function with the
+            parameters of ``load_tile``, followed by the values that the function reads.
         shape: rows and columns.
-        strides: of the tensor behind it; the function gets them.
-        dtype: that its values are rounded to.
-        device: of its tensors.
+        strides: strides of the source tensor, passed to the function.
+        dtype: dtype that its values are rounded to.
+        device: device of its tensors.
     """
 
     arguments: tuple[Any, ...]
@@ -49,38 +50,39 @@ class Made:
     device: torch.device
 
     def stride(self) -> tuple[int, ...]:
-        """As a tensor has it."""
+        """Return the strides, like ``Tensor.stride``."""
         return self.strides
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float32 value."""
+    """Return the bits of a float32 value as an integer."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Run ``programs`` programs of a kernel on the device of its first tensor.
 
-    A product and a sum are never contracted to one rounding: the reference rounds twice.
+    Fusing a product and a sum into one rounding is disabled: the reference rounds twice.
     """
     if not programs:
         return
-    device = next(a.device for a in args if isinstance(a, Tensor | Made))
-    args = tuple(a.arguments if isinstance(a, Made) else a for a in args)
+    device = next(a.device for a in args if isinstance(a, Tensor | LazyMatrix))
+    args = tuple(a.arguments if isinstance(a, LazyMatrix) else a for a in args)
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with guard:
         kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
 
 
 def tiles(shape: Sequence[int], tile: tuple[int, int]) -> int:
-    """Tiles of a matrix."""
+    """Return the number of tiles of a matrix."""
     return ceil_div(shape[0], tile[0]) * ceil_div(shape[1], tile[1])
 
 
 def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int, int]:
-    """A tile of about 4096 elements that a matrix of this shape fills: square, flat for few rows, tall for few columns.
+    """Return a tile of about 4096 elements: square, flat for few rows, tall for few columns.
 
-    Few different tiles, since each is a compilation; none smaller than ``least``, which holds whole blocks.
+    Only a few tiles are possible, because each is a separate compilation. No tile is smaller than
+    ``least``, which holds whole blocks.
     """
     rows, cols = shape
     if cols <= 8 and least[1] <= 8:
@@ -91,20 +93,20 @@ def tile_for(shape: Sequence[int], least: tuple[int, int] = (1, 1)) -> tuple[int
 
 
 def raw(x: Tensor) -> Tensor:
-    """bfloat16 as its bits, int16, which every Triton target reads and writes alike; other dtypes as they are."""
+    """Return bfloat16 as int16 bits, which every Triton target can load; other dtypes unchanged."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The (M, K) view of a tensor of any rank, ``raw``; a copy only where strides do not allow a view."""
-    if isinstance(x, Made):
+    """Return the (M, K) view of a tensor of any rank, through ``raw``; copies only if needed."""
+    if isinstance(x, LazyMatrix):
         return x
     return raw(x if x.ndim == 2 else x.reshape(rows_cols(x.shape)))
 
 
 @triton.jit
 def to_float32(values):
-    """Loaded values to float32, exactly; int16 holds the bits of bfloat16."""
+    """Convert loaded values to float32, exactly; int16 holds the bits of bfloat16."""
     if values.dtype == tl.int16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -113,7 +115,10 @@ def to_float32(values):
 
 @triton.jit
 def round_bfloat16(values):
-    """float32 values to the bits of the nearest bfloat16, int32 (the upper half is not cleared); NaN stays NaN."""
+    """Return the bits of the nearest bfloat16 as int32; the upper half is not cleared.
+
+    NaN stays NaN.
+    """
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
@@ -121,7 +126,7 @@ def round_bfloat16(values):
 
 @triton.jit
 def tile_indices(rows, cols, BM: tl.constexpr, BK: tl.constexpr):
-    """First row, first column (int64) of this program's tile."""
+    """Return the first row and the first column (int64) of this program's tile."""
     across = tl.maximum(tl.cdiv(cols, BK), 1)
     program = tl.program_id(0).to(tl.int64)
     return program // across * BM, program % across * BK
@@ -129,13 +134,16 @@ def tile_indices(rows, cols, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def offsets_2d(m, k, stride_m, stride_k):
-    """Offsets (len(m), len(k)), int64."""
+    """Return offsets (len(m), len(k)), int64."""
     return m[:, None] * stride_m + k[None, :] * stride_k
 
 
 @triton.jit
 def load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k):
-    """Values (len(m), len(k)) float32, 0 outside the matrix. ``x_ptr`` may be the ``arguments`` of a ``Made``."""
+    """Return values (len(m), len(k)), float32, 0 outside the matrix.
+
+    ``x_ptr`` is a pointer, or the ``arguments`` of a ``LazyMatrix``.
+    """
     if hasattr(x_ptr, "dtype"):
         inside = (m < rows)[:, None] & (k < cols)[None, :]
         pointers = x_ptr + offsets_2d(m, k, stride_m, stride_k)
@@ -146,7 +154,7 @@ def load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k):
 
 @triton.jit
 def store_tile(out_ptr, values, m, k, rows, cols, stride_m, stride_k):
-    """Write values (len(m), len(k)), converted to the type of the buffer, where they lie inside the matrix."""
+    """Write values (len(m), len(k)) inside the matrix, converted to the type of the buffer."""
     inside = (m < rows)[:, None] & (k < cols)[None, :]
     pointers = out_ptr + offsets_2d(m, k, stride_m, stride_k)
     tl.store(pointers, values.to(out_ptr.dtype.element_ty), mask=inside)
@@ -154,7 +162,7 @@ def store_tile(out_ptr, values, m, k, rows, cols, stride_m, stride_k):
 
 @triton.jit
 def block_max(values, DM: tl.constexpr, DK: tl.constexpr):
-    """Largest of each (DM, DK) block of a tile: (BM / DM, BK / DK)."""
+    """Return the largest of each (DM, DK) block of a tile: (BM / DM, BK / DK)."""
     M: tl.constexpr = values.shape[0]
     K: tl.constexpr = values.shape[1]
     if DK > 1:
@@ -166,7 +174,7 @@ def block_max(values, DM: tl.constexpr, DK: tl.constexpr):
 
 @triton.jit
 def spread(grid, DM: tl.constexpr, DK: tl.constexpr):
-    """Each entry of a grid repeated over a (DM, DK) block."""
+    """Repeat each entry of a grid over a (DM, DK) block."""
     M: tl.constexpr = grid.shape[0]
     K: tl.constexpr = grid.shape[1]
     if DM > 1:
@@ -178,7 +186,10 @@ def spread(grid, DM: tl.constexpr, DK: tl.constexpr):
 
 @triton.jit
 def store_factors(out_ptr, factors, r, c, rows, cols, pitch, SWIZZLED: tl.constexpr):
-    """Write factors (len(r), len(c)) of a (rows, cols) grid into a buffer with lines of ``pitch`` (a multiple of 4)."""
+    """Write factors (len(r), len(c)) of a (rows, cols) grid.
+
+    ``pitch`` is the length of a line of the buffer, a multiple of 4.
+    """
     inside = (r < rows)[:, None] & (c < cols)[None, :]
     pointers = out_ptr + factor_offsets(r, c, pitch, SWIZZLED)
     tl.store(pointers, factors.to(out_ptr.dtype.element_ty), mask=inside)
@@ -186,7 +197,7 @@ def store_factors(out_ptr, factors, r, c, rows, cols, pitch, SWIZZLED: tl.conste
 
 @triton.jit
 def factor_offsets(r, c, pitch, SWIZZLED: tl.constexpr):
-    """Offsets of factors (r, c), plain or in 128x4 tiles (docs/numerics.md, swizzled factors)."""
+    """Return offsets of factors (r, c), plain or in 128x4 tiles (docs/numerics.md)."""
     if SWIZZLED:
         across = r // 128 * (pitch // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4
         return across[:, None] + (c // 4 * 512 + c % 4)[None, :]
@@ -196,13 +207,15 @@ def factor_offsets(r, c, pitch, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def round_up(n, multiple: tl.constexpr):
-    """``n`` rounded up to a multiple."""
+    """Round ``n`` up to a multiple."""
     return tl.cdiv(n, multiple) * multiple
 
 
 @triton.jit
-def store_codes(out_ptr, codes, line0, unit0, lines, groups, stride_line, stride_unit, PACK: tl.constexpr):  # fmt: skip
-    """Write codes, int32, packed ``PACK`` to a group along the last dim: one a byte, 2 in a byte or 4 in 3 bytes.
+def store_codes(
+    out_ptr, codes, line0, unit0, lines, groups, stride_line, stride_unit, PACK: tl.constexpr
+):  # fmt: skip
+    """Write int32 codes packed along the last dim: one a byte, 2 in a byte, or 4 in 3 bytes.
 
     Args:
         out_ptr: the buffer, uint8.
@@ -210,10 +223,11 @@ def store_codes(out_ptr, codes, line0, unit0, lines, groups, stride_line, stride
         line0: index of the first line.
         unit0: index of the first code in its line, a multiple of ``PACK``.
         lines: lines of the matrix.
-        groups: groups of a line, from the host, so that Triton sees how they are aligned; a tail is filled with code 0.
-        stride_line: bytes from a line to the next.
-        stride_unit: bytes from a stored byte of a line to the next.
-        PACK: 1, 2 or 4.
+        groups: groups of a line; passed by the host so that Triton knows their alignment. An
+            incomplete last group is filled with code 0.
+        stride_line: bytes between lines.
+        stride_unit: bytes between stored bytes of a line.
+        PACK: codes of a group: 1, 2 or 4.
     """
     L: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
@@ -238,7 +252,7 @@ def store_codes(out_ptr, codes, line0, unit0, lines, groups, stride_line, stride
 
 @triton.jit
 def split_16(values):
-    """(L, N) values to 16 tensors (L, N / 16): the elements 0, 1, .. of each group along the last dim."""
+    """Split (L, N) values into 16 tensors (L, N / 16): elements 0, 1, ... of each group of 16."""
     L: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     even, odd = tl.split(tl.reshape(values, (L, N // 16, 2, 2, 2, 2)))
@@ -261,7 +275,7 @@ def split_16(values):
 
 @triton.jit
 def join_16(c):
-    """Inverse of ``split_16``."""
+    """Join 16 tensors (L, B) into (L, 16 B): the inverse of ``split_16``."""
     L: tl.constexpr = c[0].shape[0]
     B: tl.constexpr = c[0].shape[1]
     a0 = tl.join(tl.join(c[0], c[8]), tl.join(c[4], c[12]))

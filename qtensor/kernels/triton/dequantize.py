@@ -1,6 +1,7 @@
-"""Codes and factors to float32, bfloat16 or float16: all formats, either direction.
+"""Decode codes and factors to float32, bfloat16 or float16, for all formats and directions.
 
-A side is a matrix of lines that packing and blocks run along: rows of the tensor (rowwise), or its columns.
+A direction is read as a matrix of lines, along which packing and blocks run: the rows of the tensor
+(rowwise) or its columns (columnwise). A unit is an element of a line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from qtensor.layout import ceil_div, round_up
 
 @triton.jit
 def _load_codes(ptr, line, unit, lines, length, stride_line, stride_unit, PACK: tl.constexpr):
-    """Codes (len(line), len(unit)), int32, of the given elements; PACK 4: two loads each, since codes cross bytes."""
+    """Return int32 codes (len(line), len(unit)).
+
+    Codes of ``PACK`` 4 cross bytes, so each needs two loads.
+    """
     inside = (line < lines)[:, None] & (unit < length)[None, :]
     if PACK == 1:
         offsets = offsets_2d(line, unit, stride_line, stride_unit)
@@ -49,7 +53,10 @@ def _load_codes(ptr, line, unit, lines, length, stride_line, stride_unit, PACK: 
 
 @triton.jit
 def _load_pairs(ptr, line, unit0, lines, pairs, stride_line, stride_unit, N: tl.constexpr):
-    """Codes (len(line), N), int32, two a byte, ``pairs`` bytes a line, from one load a byte."""
+    """Return int32 codes (len(line), N), packed two a byte with ``pairs`` bytes a line.
+
+    Each byte is loaded once.
+    """
     byte_index = unit0 // 2 + tl.arange(0, N // 2)
     inside = (line < lines)[:, None] & (byte_index < pairs)[None, :]
     offsets = offsets_2d(line, byte_index, stride_line, stride_unit)
@@ -62,7 +69,10 @@ def _load_factors(
     ptr, line, unit0, lines, length, stride_line, stride_unit, N: tl.constexpr,
     DL: tl.constexpr, DU: tl.constexpr, SCALE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """Decode factors (len(line) or 1, N / DU or 1), float32; DL or DU 0: one factor for all lines or units."""
+    """Return decode factors (len(line) or 1, N / DU or 1), float32.
+
+    ``DL`` 0 means one factor for all lines, ``DU`` 0 one for all units.
+    """
     if DL == 0:
         r, r_inside = tl.arange(0, 1), tl.full((1,), 1, tl.int1)
     else:
@@ -87,7 +97,7 @@ def _load_factors(
 
 @triton.jit
 def _load_global(amax_ptr, line, lines, E4M3_MAX: tl.constexpr, ROW_SCALED: tl.constexpr):
-    """The second level of NVFP4, ``A / (6 * e4m3_max)``: (len(line), 1) or (1, 1)."""
+    """Return the second level of NVFP4, ``A / (6 * e4m3_max)``: (len(line), 1) or (1, 1)."""
     if ROW_SCALED:
         amax = tl.load(amax_ptr + line, mask=line < lines, other=0.0)
     else:
@@ -97,7 +107,7 @@ def _load_global(amax_ptr, line, lines, E4M3_MAX: tl.constexpr, ROW_SCALED: tl.c
 
 @triton.jit
 def _store_values(out_ptr, values, line, unit, lines, length, stride_line, stride_unit):
-    """Write float32 values, rounded once to the type of the output; int16 holds the bits of bfloat16."""
+    """Write float32 values, rounded once to the output's type; int16 holds the bits of bfloat16."""
     if out_ptr.dtype.element_ty == tl.int16:
         values = round_bfloat16(values)
     store_tile(out_ptr, values, line, unit, lines, length, stride_line, stride_unit)
@@ -111,7 +121,7 @@ def dequantize_kernel(
     ROW_SCALED: tl.constexpr, E4M3_MAX: tl.constexpr, EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM lines, BK elements of each: element value times factor (times the second level)."""
+    """Decode one tile of BM lines and BK units: element value * factor (* second level)."""
     line0, unit0 = tile_indices(lines, length, BM, BK)
     line, unit = line0 + tl.arange(0, BM), unit0 + tl.arange(0, BK)
     if PACK == 2:
@@ -119,7 +129,8 @@ def dequantize_kernel(
     else:
         codes = _load_codes(data_ptr, line, unit, lines, length, data_line, data_unit, PACK)
     factors = _load_factors(
-        factor_ptr, line, unit0, lines, length, factor_line, factor_unit, BK, DL, DU, SCALE, SWIZZLED
+        factor_ptr, line, unit0, lines, length, factor_line, factor_unit, BK, DL, DU, SCALE,
+        SWIZZLED,
     )  # fmt: skip
     values = decode(codes, EXPONENT, MANTISSA) * spread(factors, 1, DU)
     if TWO_LEVEL:
@@ -133,7 +144,7 @@ def dequantize_rotated_kernel(
     out_line, out_unit, SWIZZLED: tl.constexpr, SIGNS: tl.constexpr, E4M3_MAX: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rotated NVFP4 lines, rotated back: the sum over the 16 of a group runs in order."""
+    """Decode one tile of rotated NVFP4 lines and rotate it back; sums over a group run in order."""
     line0, unit0 = tile_indices(lines, length, BM, BK)
     line, unit = line0 + tl.arange(0, BM), unit0 + tl.arange(0, BK)
     stored = tl.cdiv(length, 16) * 16
@@ -147,24 +158,24 @@ def dequantize_rotated_kernel(
     _store_values(out_ptr, values, line, unit, lines, length, out_line, out_unit)
 
 
-def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
-    """Decode the side that ``codec`` says into ``out`` (contiguous, logical shape)."""
+def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
+    """Decode the direction ``quantizer.side()`` into ``out`` (contiguous, logical shape)."""
     matrix = as_matrix(out)
     rows, cols = matrix.shape
-    columnwise = codec.side() == "_columnwise"
+    columnwise = quantizer.side() == "_columnwise"
     lines, length = (cols, rows) if columnwise else (rows, cols)
     strides = (1, cols) if columnwise else (cols, 1)
-    if codec.format == "nvfp4" and is_rotated(codec, codec.side()[1:]):
-        _dequantize_rotated_(codec, buffers, matrix, (lines, length), strides)
+    if quantizer.format == "nvfp4" and is_rotated(quantizer, quantizer.side()[1:]):
+        _dequantize_rotated_(quantizer, buffers, matrix, (lines, length), strides)
         return
-    data, factors, options = _layout(codec, buffers, lines, length)
+    data, factors, options = _layout(quantizer, buffers, lines, length)
     tile = tile_for((lines, length), (1, max(options["DU"], 4)))
     launch(
         dequantize_kernel,
         tiles((lines, length), tile),
         data,
         factors,
-        buffers.get(f"_amax{codec.side()}"),
+        buffers.get(f"_amax{quantizer.side()}"),
         matrix,
         lines,
         length,
@@ -173,27 +184,27 @@ def dequantize_(codec: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
         *options.pop("factor_strides"),
         *strides,
         **options,
-        SCALE=codec.spec.scale,
-        SWIZZLED=getattr(codec, "swizzled", False),
-        PACK=pack_of(codec),
-        TWO_LEVEL=codec.format == "nvfp4",
-        ROW_SCALED=getattr(codec, "row_scaled", False),
-        E4M3_MAX=float(getattr(codec, "e4m3_max", 0.0)),
-        EXPONENT=codec.element.exponent_bits,
-        MANTISSA=codec.element.mantissa_bits,
+        SCALE=quantizer.spec.scale,
+        SWIZZLED=getattr(quantizer, "swizzled", False),
+        PACK=pack_of(quantizer),
+        TWO_LEVEL=quantizer.format == "nvfp4",
+        ROW_SCALED=getattr(quantizer, "row_scaled", False),
+        E4M3_MAX=float(getattr(quantizer, "e4m3_max", 0.0)),
+        EXPONENT=quantizer.element.exponent_bits,
+        MANTISSA=quantizer.element.mantissa_bits,
         BM=tile[0],
         BK=tile[1],
     )
 
 
 def _dequantize_rotated_(
-    codec: Any,
+    quantizer: Any,
     buffers: dict[str, Tensor],
     out: Tensor,
     size: tuple[int, int],
     strides: tuple[int, int],
 ) -> None:
-    side = codec.side()
+    side = quantizer.side()
     groups = ceil_div(size[1], 16)
     tile = tile_for(size, (1, 16))
     launch(
@@ -207,23 +218,27 @@ def _dequantize_rotated_(
         groups * 8,
         round_up(groups, 4),
         *strides,
-        SWIZZLED=codec.swizzled,
-        SIGNS=codec.with_random_sign_mask,
-        E4M3_MAX=float(codec.e4m3_max),
+        SWIZZLED=quantizer.swizzled,
+        SIGNS=quantizer.with_random_sign_mask,
+        E4M3_MAX=float(quantizer.e4m3_max),
         BM=tile[0],
         BK=tile[1],
     )
 
 
 def _layout(
-    codec: Any, buffers: dict[str, Tensor], lines: int, length: int
+    quantizer: Any, buffers: dict[str, Tensor], lines: int, length: int
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Codes, factors, and where they lie: strides (line, unit), elements that share a factor (0: all)."""
-    side = codec.side()
+    """Return the codes, the factors, and the layout options of the kernel.
+
+    The options are the strides (line, unit) and how many elements share a factor (0: all).
+    """
+    side = quantizer.side()
     columnwise = side == "_columnwise"
-    if codec.spec.block is None:
-        axis = getattr(codec, "axis", None)
-        # A factor a row (axis -1) is one a line in rowwise data, and one a unit in columnwise data.
+    if quantizer.spec.block is None:
+        axis = getattr(quantizer, "axis", None)
+        # Per-row factors (axis -1) are one a line in rowwise data, and one a unit in columnwise
+        # data.
         per_line, per_unit = axis is not None and columnwise == (axis == 0), axis is not None
         options = {
             "data_strides": (length, 1),
@@ -232,18 +247,18 @@ def _layout(
             "DU": int(per_unit and not per_line),
         }
         return buffers["_transpose" if columnwise else "_data"], buffers["_scale_inv"], options
-    block = codec.spec.block[1]
+    block = quantizer.spec.block[1]
     count = round_up(ceil_div(length, block), 4)
-    pack = pack_of(codec)
+    pack = pack_of(quantizer)
     pitch = ceil_div(length, pack) * (3 if pack == 4 else 1)
     data_strides, factor_strides = (pitch, 1), (count, 1)
-    square_factors = codec.format == "fp8_blockwise" and codec.two_dimensional
-    if codec.format == "fp8_blockwise" and not square_factors:
+    square_factors = quantizer.format == "fp8_blockwise" and quantizer.two_dimensional
+    if quantizer.format == "fp8_blockwise" and not square_factors:
         factor_strides = (1, round_up(lines, 4))
-    if codec.format.startswith("mx") and columnwise:
-        # Columnwise MX data keep the layout of the tensor.
+    if quantizer.format.startswith("mx") and columnwise:
+        # Columnwise MX data have the layout of the tensor.
         data_strides = (1, lines)
-        factor_strides = (count, 1) if codec.swizzled else (1, round_up(lines, 128))
+        factor_strides = (count, 1) if quantizer.swizzled else (1, round_up(lines, 128))
     options = {
         "data_strides": data_strides,
         "factor_strides": factor_strides,

@@ -1,9 +1,11 @@
-"""Device functions: element codes and block factors, with integer arithmetic where a cast would depend on the target.
+"""Device functions for element codes and block factors, in integer arithmetic.
 
-A float8 cast rounds by the rules of the GPU (and wrongly in Triton's interpreter), so codes are built from the bits of
-the float32 value: one integer rounding where the code is normal, one magic addition where it is subnormal. Elements are
-described by compile-time constants: ``EXPONENT`` and ``MANTISSA`` bits, ``LARGEST`` (the float32 bits of the largest
-finite value). All values are float32.
+- finite value)
+A float8 cast follows the rounding rules of the GPU, and Triton's interpreter rounds it wrongly.
+Codes are therefore built from the bits of the float32 value: one integer rounding if the code is
+normal, one magic addition if it is subnormal. Compile-time constants describe an element: its
+``EXPONENT`` and ``MANTISSA`` bits and ``LARGEST``, the float32 bits of its largest finite value.
+All values are float32. finite value). All values are float32.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from qtensor.kernels.triton.common import float_bits
 
 
 def element_constants(element: Element) -> dict[str, int]:
-    """What the device functions need to know of an element, as keyword arguments."""
+    """Return the constants that describe an element, as keyword arguments of a kernel."""
     return {
         "EXPONENT": element.exponent_bits,
         "MANTISSA": element.mantissa_bits,
@@ -26,33 +28,39 @@ def element_constants(element: Element) -> dict[str, int]:
 
 @triton.jit
 def as_bits(values):
-    """The bits of float32 values, int32."""
+    """Return the bits of float32 values, int32."""
     return values.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """Float32 values from their bits, int32."""
+    """Return float32 values from their bits, int32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def magnitude_bits(values):
-    """The bits of |values|: as integers they are ordered like the magnitudes, with inf and then NaN on top."""
+    """Return the bits of |values|.
+
+    As integers they have the order of magnitudes, inf and NaN on top.
+    """
     return as_bits(values) & 0x7FFFFFFF
 
 
 @triton.jit
 def finite_bits(bits):
-    """Bits of magnitudes with NaN as 0 and inf as the largest finite float32."""
+    """Replace NaN by 0 and inf by the largest finite float32, in bits of magnitudes."""
     return tl.where(bits > 0x7F800000, 0, tl.minimum(bits, 0x7F7FFFFF))
 
 
 @triton.jit
-def encode(values, KEEP_ZERO_SIGN: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
-    """Values to codes, int32: nearest, ties to even, saturating; NaN is 0x7F (FP8) or 0.
+def encode(
+    values, KEEP_ZERO_SIGN: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Return int32 codes of values: nearest, ties to even, saturating; NaN is 0x7F (FP8) or 0.
 
-    ``KEEP_ZERO_SIGN``: -0.0 becomes the code of -0 rather than 0.
+    If ``KEEP_ZERO_SIGN``, -0.0 gets the code of -0, otherwise 0.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
     MIN_EXPONENT: tl.constexpr = 2 - (1 << (EXPONENT - 1))
@@ -72,18 +80,19 @@ def encode(values, KEEP_ZERO_SIGN: tl.constexpr, EXPONENT: tl.constexpr, MANTISS
 
 @triton.jit
 def encode_e4m3(values):
-    """E4M3 codes, int32."""
+    """Return E4M3 codes, int32."""
     return encode(values, True, 4, 3, 0x43E00000)
 
 
 @triton.jit
 def decode(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes (any integer type) to values, exactly."""
+    """Return the exact values of codes of any integer type."""
     codes = codes.to(tl.int32)
     WIDTH: tl.constexpr = EXPONENT + MANTISSA
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     magnitude = codes & ((1 << WIDTH) - 1)
-    # Read as a float32 the fields have the wrong bias; one exact product by a power of two mends it, subnormals too.
+    # Read as a float32, the fields have the wrong exponent bias. One exact product by a power of
+    # two corrects it, for subnormals too.
     power = tl.full([], (127 + 127 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)
     bits = as_bits(as_float(magnitude << (23 - MANTISSA)) * power)
     if WIDTH == 7 and MANTISSA == 3:
@@ -96,11 +105,11 @@ def decode(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def e8m0_code(amax, MODE: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
-    """E8M0 codes, int32, of block maxima given as bits; 255 where a maximum is not finite."""
+    """Return int32 E8M0 codes of block maxima given as bits; 255 if a maximum is not finite."""
     if MODE == "rceil":
         largest = tl.full([], LARGEST, tl.int32).to(tl.float32, bitcast=True)
         ratio = as_bits(tl.div_rn(as_float(amax), tl.zeros_like(as_float(amax)) + largest))
-        # What is at most 2^-127 counts as 0, whose code is 2^-127; any mantissa bit carries.
+        # A ratio of at most 2^-127 counts as 0, whose code means 2^-127; any mantissa bit carries.
         code = (tl.where(ratio <= 0x400000, 0, ratio) + 0x7FFFFF) >> 23
     else:
         BIAS: tl.constexpr = (
@@ -113,14 +122,14 @@ def e8m0_code(amax, MODE: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.cons
 
 @triton.jit
 def e8m0_factor(code):
-    """``2^(code - 127)`` of codes, int32: 0 is the subnormal 2^-127, 255 NaN."""
+    """Return ``2^(code - 127)`` for int32 codes: 0 gives the subnormal 2^-127, 255 NaN."""
     bits = tl.where(code == 0, 0x400000, code << 23)
     return as_float(tl.where(code == 255, 0x7FC00000, bits))
 
 
 @triton.jit
 def fp8_scale(amax, epsilon, overflow, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr):
-    """Encode factors ``largest / amax`` of maxima given as bits: 1 where a maximum is 0 or not finite."""
+    """Return encode scales ``largest / amax`` of maxima given as bits; 1 for 0, inf and NaN."""
     known = tl.maximum(as_float(tl.where(amax >= 0x7F800000, 0, amax)), epsilon)
     known = tl.where(known > 0.0, known, 1.0)
     largest = tl.full([], LARGEST, tl.int32).to(tl.float32, bitcast=True)
@@ -133,5 +142,5 @@ def fp8_scale(amax, epsilon, overflow, POWER_OF_TWO: tl.constexpr, LARGEST: tl.c
 
 @triton.jit
 def reciprocal(values):
-    """The IEEE quotient 1 / values."""
+    """Return the IEEE quotient 1 / values."""
     return tl.div_rn(tl.zeros_like(values) + 1.0, values)

@@ -1,8 +1,10 @@
-"""FP8: one factor for the tensor, a row, a column or a block (docs/numerics.md, FP8).
+"""FP8 with one scale factor per tensor, row, column or block (docs/numerics.md, FP8).
 
-Per tensor, per row and per column are one pair of kernels: maxima into a line of float32 (atomic, so any number of
-programs takes part), then the codes in both directions with the factors derived from it. Rows that fit into a program
-and blocks of 128 need one read.
+- and blocks of
+Per-tensor, per-row and per-column scaling take two kernels: the first writes maxima with atomics,
+so any number of programs takes part; the second derives factors from them and writes codes in both
+directions. Rows that fit into one program, and blocks of 128, need only one read. and blocks of 128
+need one read.
 """
 
 from __future__ import annotations
@@ -40,21 +42,24 @@ from qtensor.layout import ceil_div
 
 BLOCK = 128
 LONGEST_ROW = 16384
-"""The longest row that one program holds."""
+"""The longest row that one program can hold."""
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
 def cast_kernel(
     x_ptr, factor_ptr, data_ptr, transpose_ptr, scale_inv_ptr, rows, cols, stride_m, stride_k,
-    epsilon, found_ptr, AXIS: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    epsilon, new_amax_ptr, AXIS: tl.constexpr, SCALE_GIVEN: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one tile in both directions; the first tile of a row (or column, or all) writes its decode factors.
+    """Write the codes of one tile in both directions, and decode factors.
 
-    ``factor_ptr``: encode factors where ``GIVEN``, else maxima; for the tensor, rows (``AXIS`` -1) or columns (0).
-    ``found_ptr``: None, or the bits of a maximum, int32, that is raised to that of the tensor.
+    The first tile of a row (``AXIS`` -1), of a column (0) or of the tensor (None) writes its decode
+    factors. ``factor_ptr`` holds encode scales if ``SCALE_GIVEN``, otherwise maxima. If
+    ``new_amax_ptr`` is not None, the maximum that it holds (int32, the bits of float32) is raised
+    to that of the tensor.
     """
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
@@ -65,14 +70,14 @@ def cast_kernel(
     else:
         index, size, first = tl.arange(0, 1), 1, tl.program_id(0) == 0
     scale = tl.load(factor_ptr + index, mask=index < size, other=1.0)
-    if not GIVEN:
+    if not SCALE_GIVEN:
         scale = fp8_scale(magnitude_bits(scale), epsilon, FLOAT32_MAX, POWER_OF_TWO, LARGEST)
     written = tl.where(first, size, 0)
     tl.store(scale_inv_ptr + index, reciprocal(scale), mask=index < written)
     scale = scale[None, :] if AXIS == 0 else scale[:, None]
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
-    if found_ptr is not None:
-        tl.atomic_max(found_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0))
+    if new_amax_ptr is not None:
+        tl.atomic_max(new_amax_ptr, tl.max(tl.max(magnitude_bits(x), 1), 0))
     codes = encode(x * scale, True, EXPONENT, MANTISSA, LARGEST)
     if ROWWISE:
         store_tile(data_ptr, codes, m, k, rows, cols, cols, 1)
@@ -86,7 +91,7 @@ def quantize_rows_kernel(
     POWER_OF_TWO: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Codes and decode factors of BM whole rows, at most BK long."""
+    """Write codes and decode factors of BM whole rows of at most BK elements."""
     m, k = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BK).to(tl.int64)
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
     amax = tl.max(magnitude_bits(x), 1)
@@ -104,7 +109,10 @@ def quantize_blocks_kernel(
     POWER_OF_TWO: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of blocks of 128 in both directions; BK is 128, and so is BM where blocks run along M."""
+    """Quantize one tile of blocks of 128 in both directions.
+
+    BK is 128; BM is 128 too if blocks run along M.
+    """
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
     block_m, block_k = m0 // 128 + tl.arange(0, 1), k0 // 128 + tl.arange(0, 1)
@@ -131,7 +139,7 @@ def quantize_blocks_kernel(
                 )
                 store_tile(col_ptr, tl.trans(codes), k, m, cols, rows, rows, 1)
         else:
-            # Stored factors of 1-D blocks are (blocks along K, M).
+            # The factors of 1-D blocks are stored as (blocks along K, M).
             store_tile(row_factor_ptr, scale_inv, m, block_k, rows, blocks_k, 1, round_up(rows, 4))
     if COLUMNWISE and not SQUARE:
         scale = fp8_scale(block_max(bits, 128, 1), epsilon, overflow, POWER_OF_TWO, LARGEST)
@@ -141,14 +149,14 @@ def quantize_blocks_kernel(
         store_tile(col_factor_ptr, reciprocal(scale), block_m, k, blocks_m, cols, pitch, 1)
 
 
-def amax_outputs_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
+def amax_outputs_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns."""
     for out in outputs:
-        amax_(out, x, getattr(codec, "axis", None))
+        amax_(out, x, getattr(quantizer, "axis", None))
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -158,50 +166,57 @@ def quantize_(
     """Write codes and decode factors of each usage.
 
     Raises:
-        QTensorError: delayed scaling without its factor, or with one that is not one float32.
+        QTensorError: delayed scaling has no scale, or one that is not a single float32.
     """
-    if codec.format == "fp8_blockwise":
-        _quantize_blocks_(codec, out, x)
+    if quantizer.format == "fp8_blockwise":
+        _quantize_blocks_(quantizer, out, x)
         return
-    if codec.needs_scale and (scale is None or scale.numel() != 1 or scale.dtype != torch.float32):
+    if quantizer.needs_scale and (
+        scale is None or scale.numel() != 1 or scale.dtype != torch.float32
+    ):
         fail(
-            f"quantize[{codec.format}]",
+            f"quantize[{quantizer.format}]",
             "scale must be one float32",
             "none" if scale is None else f"{tuple(scale.shape)} {scale.dtype}",
-            "Pass the stored factor of shape (1,)",
+            "Pass the stored scale of shape (1,)",
         )
-    axis = getattr(codec, "axis", None)
+    axis = getattr(quantizer, "axis", None)
     factors = scale if scale is not None else amax[0] if amax else None
-    if factors is None and axis == -1 and not codec.columnwise and 0 < x.shape[-1] <= LONGEST_ROW:
-        _quantize_rows_(codec, out, x)
+    if (
+        factors is None
+        and axis == -1
+        and not quantizer.columnwise
+        and 0 < x.shape[-1] <= LONGEST_ROW
+    ):
+        _quantize_rows_(quantizer, out, x)
         return
     if factors is None:
         factors = torch.empty_like(out["_scale_inv"])
         amax_(factors, x, axis)
-    _cast_(codec, out, x, factors, given=scale is not None)
+    _cast_(quantizer, out, x, factors, scale_given=scale is not None)
 
 
 def quantize_with_amax_(
-    codec: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+    quantizer: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
 ) -> None:
-    """Delayed scaling: codes and decode factors for ``scale``, and the maximum of |x| into ``amax`` (1,), in one read."""
-    _cast_(codec, out, x, scale, given=True, found=amax.zero_().view(torch.int32))
+    """Quantize with ``scale`` and write the maximum of |x| into ``amax`` (1,), in one read."""
+    _cast_(quantizer, out, x, scale, scale_given=True, new_amax=amax.zero_().view(torch.int32))
 
 
 def _cast_(
-    codec: Any,
+    quantizer: Any,
     out: dict[str, Tensor],
     x: Tensor,
     factors: Tensor,
     *,
-    given: bool,
-    found: Tensor | None = None,
+    scale_given: bool,
+    new_amax: Tensor | None = None,
 ) -> None:
     matrix = as_matrix(x)
     tile = tile_for(matrix.shape)
     launch(
         cast_kernel,
-        # A tensor without elements may have factors.
+        # A tensor without elements may still have factors.
         tiles([max(n, 1) for n in matrix.shape], tile),
         matrix,
         factors.contiguous(),
@@ -210,20 +225,20 @@ def _cast_(
         out["_scale_inv"],
         *matrix.shape,
         *matrix.stride(),
-        getattr(codec, "amax_epsilon", 0.0),
-        found,
-        AXIS=getattr(codec, "axis", None),
-        GIVEN=given,
-        POWER_OF_TWO=getattr(codec, "force_pow_2_scales", False),
-        ROWWISE=codec.rowwise,
-        COLUMNWISE=codec.columnwise,
-        **element_constants(codec.element),
+        getattr(quantizer, "amax_epsilon", 0.0),
+        new_amax,
+        AXIS=getattr(quantizer, "axis", None),
+        SCALE_GIVEN=scale_given,
+        POWER_OF_TWO=getattr(quantizer, "force_pow_2_scales", False),
+        ROWWISE=quantizer.rowwise,
+        COLUMNWISE=quantizer.columnwise,
+        **element_constants(quantizer.element),
         BM=tile[0],
         BK=tile[1],
     )
 
 
-def _quantize_rows_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_rows_(quantizer: Any, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     width = triton.next_power_of_2(matrix.shape[1])
     height = max(1, 4096 // width)
@@ -235,18 +250,18 @@ def _quantize_rows_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
         out["_scale_inv"],
         *matrix.shape,
         *matrix.stride(),
-        codec.amax_epsilon,
-        POWER_OF_TWO=codec.force_pow_2_scales,
-        **element_constants(codec.element),
+        quantizer.amax_epsilon,
+        POWER_OF_TWO=quantizer.force_pow_2_scales,
+        **element_constants(quantizer.element),
         BM=height,
         BK=width,
         num_warps=8 if width > 4096 else 4,
     )
 
 
-def _quantize_blocks_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_blocks_(quantizer: Any, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
-    along_m = codec.columnwise or codec.two_dimensional
+    along_m = quantizer.columnwise or quantizer.two_dimensional
     tile = (BLOCK, BLOCK) if along_m else (32, BLOCK)
     launch(
         quantize_blocks_kernel,
@@ -255,13 +270,13 @@ def _quantize_blocks_(codec: Any, out: dict[str, Tensor], x: Tensor) -> None:
         *(out.get(name) for name in SIDES),
         *matrix.shape,
         *matrix.stride(),
-        codec.amax_epsilon,
+        quantizer.amax_epsilon,
         torch.finfo(x.dtype).max,
-        ROWWISE=codec.rowwise,
-        COLUMNWISE=codec.columnwise,
-        SQUARE=codec.two_dimensional,
-        POWER_OF_TWO=codec.force_pow_2_scales,
-        **element_constants(codec.element),
+        ROWWISE=quantizer.rowwise,
+        COLUMNWISE=quantizer.columnwise,
+        SQUARE=quantizer.two_dimensional,
+        POWER_OF_TWO=quantizer.force_pow_2_scales,
+        **element_constants(quantizer.element),
         BM=tile[0],
         BK=tile[1],
         num_warps=8 if along_m else 4,

@@ -1,6 +1,7 @@
-"""Triton kernels for norms, activations and sums over rows as the table calls them.
+"""Entry points of the Triton kernels for norms, activations and sums over rows.
 
-The calls of ``kernels.cpu.floats``: each is False, with nothing written, where the reference has to.
+They have the signatures of ``kernels.cpu.floats``. Each returns False, and writes nothing, if it
+cannot serve the call; the reference then does.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _kernels(first: Tensor, *others: Tensor | None) -> ModuleType | None:
-    """The kernels; None where there are none, for subclasses, and for tensors without elements."""
-    found = backend()
+    """Return the Triton backend, or None if it cannot serve these tensors.
+
+    It serves no subclasses and no tensors without elements.
+    """
+    kernels = backend()
     plain = all(t is None or type(t) in _PLAIN for t in (first, *others))
-    return None if isinstance(found, str) or not plain or not first.numel() else found
+    return None if isinstance(kernels, str) or not plain or not first.numel() else kernels
 
 
 def norm_(
@@ -32,7 +36,7 @@ def norm_(
     bias: Tensor | None,
     settings: tuple[str, float, bool],
 ) -> bool:
-    """Write y, mean and rstd."""
+    """Write y, mean and rstd of a norm."""
     kernels = _kernels(x, weight, bias)
     if kernels is None:
         return False
@@ -48,7 +52,7 @@ def norm_backward_(
     stats: tuple[Tensor | None, Tensor],
     zero_centered: bool,
 ) -> bool:
-    """Write dx, dweight and dbias."""
+    """Write dx, dweight and dbias of a norm."""
     kernels = _kernels(x, dy, weight, *stats)
     if kernels is None:
         return False
@@ -57,7 +61,7 @@ def norm_backward_(
 
 
 def bias_grad_(out: Tensor, dy: Tensor) -> bool:
-    """Write the sum of the rows."""
+    """Write the sum of the rows of ``dy`` into ``out``."""
     kernels = _kernels(dy)
     if kernels is None:
         return False
@@ -68,7 +72,7 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
 def activation_(
     out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
 ) -> bool:
-    """Write the activation, or the gradient of ``x`` where there is a ``dy``."""
+    """Write the activation of ``x``, or the gradient of ``x`` if ``dy`` is given."""
     kernels = _kernels(x, dy)
     if kernels is None:
         return False
@@ -84,12 +88,15 @@ def norm_quantize_(
     settings: tuple[str, float, bool],
     target: Target,
 ) -> bool:
-    """Write mean, rstd and the buffers of the norm in slot order (and the amax of delayed scaling)."""
+    """Write mean, rstd and the buffers of the quantized norm, in slot order.
+
+    Delayed scaling has one buffer more, its amax.
+    """
     kernels = _fusing(x, vectors, x.shape, outputs[0], buffers, target)
     if kernels is None:
         return False
-    made = kernels.made_norm(outputs[1:], x, vectors, settings, target.dtype)
-    write_(kernels, target.codec, buffers, made, target.given)
+    matrix = kernels.lazy_norm(outputs[1:], x, vectors, settings, target.dtype)
+    write_(kernels, target.codec, buffers, matrix, target.given)
     return True
 
 
@@ -101,14 +108,17 @@ def activation_quantize_(
     target: Target,
     clamp: Clamp | None = None,
 ) -> bool:
-    """Write the buffers of the activation in slot order (and the amax of delayed scaling)."""
+    """Write the buffers of the quantized activation, in slot order.
+
+    Delayed scaling has one buffer more, its amax.
+    """
     gated = kind.endswith("glu")
     shape = (*x.shape[:-1], x.shape[-1] // (2 if gated else 1))
     kernels = _fusing(x, (), shape, y, buffers, target)
     if kernels is None:
         return False
-    made = kernels.made_activation(x, kind, clamp)
-    write_(kernels, target.codec, buffers, made, target.given)
+    matrix = kernels.lazy_activation(x, kind, clamp)
+    write_(kernels, target.codec, buffers, matrix, target.given)
     return True
 
 
@@ -116,13 +126,17 @@ def _fusing(
     x: Tensor,
     vectors: tuple[Tensor | None, ...],
     shape: Shape,
-    kept: Tensor | None,
+    stored: Tensor | None,
     buffers: Sequence[Tensor],
     target: Target,
 ) -> ModuleType | None:
-    """The kernels; None where the tensor between is kept (it is then read like any other), or they serve the format apart."""
+    """Return the backend if it can quantize the result without storing it, otherwise None.
+
+    ``stored`` is the tensor for the unquantized result. If it is not None, the result is stored and
+    quantized like any other tensor.
+    """
     kernels = _kernels(x, *vectors)
-    if kernels is None or kept is not None or supports(target.codec, target.dtype) is not None:
+    if kernels is None or stored is not None or supports(target.codec, target.dtype) is not None:
         return None
     if not kernels.fuses(target.codec):
         return None

@@ -1,4 +1,4 @@
-"""Device functions: float32 arithmetic whose every rounding is fixed (docs/numerics.md, norms and activations)."""
+"""Device functions: float32 arithmetic with fixed rounding (docs/numerics.md, norms)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from qtensor.kernels.triton.common import round_bfloat16, to_float32
 from qtensor.kernels.triton.elements import as_bits, as_float, reciprocal
 
 LANES = tl.constexpr(128)
-"""Partial sums of a row."""
+"""Number of partial sums of a row."""
 ROW_BLOCK = tl.constexpr(64)
-"""Rows that a sum over rows adds up before it adds their sum to those of other blocks."""
+"""Number of rows in a block of a sum over rows: blocks are summed first, then their sums."""
 
 
 @triton.jit
 def add_halves(lanes):
-    """(M, 128) lanes to (M,): lane i plus lane i + 64, then 32, ..., 1. A sum of two has no order."""
+    """Add (M, 128) lanes to (M,): lane i plus lane i + 64, then 32, ..., 1.
+
+    Each step adds two numbers, so the order is fixed.
+    """
     M: tl.constexpr = lanes.shape[0]
     lanes = tl.sum(tl.reshape(lanes, (M, 2, 64)), 1)
     lanes = tl.sum(tl.reshape(lanes, (M, 2, 32)), 1)
@@ -29,7 +32,10 @@ def add_halves(lanes):
 
 @triton.jit
 def rounded(values, element_type: tl.constexpr):
-    """float32 values as a buffer of a type holds them (int16: bits of bfloat16): one rounding, one pattern for NaN."""
+    """Round float32 values once to the type of a buffer, with one pattern for NaN.
+
+    int16 holds the bits of bfloat16.
+    """
     if element_type == tl.int16:
         return round_bfloat16(values).to(tl.int16)
     elif element_type == tl.float16:
@@ -42,7 +48,7 @@ def rounded(values, element_type: tl.constexpr):
 
 @triton.jit
 def through(values, DTYPE: tl.constexpr):
-    """float32 values rounded to a dtype and back."""
+    """Round float32 values to a dtype and convert them back."""
     if DTYPE == "bfloat16":
         return to_float32(round_bfloat16(values).to(tl.int16))
     elif DTYPE == "float16":
@@ -53,7 +59,7 @@ def through(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def exp_nonpositive(v):
-    """The exponential of v <= 0; NaN for NaN."""
+    """Return the exponential of v <= 0; NaN for NaN."""
     v = tl.where(v < -104.0, -104.0, v)
     shifted = v * 1.4426950216293335 + 12582912.0
     n = shifted - 12582912.0
@@ -69,7 +75,7 @@ def exp_nonpositive(v):
 
 @triton.jit
 def sigmoid(v):
-    """The sigmoid and its derivative."""
+    """Return the sigmoid and its derivative."""
     z = exp_nonpositive(as_float(as_bits(v) | -0x80000000))
     above = reciprocal(1.0 + z)
     below = z * above
@@ -78,7 +84,7 @@ def sigmoid(v):
 
 @triton.jit
 def argument(x, ACT: tl.constexpr):
-    """Of the sigmoid."""
+    """Return the argument of the sigmoid in activation ``ACT``."""
     if ACT == "gelu":
         return x * (1.595769166946411 + 0.07135481387376785 * (x * x))
     elif ACT == "qgelu":
@@ -89,7 +95,7 @@ def argument(x, ACT: tl.constexpr):
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """An activation without a gate."""
+    """Return an activation without a gate."""
     if ACT == "relu":
         return tl.where(x <= 0.0, 0.0, x)
     elif ACT == "srelu":
@@ -106,14 +112,14 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def clamped(x, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Values between two bounds; NaN stays NaN."""
+    """Clamp values between two bounds; NaN stays NaN."""
     x = tl.where(x < LOW, LOW, x)
     return tl.where(x > HIGH, HIGH, x)
 
 
 @triton.jit
 def clamped_silu(x, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BOUND: tl.constexpr):
-    """The first half of ``clamped_swiglu``, activated, and the derivative."""
+    """Return the activated first half of ``clamped_swiglu`` and its derivative."""
     gate = clamped(x, -BOUND, LIMIT)
     v = gate * ALPHA
     value, slope = sigmoid(v)
@@ -122,7 +128,7 @@ def clamped_silu(x, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BOUND: tl.constexp
 
 @triton.jit
 def derivative(x, ACT: tl.constexpr):
-    """Of ``activate``."""
+    """Return the derivative of ``activate``."""
     if ACT == "relu":
         return tl.where(x <= 0.0, 0.0, tl.where(x > 0.0, 1.0, x))
     elif ACT == "srelu":

@@ -1,4 +1,4 @@
-"""MX formats: blocks of 32 with an E8M0 factor, both directions from one read (docs/numerics.md, MX)."""
+"""MX formats: blocks of 32 with an E8M0 factor; one read for both directions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ from qtensor.layout import ceil_div
 
 
 @triton.jit
-def _codes(x, DM: tl.constexpr, DK: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
-    """Codes of a tile, and the factors of its (DM, DK) blocks."""
+def _codes(
+    x, DM: tl.constexpr, DK: tl.constexpr, MODE: tl.constexpr, EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of a tile and the factors of its (DM, DK) blocks."""
     factors = e8m0_code(block_max(magnitude_bits(x), DM, DK), MODE, MANTISSA, LARGEST)
-    # The factor of 255 is NaN, and makes every value of its block NaN.
+    # The factor of code 255 is NaN, so every value of its block becomes NaN.
     multiplier = e8m0_factor((254 - factors) & 0xFF)
     codes = encode(x * spread(multiplier, DM, DK), True, EXPONENT, MANTISSA, LARGEST)
     return codes, factors
@@ -46,10 +49,11 @@ def _codes(x, DM: tl.constexpr, DK: tl.constexpr, MODE: tl.constexpr, EXPONENT: 
 def quantize_mx_kernel(
     x_ptr, row_ptr, row_factor_ptr, col_ptr, col_factor_ptr, rows, cols, stride_m, stride_k,
     row_groups, col_groups, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr,
-    SWIZZLED: tl.constexpr, MODE: tl.constexpr, PACK: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr,
+    SWIZZLED: tl.constexpr, MODE: tl.constexpr, PACK: tl.constexpr, EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (BM, BK), multiples of 32, in both directions."""
+    """Quantize one (BM, BK) tile, multiples of 32, in both directions."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
     x = load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k)
@@ -85,15 +89,15 @@ def quantize_mx_kernel(
             )
 
 
-def pack_of(codec: Any) -> int:
-    """Codes of a packed group: 1, 2 (in a byte) or 4 (in three)."""
-    if codec.element.bits == 4:
+def pack_of(quantizer: Any) -> int:
+    """Return how many codes a packed group holds: 1, 2 (in a byte) or 4 (in three bytes)."""
+    if quantizer.element.bits == 4:
         return 2
-    return 4 if getattr(codec, "packed", False) else 1
+    return 4 if getattr(quantizer, "packed", False) else 1
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -102,11 +106,11 @@ def quantize_(
 ) -> None:
     """Write codes and factors of each usage."""
     matrix = as_matrix(x)
-    pack = pack_of(codec)
-    square = codec.with_2d_quantization
+    pack = pack_of(quantizer)
+    square = quantizer.with_2d_quantization
     tile = tile_for(
         matrix.shape,
-        (32 if codec.columnwise or square else 1, 32 if codec.rowwise or square else 1),
+        (32 if quantizer.columnwise or square else 1, 32 if quantizer.rowwise or square else 1),
     )
     launch(
         quantize_mx_kernel,
@@ -117,13 +121,13 @@ def quantize_(
         *matrix.stride(),
         ceil_div(matrix.shape[1], pack),
         ceil_div(matrix.shape[0], pack),
-        ROWWISE=codec.rowwise,
-        COLUMNWISE=codec.columnwise,
+        ROWWISE=quantizer.rowwise,
+        COLUMNWISE=quantizer.columnwise,
         SQUARE=square,
-        SWIZZLED=codec.swizzled,
-        MODE=codec.scale_mode,
+        SWIZZLED=quantizer.swizzled,
+        MODE=quantizer.scale_mode,
         PACK=pack,
-        **element_constants(codec.element),
+        **element_constants(quantizer.element),
         BM=tile[0],
         BK=tile[1],
     )

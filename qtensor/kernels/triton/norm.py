@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm, forward and backward, and sums over rows (docs/numerics.md, norms).
 
-Sums over a row run along chunks of 128 columns, a lane for each; sums over rows in blocks of 64 rows, a program for each
-block and tile of columns, whose results a second kernel adds up.
+Sums along a row run over chunks of 128 columns, with a lane for each column. Sums over rows run in
+blocks of 64 rows, with a program for each block and tile of columns; a second kernel adds up the
+blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qtensor.kernels.triton.float_math import LANES, ROW_BLOCK, add_halves, roun
 from qtensor.layout import ceil_div
 
 ROWS = 4
-"""Rows of a program that sums along them, a warp for each."""
+"""Rows of a program that sums along rows; each row has a warp."""
 COLUMNS = 1024
 """Columns of a program that sums over rows."""
 
@@ -40,14 +41,14 @@ def _columns(start):
 
 @triton.jit
 def load_gain(weight_ptr, k, cols, CENTERED: tl.constexpr):
-    """What columns are multiplied by: float32 (len(k),)."""
+    """Return the factors of columns, float32 (len(k),)."""
     gain = to_float32(tl.load(weight_ptr + k, mask=k < cols, other=0))
     return 1.0 + gain if CENTERED else gain
 
 
 @triton.jit
 def normalize(x, mean, rstd, weight_ptr, bias_ptr, k, cols, CENTERED: tl.constexpr):
-    """The norm of a tile, float32 and not yet rounded; ``mean`` and ``rstd`` (rows,)."""
+    """Return the norm of a tile, float32 and not yet rounded; ``mean`` and ``rstd`` are (rows,)."""
     y = (x - mean[:, None]) * rstd[:, None]
     if weight_ptr is not None:
         y = y * load_gain(weight_ptr, k, cols, CENTERED)[None, :]
@@ -58,10 +59,14 @@ def normalize(x, mean, rstd, weight_ptr, bias_ptr, k, cols, CENTERED: tl.constex
 
 @triton.jit
 def norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, stride_m, stride_k, count, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, stride_m, stride_k,
+    count, eps,
     CENTERED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """BM whole rows. ``mean_ptr`` None: RMSNorm; ``y_ptr`` None: mean and rstd alone."""
+    """Normalize BM whole rows.
+
+    ``mean_ptr`` is None for RMSNorm. If ``y_ptr`` is None, only mean and rstd are written.
+    """
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     mean = tl.zeros([BM], tl.float32)
     if mean_ptr is not None:
@@ -91,7 +96,7 @@ def norm_input_gradient_kernel(
     x_ptr, dy_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, rows, cols, stride_m, stride_k,
     dy_stride_m, dy_stride_k, count, CENTERED: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BM whole rows."""
+    """Compute the input gradient of BM whole rows."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     rstd = tl.load(rstd_ptr + m, mask=m < rows, other=0.0)[:, None]
     mean = tl.zeros([BM], tl.float32)[:, None]
@@ -128,7 +133,10 @@ def sum_rows_kernel(
     x_ptr, dy_ptr, mean_ptr, rstd_ptr, product_ptr, sum_ptr, rows, cols, stride_m, stride_k,
     dy_stride_m, dy_stride_k, BK: tl.constexpr,
 ):  # fmt: skip
-    """The sums over one block of rows and a tile of columns: of dy times the normalized x, of dy. Pointers may be None."""
+    """Sum dy * normalized x, and dy, over one block of rows and a tile of columns.
+
+    A sum is skipped if its pointer is None.
+    """
     block, k0 = tile_indices(tl.cdiv(rows, ROW_BLOCK), cols, 1, BK)
     k = k0 + tl.arange(0, BK)
     product = tl.zeros([1, BK], tl.float32)
@@ -152,7 +160,7 @@ def sum_rows_kernel(
 
 @triton.jit
 def add_blocks_kernel(partial_ptr, out_ptr, blocks, cols, BK: tl.constexpr):
-    """The sums (blocks, cols) of a tile of columns, added in order."""
+    """Add the blocks' sums (blocks, cols) of a tile of columns, in order."""
     k = tl.program_id(0).to(tl.int64) * BK + tl.arange(0, BK)
     total = tl.zeros([BK], tl.float32)
     offset = k
@@ -173,7 +181,10 @@ def norm_(
     bias: Tensor | None,
     settings: tuple[str, float, bool],
 ) -> None:
-    """Write y (where it is not None), mean and rstd; ``settings`` are kind, eps and whether the weight is centered at zero."""
+    """Write y, mean and rstd of a norm; y may be None.
+
+    ``settings`` holds the kind, eps, and True if the weight is centered at zero.
+    """
     y, mean, rstd = outputs
     kind, eps, centered = settings
     matrix = as_matrix(x)
@@ -203,7 +214,10 @@ def norm_backward_(
     stats: tuple[Tensor | None, Tensor],
     centered: bool,
 ) -> None:
-    """Write dx, dweight and dbias, the last two where they are not empty; the mean is None for RMSNorm."""
+    """Write dx, dweight and dbias; skip dweight and dbias if they are empty.
+
+    ``stats`` is (mean, rstd); the mean is None for RMSNorm.
+    """
     dx, dweight, dbias = outputs
     matrix, grad = as_matrix(x), as_matrix(dy)
     mean, rstd = None if stats[0] is None else stats[0].contiguous(), stats[1].contiguous()
@@ -227,7 +241,7 @@ def norm_backward_(
 
 
 def bias_grad_(out: Tensor, dy: Tensor) -> None:
-    """Write the sum of the rows."""
+    """Write the sum of the rows of ``dy`` into ``out``."""
     matrix = as_matrix(dy)
     _sum_rows_((out.new_empty(0), out), (None, matrix), None, None)
 
@@ -238,7 +252,7 @@ def _sum_rows_(
     mean: Tensor | None,
     rstd: Tensor | None,
 ) -> None:
-    """Write the sums of dy * n and of dy over the rows, each where its output is not empty."""
+    """Write the sums of dy * n and of dy over the rows; skip a sum if its output is empty."""
     x, dy = inputs
     rows, cols = dy.shape
     blocks = ceil_div(rows, ROW_BLOCK.value)

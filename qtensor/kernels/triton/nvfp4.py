@@ -1,6 +1,7 @@
-"""NVFP4: blocks of 16 with an E4M3 factor below a float32 factor (docs/numerics.md, NVFP4).
+"""NVFP4: blocks of 16 with an E4M3 factor, and a float32 factor above (docs/numerics.md, NVFP4).
 
-Maxima of the tensor (or its rows and columns) come first, one read; then codes and factors of both sides from one more.
+One read computes the maxima of the tensor (or of rows and columns), and a second read the codes and
+factors of both directions.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from qtensor.kernels.triton.nvfp4_kernels import (
 from qtensor.layout import ceil_div, round_up
 
 
-def is_rotated(codec: Any, side: str) -> bool:
-    """Whether the data of ``side`` are rotated."""
-    return codec.with_rht and side == codec.rht_side
+def is_rotated(quantizer: Any, side: str) -> bool:
+    """Return True if the data of direction ``side`` are rotated."""
+    return quantizer.with_rht and side == quantizer.rht_side
 
 
-def usages(codec: Any) -> list[str]:
-    """The directions that are asked for."""
-    return [side for side in ("rowwise", "columnwise") if getattr(codec, side)]
+def usages(quantizer: Any) -> list[str]:
+    """Return the directions that the quantizer writes."""
+    return [side for side in ("rowwise", "columnwise") if getattr(quantizer, side)]
 
 
-def amax_outputs_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
+def amax_outputs_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns: a maximum for each usage, after the rotation."""
-    by_side = dict(zip(usages(codec), outputs, strict=True))
-    if codec.with_rht and codec.rht_side in by_side:
-        rotated = by_side.pop(codec.rht_side)
-        _rotated_amax_(codec, rotated, next(iter(by_side.values()), None), x)
-    elif codec.row_scaled:
+    by_side = dict(zip(usages(quantizer), outputs, strict=True))
+    if quantizer.with_rht and quantizer.rht_side in by_side:
+        rotated = by_side.pop(quantizer.rht_side)
+        _rotated_amax_(quantizer, rotated, next(iter(by_side.values()), None), x)
+    elif quantizer.row_scaled:
         for side, out in by_side.items():
             amax_(out, x, -1 if side == "rowwise" else 0, finite=True)
     else:
@@ -45,9 +46,9 @@ def amax_outputs_(codec: Any, outputs: list[Tensor], x: Tensor) -> None:
             out.copy_(outputs[0])
 
 
-def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
+def _rotated_amax_(quantizer: Any, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
     matrix = as_matrix(x)
-    lines = matrix if codec.rht_side == "rowwise" else matrix.t()
+    lines = matrix if quantizer.rht_side == "rowwise" else matrix.t()
     tile = tile_for(lines.shape, (1, 16))
     launch(
         rotated_amax_kernel,
@@ -58,14 +59,14 @@ def _rotated_amax_(codec: Any, rotated: Tensor, plain: Tensor | None, x: Tensor)
         *lines.shape,
         *lines.stride(),
         PLAIN=plain is not None,
-        SIGNS=codec.with_random_sign_mask,
+        SIGNS=quantizer.with_random_sign_mask,
         BM=tile[0],
         BK=tile[1],
     )
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -73,19 +74,23 @@ def quantize_(
     seed: Tensor | None,
 ) -> None:
     """Write codes, factors and maxima of each usage."""
-    maxima = [out[f"_amax_{side}"] for side in usages(codec)]
+    maxima = [out[f"_amax_{side}"] for side in usages(quantizer)]
     if amax:
-        for stored, given in zip(maxima, amax, strict=True):
-            stored.copy_(given)
+        for stored, maximum in zip(maxima, amax, strict=True):
+            stored.copy_(maximum)
     else:
-        amax_outputs_(codec, maxima, x)
+        amax_outputs_(quantizer, maxima, x)
     matrix = as_matrix(x)
     rows, cols = matrix.shape
-    square, stochastic = codec.two_dimensional, codec.stochastic_rounding and seed is not None
-    least = 16 if codec.columnwise or square else 1, 16 if codec.rowwise or square else 1
+    square, stochastic = (
+        quantizer.two_dimensional,
+        quantizer.stochastic_rounding and seed is not None,
+    )
+    least = 16 if quantizer.columnwise or square else 1, 16 if quantizer.rowwise or square else 1
     tile = tile_for(matrix.shape, least)
-    rotated = {side: is_rotated(codec, side) for side in ("rowwise", "columnwise")}
-    # A rotated side keeps whole groups of 16; the groups of 16 random bytes fall on blocks where lines have whole ones.
+    rotated = {side: is_rotated(quantizer, side) for side in ("rowwise", "columnwise")}
+    # A rotated direction stores whole groups of 16. A draw of 16 random bytes falls on one block if
+    # lines have a multiple of 16 elements.
     row_length = round_up(cols, 16 if rotated["rowwise"] else 1)
     col_length = round_up(rows, 16 if rotated["columnwise"] else 1)
     buffers = [out.get(name) for name in SIDES]
@@ -93,8 +98,8 @@ def quantize_(
     one_dimensional = {
         "ROW_ROTATED": rotated["rowwise"],
         "COL_ROTATED": rotated["columnwise"],
-        "SIGNS": codec.with_random_sign_mask,
-        "ROW_SCALED": codec.row_scaled,
+        "SIGNS": quantizer.with_random_sign_mask,
+        "ROW_SCALED": quantizer.row_scaled,
         "ROW_ALIGNED": row_length % 16 == 0,
         "COL_ALIGNED": col_length % 16 == 0,
     }
@@ -110,12 +115,12 @@ def quantize_(
         ceil_div(row_length, 2),
         ceil_div(col_length, 2),
         **({"ALIGNED": cols % 16 == 0} if square else one_dimensional),
-        ROWWISE=codec.rowwise,
-        COLUMNWISE=codec.columnwise,
-        SWIZZLED=codec.swizzled,
-        E4M3_MAX=float(codec.e4m3_max),
-        FOUR_OVER_SIX=codec.use_4over6,
-        SQUARED=codec.err_mode == "mse",
+        ROWWISE=quantizer.rowwise,
+        COLUMNWISE=quantizer.columnwise,
+        SWIZZLED=quantizer.swizzled,
+        E4M3_MAX=float(quantizer.e4m3_max),
+        FOUR_OVER_SIX=quantizer.use_4over6,
+        SQUARED=quantizer.err_mode == "mse",
         STOCHASTIC=stochastic,
         BM=tile[0],
         BK=tile[1],

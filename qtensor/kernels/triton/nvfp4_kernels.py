@@ -1,6 +1,7 @@
 """Device code of NVFP4 (docs/numerics.md, NVFP4).
 
-A side is a matrix of lines that blocks run along: rows of x (rowwise), or rows of its transpose (columnwise).
+A direction ("side") is read as a matrix of lines along which blocks run: the rows of x (rowwise),
+or the rows of its transpose (columnwise).
 """
 
 from __future__ import annotations
@@ -38,48 +39,48 @@ E2M1_LARGEST = tl.constexpr(0x40C00000)
 
 @triton.jit
 def _finite(values):
-    """NaN as 0, inf as the largest finite float32."""
+    """Replace NaN by 0 and inf by the largest finite float32."""
     bits = values.to(tl.int32, bitcast=True)
     return as_float(finite_bits(bits & 0x7FFFFFFF) | (bits & ~0x7FFFFFFF))
 
 
 @triton.jit
-def _load_place(x_ptr, line, group, i: tl.constexpr, lines, length, stride_line, stride_unit):
-    """Element ``i`` of each block."""
+def _load_element(x_ptr, line, group, i: tl.constexpr, lines, length, stride_line, stride_unit):
+    """Load element ``i`` of each block."""
     return load_tile(x_ptr, line, 16 * group + i, lines, length, stride_line, stride_unit)
 
 
 @triton.jit
 def load_side(
     x_ptr, line0, unit0, lines, length, stride_line, stride_unit, L: tl.constexpr, N: tl.constexpr,
-    BY_PLACE: tl.constexpr, ROTATED: tl.constexpr, SIGNS: tl.constexpr,
+    ELEMENTWISE: tl.constexpr, ROTATED: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
-    """What a side quantizes: (L, N) float32, without NaN or inf.
+    """Load the values (L, N) that a direction quantizes, float32 without NaN or inf.
 
-    ``BY_PLACE``: a load for each place of a block, which leaves a block in one thread: for lines that do not run along
-    memory, and for sums in order.
+    If ``ELEMENTWISE``, element i of all blocks is one load, which leaves each block in one thread.
+    This is faster for lines that are not contiguous, and it allows sums in order.
     """
     line = line0 + tl.arange(0, L)
-    if BY_PLACE:
+    if ELEMENTWISE:
         g = unit0 // 16 + tl.arange(0, N // 16)
         v = join_16(
             (
-                _load_place(x_ptr, line, g, 0, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 1, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 2, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 3, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 4, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 5, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 6, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 7, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 8, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 9, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 10, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 11, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 12, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 13, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 14, lines, length, stride_line, stride_unit),
-                _load_place(x_ptr, line, g, 15, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 0, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 1, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 2, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 3, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 4, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 5, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 6, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 7, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 8, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 9, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 10, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 11, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 12, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 13, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 14, lines, length, stride_line, stride_unit),
+                _load_element(x_ptr, line, g, 15, lines, length, stride_line, stride_unit),
             )
         )  # fmt: skip
     else:
@@ -90,14 +91,20 @@ def load_side(
 
 @triton.jit
 def _encode_factor(factors, global_scale):
-    """Multipliers of blocks from their E4M3 codes: min(1 / (float(s) / S_enc), FLT_MAX)."""
+    """Return the multipliers of blocks from E4M3 codes: min(1 / (float(s) / S_enc), FLT_MAX)."""
     decoded = decode(factors, 4, 3)
     return tl.minimum(reciprocal(decoded * reciprocal(global_scale)), FLOAT32_MAX)
 
 
 @triton.jit
-def _block_error(v, factors, global_scale, amax, DM: tl.constexpr, SQUARED: tl.constexpr, E4M3_MAX: tl.constexpr):  # fmt: skip
-    """Error of each block if it had these factors: 16 elements in order, then 16 rows by halves 8, 4, 2, 1."""
+def _block_error(
+    v, factors, global_scale, amax, DM: tl.constexpr, SQUARED: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+):  # fmt: skip
+    """Return the error of each block with these factors.
+
+    The 16 elements of a row are added in order, then 16 rows by halves: 8, 4, 2, 1.
+    """
     L: tl.constexpr = v.shape[0]
     NB: tl.constexpr = v.shape[1] // 16
     codes = encode(
@@ -118,18 +125,21 @@ def _block_error(v, factors, global_scale, amax, DM: tl.constexpr, SQUARED: tl.c
 
 
 @triton.jit
-def _quantize(v, amax, noise, DM: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
-    """Codes of a tile, and the E4M3 codes of its (DM, 16) blocks.
+def _quantize(
+    v, amax, noise, DM: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
+    SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of a tile and the E4M3 codes of its (DM, 16) blocks.
 
     Args:
         v: (L, N) without NaN or inf.
         amax: (L, 1) or (1, 1).
-        noise: random bytes (L, N), int32, where ``STOCHASTIC``.
+        noise: random bytes (L, N), int32, if ``STOCHASTIC``.
         DM: lines of a block.
-        E4M3_MAX: an option of the format.
-        FOUR_OVER_SIX: an option of the format.
-        SQUARED: the error of ``FOUR_OVER_SIX`` is the squared one.
-        STOCHASTIC: round at random.
+        E4M3_MAX: the format's option ``e4m3_max``.
+        FOUR_OVER_SIX: the format's option ``use_4over6``.
+        SQUARED: True if ``FOUR_OVER_SIX`` compares squared errors.
+        STOCHASTIC: True for stochastic rounding.
     """
     known = tl.where(amax > 0.0, amax, 6.0 * E4M3_MAX)
     global_scale = tl.minimum(tl.div_rn(tl.zeros_like(known) + 6.0 * E4M3_MAX, known), FLOAT32_MAX)
@@ -150,8 +160,11 @@ def _quantize(v, amax, noise, DM: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVE
 
 
 @triton.jit
-def _store_side(data_ptr, factor_ptr, codes, factors, line0, unit0, lines, length, pairs, SWIZZLED: tl.constexpr):  # fmt: skip
-    """Write the codes (L, N), ``pairs`` bytes a line, and the factors (L, N / 16) of a side."""
+def _store_side(
+    data_ptr, factor_ptr, codes, factors, line0, unit0, lines, length, pairs,
+    SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """Write the codes (L, N), ``pairs`` bytes a line, and the factors (L, N / 16)."""
     store_codes(data_ptr, codes, line0, unit0, lines, pairs, pairs, 1, 2)
     blocks = tl.cdiv(length, 16)
     line = line0 + tl.arange(0, codes.shape[0])
@@ -169,13 +182,14 @@ def _side(
     SWIZZLED: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a side with 1-D blocks: L lines, N elements of each."""
-    BY_PLACE: tl.constexpr = STREAM == 1 or ROTATED or FOUR_OVER_SIX
+    """Quantize one tile of a direction with 1-D blocks: L lines of N elements."""
+    ELEMENTWISE: tl.constexpr = STREAM == 1 or ROTATED or FOUR_OVER_SIX
     v = load_side(
-        x_ptr, line0, unit0, lines, length, stride_line, stride_unit, L, N, BY_PLACE, ROTATED, SIGNS
+        x_ptr, line0, unit0, lines, length, stride_line, stride_unit, L, N, ELEMENTWISE, ROTATED,
+        SIGNS,
     )  # fmt: skip
     line = line0 + tl.arange(0, L)
-    # A rotated side keeps whole groups of 16.
+    # A rotated direction stores whole groups of 16.
     stored = round_up(length, 16) if ROTATED else length
     if ROW_SCALED:
         amax = tl.load(amax_ptr + line, mask=line < lines, other=0.0)[:, None]
@@ -196,7 +210,7 @@ def quantize_nvfp4_kernel(
     SWIZZLED: tl.constexpr, E4M3_MAX: tl.constexpr, FOUR_OVER_SIX: tl.constexpr,
     SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (BM, BK), multiples of 16, in both directions, each with blocks of its own."""
+    """Quantize one (BM, BK) tile, multiples of 16, in both directions with separate blocks."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     if ROWWISE:
         _side(
@@ -205,7 +219,7 @@ def quantize_nvfp4_kernel(
             E4M3_MAX, FOUR_OVER_SIX, SQUARED, STOCHASTIC,
         )  # fmt: skip
     if COLUMNWISE:
-        # The tile comes from the cache this time.
+        # The tile is in the cache by now.
         _side(
             x_ptr, col_ptr, col_factor_ptr, col_amax_ptr, seed_ptr, k0, m0, cols, rows, col_pairs,
             stride_k, stride_m, BK, BM, 1, COL_ROTATED, SIGNS, ROW_SCALED, COL_ALIGNED, SWIZZLED,
@@ -222,7 +236,7 @@ def quantize_nvfp4_square_kernel(
     FOUR_OVER_SIX: tl.constexpr, SQUARED: tl.constexpr, STOCHASTIC: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 16x16 blocks: one draw and one choice a block serve both directions."""
+    """Quantize one tile of 16x16 blocks; both directions share the random draw and the choice."""
     m0, k0 = tile_indices(rows, cols, BM, BK)
     m, k = m0 + tl.arange(0, BM), k0 + tl.arange(0, BK)
     v = _finite(load_tile(x_ptr, m, k, rows, cols, stride_m, stride_k))
@@ -246,9 +260,9 @@ def rotated_amax_kernel(
     x_ptr, amax_ptr, plain_amax_ptr, lines, length, stride_line, stride_unit,
     PLAIN: tl.constexpr, SIGNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Raise the maximum in ``amax_ptr`` (bits of float32, int32) to that of one rotated tile.
+    """Raise the maximum in ``amax_ptr`` (int32, the bits of float32) to that of one rotated tile.
 
-    ``PLAIN``: and that in ``plain_amax_ptr`` to the maximum of the tile as it is.
+    If ``PLAIN``, also raise the one in ``plain_amax_ptr`` to that of the tile without rotation.
     """
     line0, unit0 = tile_indices(lines, length, BM, BK)
     if PLAIN:

@@ -1,4 +1,4 @@
-"""The random Hadamard transform over groups of 16 (docs/numerics.md, random Hadamard transform)."""
+"""The random Hadamard transform over groups of 16 (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from qtensor.kernels.triton.elements import magnitude_bits
 
 @triton.jit
 def _signed_sum(t, j: tl.constexpr, SHARED: tl.constexpr, SIGNS: tl.constexpr, BACK: tl.constexpr):
-    """One after the other, 16 terms with the signs of column j of diag(signs) @ H16 (``BACK``: of its transpose).
+    """Add 16 terms in order, with the signs of column j of diag(signs) @ H16.
 
-    Bit k of ``SHARED``: k and j share an odd number of bits, so H16 is -1 there. Sign i is -1 where bit i of 0xD7E8 is set.
+    If ``BACK``, the signs are those of the transpose. Bit k of ``SHARED`` is set if k and j share
+    an odd number of bits, where H16 is -1. Sign i is -1 if bit i of 0xD7E8 is set.
     """
     FLIPS: tl.constexpr = (0xFFFF * ((0xD7E8 >> j) & 1) if BACK else 0xD7E8) if SIGNS else 0
     NEGATIVE: tl.constexpr = SHARED ^ FLIPS
-    # A negation would be 0 - t, which loses the sign of zero.
+    # Multiply by -1: Triton computes -t as 0 - t, which loses the sign of zero.
     total = t[0] * -1.0 if NEGATIVE & 1 else t[0]
     for k in tl.static_range(1, 16):
         total = total - t[k] if (NEGATIVE >> k) & 1 else total + t[k]
@@ -26,9 +27,9 @@ def _signed_sum(t, j: tl.constexpr, SHARED: tl.constexpr, SIGNS: tl.constexpr, B
 
 @triton.jit
 def product_16(values, SIGNS: tl.constexpr, BACK: tl.constexpr):
-    """Groups of 16 along the last dim times diag(signs) @ H16 / 4, or (``BACK``) times its transpose.
+    """Multiply groups of 16 by diag(signs) @ H16 / 4, or (``BACK``) by its transpose.
 
-    A product with -0.25 is exactly minus that with 0.25, so one product an element serves all sums.
+    A product with -0.25 is exactly the negative of that with 0.25, so one product serves all sums.
     """
     t = split_16(values * 0.25)
     return join_16(
@@ -47,13 +48,13 @@ def product_16(values, SIGNS: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def _flush_subnormals(values):
-    """Bfloat16 subnormals as zero."""
+    """Replace bfloat16 subnormals by zero."""
     return tl.where(magnitude_bits(values) < 0x00800000, 0.0, values)
 
 
 @triton.jit
 def rotate(values, SIGNS: tl.constexpr, dtype: tl.constexpr):
-    """Lines (L, N) rotated in groups of 16, rounded to the dtype of the input (int16: bfloat16)."""
+    """Rotate lines (L, N) in groups of 16, rounded to the dtype of the input (int16: bfloat16)."""
     if dtype == tl.int16:
         rotated = product_16(_flush_subnormals(values), SIGNS, False)
         bits = round_bfloat16(rotated) << 16

@@ -1,4 +1,4 @@
-"""Stochastic rounding of E2M1 with the random bytes of Philox4x32-10 (docs/numerics.md, stochastic rounding)."""
+"""Stochastic rounding of E2M1 with random bytes of Philox4x32-10 (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from qtensor.kernels.triton.elements import as_float, magnitude_bits
 
 @triton.jit
 def _words(seed_ptr, group, STREAM: tl.constexpr):
-    """The four output words, uint32, of counters (group, group >> 32, 0, stream)."""
+    """Return the four output words, uint32, of counters (group, group >> 32, 0, stream)."""
     low, high = (group & 0xFFFFFFFF).to(tl.uint32), (group >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     return tl.philox(tl.load(seed_ptr), low, high, zero, zero + STREAM)
 
 
 @triton.jit
-def noise_bytes(seed_ptr, line, unit0, length, STREAM: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """The random bytes, int32, of elements (line, unit0 .. unit0 + N) of a row-major matrix with lines of ``length``.
+def noise_bytes(
+    seed_ptr, line, unit0, length, STREAM: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Return the random bytes, int32, of elements (line, unit0 .. unit0 + N) of a matrix.
 
-    ``ALIGNED``: lines and tiles hold whole groups of 16, so that one draw serves 16 elements.
+    The matrix is row-major with lines of ``length``. If ``ALIGNED``, lines and tiles hold whole
+    groups of 16, so one draw serves 16 elements.
     """
     L: tl.constexpr = line.shape[0]
     if ALIGNED:
@@ -39,11 +42,13 @@ def noise_bytes(seed_ptr, line, unit0, length, STREAM: tl.constexpr, N: tl.const
 
 @triton.jit
 def stochastic_codes(values, noise):
-    """E2M1 codes, int32, of values rounded up with probability equal to the distance from the lower neighbour.
+    """Return int32 E2M1 codes of values with stochastic rounding.
+
+    A value is rounded up with the probability that equals its distance from the lower neighbour.
 
     Args:
         values: float32, no NaN.
-        noise: random bytes, int32, same shape.
+        noise: random bytes, int32, of the same shape.
     """
     magnitude = tl.minimum(as_float(magnitude_bits(values)), 6.0)
     step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
