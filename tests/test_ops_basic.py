@@ -211,15 +211,18 @@ def test_more_dims_than_two(name, recipe):
 @pytest.mark.parametrize(
     ("op", "message"),
     [
-        (lambda: ops.RMSNorm(0), "RMSNorm: it normalizes over the last dim"),
-        (lambda: ops.LayerNorm((4, 4)), "LayerNorm: it normalizes over the last dim"),
-        (lambda: ops.Dropout(1.5), "Dropout: p must lie between 0 and 1; got 1.5"),
+        (lambda: ops.RMSNorm(0), "RMSNorm: normalized_shape must be the size of the last dim"),
+        (
+            lambda: ops.LayerNorm((4, 4)),
+            "LayerNorm: normalized_shape must be the size of the last dim",
+        ),
+        (lambda: ops.Dropout(1.5), "Dropout: p must be between 0 and 1; got 1.5"),
         (lambda: ops.ConstantScale("2"), "ConstantScale: scale must be a number"),
-        (lambda: ops.Reshape(-1, -1), "Reshape: a shape is made of sizes"),
+        (lambda: ops.Reshape(-1, -1), "Reshape: a shape consists of sizes"),
         (lambda: ops.Quantize(8), "Quantize: format must be a format id"),
         (lambda: ops.Quantize("fp9"), "fp9"),
-        (lambda: ops.AddExtraInput(channel=3), "AddExtraInput: a channel is a name"),
-        (lambda: ops.ExtraInput(channel=None), "ExtraInput: it needs the channel"),
+        (lambda: ops.AddExtraInput(channel=3), "AddExtraInput: a channel must be a name"),
+        (lambda: ops.ExtraInput(channel=None), "ExtraInput: channel must be the name"),
         (lambda: ops.AllReduce("world"), "AllReduce: it needs a process group"),
         (lambda: ops.BasicLinear(0, 4), "in_features must be a positive integer"),
         (lambda: ops.ClampedSwiGLU(limit=-1.0), "clamped_swiglu"),
@@ -234,10 +237,13 @@ def test_more_dims_than_two(name, recipe):
         ),
         (lambda: ops.Bias(-1), "Bias: size must be a positive integer; got -1"),
         (lambda: ops.Bias("4"), "Bias: size must be a positive integer; got '4'"),
-        (lambda: ops.RMSNorm("4"), "RMSNorm: it normalizes over the last dim.* got '4'"),
-        (lambda: ops.LayerNorm(None), "LayerNorm: it normalizes over the last dim.* got None"),
-        (lambda: ops.Reshape(None), "Reshape: a shape is made of sizes"),
-        (lambda: ops.register_forward_fusion(ops.Bias, print), "a pattern is a list of classes"),
+        (lambda: ops.RMSNorm("4"), "RMSNorm: normalized_shape must be the size.* got '4'"),
+        (lambda: ops.LayerNorm(None), "LayerNorm: normalized_shape must be the size.* got None"),
+        (lambda: ops.Reshape(None), "Reshape: a shape consists of sizes"),
+        (
+            lambda: ops.register_forward_fusion(ops.Bias, print),
+            "a pattern must be a list of classes",
+        ),
     ],
 )
 def test_bad_arguments(op, message):

@@ -125,12 +125,12 @@ class NoExtraGradients(Tap):
 @pytest.mark.parametrize(
     ("kind", "extras", "message"),
     [
-        (Tap, (), "its forward must return extra outputs, 1; got 0"),
+        (Tap, (), "its forward must return 1 extra outputs; got 0"),
         (FewGradients, None, r"its fuser_backward must return \(.*; got tuple of 2"),
         (
             NoExtraGradients,
             None,
-            "its fuser_backward must return gradients of its extra inputs, 1; got 0",
+            "its fuser_backward must return 1 gradients of its extra inputs; got 0",
         ),
     ],
 )
@@ -166,7 +166,10 @@ def test_hooks_are_not_left_out_silently(register, inner):
     op = sequence[0].linear if inner else sequence[0]
     expected = sequence(x)
     handle = register(op)
-    with pytest.raises(UnsupportedError, match=r"Linear \(operation 0\): hooks of operations"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"Linear \(operation 0\): a sequence does not call operations one by one",
+    ):
         sequence(x)
     handle.remove()
     assert torch.equal(sequence(x), expected)

@@ -90,7 +90,9 @@ def test_an_operation_that_lacks_a_function(missing):
     pair = {"op_forward_compute": compute, "op_forward_save_ctx": function}
     Half = type("Half", (BasicOperation,), pair if missing == "backward" else {})
     x = torch.ones(2, 3, requires_grad=True)
-    with pytest.raises(QTensorError, match=r"Half \(operation 0\): a basic operation defines op_"):
+    with pytest.raises(
+        QTensorError, match=r"Half \(operation 0\): a basic operation must define op_"
+    ):
         ops.Sequential(Half())(x).sum().backward()
 
 

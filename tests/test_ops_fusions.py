@@ -101,7 +101,8 @@ def test_inference():
             assert p.grad_fn is None
 
 
-# ---- fusions of users -----------------------------------------------------------------------------------
+# ---- fusions of users
+# -----------------------------------------------------------------------------------
 
 
 class Negate(ops.BasicOperation):
@@ -200,12 +201,12 @@ def test_a_builder_sees_the_recipe_and_may_decline():
     [
         (
             lambda basic_ops: 3,
-            r"fusion at Negate \(operation 0\): a builder returns a FusedOperation or None",
+            r"fusion at Negate \(operation 0\): a builder must return a FusedOperation or None",
         ),
-        (lambda basic_ops: NegateTwice(basic_ops[:1]), "must stand for exactly the operations"),
+        (lambda basic_ops: NegateTwice(basic_ops[:1]), "must replace exactly the operations"),
         (
             lambda basic_ops: NegateTwice([Negate(), Negate()]),
-            "must stand for exactly the operations",
+            "must replace exactly the operations",
         ),
         (
             lambda basic_ops: BackwardTwice(basic_ops),
@@ -228,9 +229,9 @@ def test_results_of_builders_that_cannot_be_used(result, message):
 @pytest.mark.parametrize(
     ("pattern", "builder", "message"),
     [
-        ([], NegateTwice, "a pattern has an operation"),
-        ([torch.nn.Linear], NegateTwice, "a pattern is made of classes of basic operations"),
-        ([Negate()], NegateTwice, "a pattern is made of classes of basic operations"),
+        ([], NegateTwice, "a pattern must not be empty"),
+        ([torch.nn.Linear], NegateTwice, "a pattern must consist of classes of basic operations"),
+        ([Negate()], NegateTwice, "a pattern must consist of classes of basic operations"),
         ([Negate], 3, "the builder must be callable"),
     ],
 )

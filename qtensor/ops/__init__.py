@@ -1,4 +1,4 @@
-"""Fusible operations: blocks as sequences, fused and quantized across their steps."""
+"""Fusible operations: blocks as a ``Sequential`` that fuses and quantizes across its steps."""
 
 from qtensor.ops.activation import (
     GEGLU,

@@ -1,4 +1,4 @@
-"""Activations; the gated ones read both halves of the last dim."""
+"""Activations as operations; gated activations read both halves of the last dim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qtensor.library.activation import (
 )
 from qtensor.library.direct import direct
 from qtensor.library.fused import ACTIVATION_QUANTIZE
-from qtensor.ops.handover import Request, collected, produce
+from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.norm import matrix
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 
@@ -25,11 +25,11 @@ _activation_backward = direct(ACTIVATION_BACKWARD, 0, 1)
 
 
 class Activation(BasicOperation):
-    """An activation by its name.
+    """Base of the activations.
 
     Attributes:
-        kind: as ``qtensor.functional.activation.activation`` takes it.
-        is_gated: it reads two halves of the last dim.
+        kind: name of the activation, as ``qtensor.functional.activation.activation`` takes it.
+        is_gated: True if it reads two halves of the last dim.
     """
 
     kind = ""
@@ -42,14 +42,14 @@ class Activation(BasicOperation):
     def op_forward_compute(
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
-        """The activation, quantized in the same pass where that was asked for."""
+        """Return the activation; if requested, quantize it in the same pass."""
         if input.ndim == 0:
             fail(f"{self.label} input", "it must have a last dim", "a 0-d tensor", "Reshape it")
         width = input.shape[-1]
         if self.is_gated:
             if width % 2:
                 rule = "the last dim must be even: one half is activated, the other multiplied"
-                fail(f"{self.label} input", rule, tuple(input.shape), "Mend the input")
+                fail(f"{self.label} input", rule, tuple(input.shape), "Fix the input")
             width //= 2
         rows, request = matrix(input), next_op_input_request
         if request is None or not request.canonical:
@@ -59,26 +59,26 @@ class Activation(BasicOperation):
         buffers = _activation_quantize(
             rows, self.kind, request.canonical, request.scale, None, request.seed
         )
-        return collected(buffers, request, shape, input.dtype), None
+        return from_buffers(buffers, request, shape, input.dtype), None
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
-        """The input."""
+        """Save the input."""
         ctx.save_for_backward(matrix(input))
         ctx.shape = input.shape
 
     def gradient(self, ctx: BackwardContext, grad_output: Tensor) -> Tensor:
-        """That of the input."""
+        """Return the gradient of the input."""
         (x,) = ctx.saved_tensors
         dx = _activation_backward(matrix(grad_output), x, self.kind)
         return dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
-        """As ``gradient``, quantized where that was asked for."""
+        """Return the gradient of the input; if requested, quantize it."""
         return produce(self.gradient(ctx, grad_output), ctx.grad_input_request), ()
 
 
 class GELU(Activation):
-    """``x * Phi(x)``, by tanh."""
+    """``x * Phi(x)``, in the tanh approximation."""
 
     kind = "gelu"
 
@@ -144,28 +144,30 @@ class SwiGLU(Activation):
 
 
 class ClampedSwiGLU(Activation):
-    """SwiGLU as GPT-OSS has it: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b within +-limit.
+    """SwiGLU as in GPT-OSS: ``g * sigmoid(alpha * g) * (l + offset)``.
+
+    For halves (a, b) of the last dim, g = min(a, limit) and l = b clamped to +-limit.
 
     Args:
-        alpha: of the sigmoid.
-        limit: of both halves (a, b) of the last dim.
-        offset: added to the second half.
+        alpha: factor of the sigmoid's argument.
+        limit: bound of both halves.
+        offset: number added to the second half.
 
     Raises:
-        QTensorError: numbers that it does not take.
+        QTensorError: an argument is not a number, or out of range.
     """
 
     kind = clamped_swiglu()
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> None:
         super().__init__()
-        given = (alpha, limit, offset)
-        right = all(isinstance(n, (int, float)) for n in given)
-        check(right, self.label, "alpha, limit and offset must be numbers", given, "Mend them")
+        numbers = (alpha, limit, offset)
+        right = all(isinstance(n, (int, float)) for n in numbers)
+        check(right, self.label, "alpha, limit and offset must be numbers", numbers, "Pass numbers")
         self.kind = clamped_swiglu(alpha, limit, offset)
 
     def extra_repr(self) -> str:
-        """The numbers."""
+        """Return alpha, limit and offset."""
         return self.kind.partition("(")[2].rstrip(")").replace(",", ", ")
 
 

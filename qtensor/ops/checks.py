@@ -1,4 +1,4 @@
-"""What a sequence checks of its operations: which one refused its input, and that results have the form that was agreed."""
+"""Checks of operations in a sequence, with errors that name the operation."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from qtensor.errors import DtypeError, QTensorError, UnsupportedError, fail
 
 
 def name_operation(op: Any, error: QTensorError) -> None:
-    """Have an error's message name the operation in which it came up, and its place."""
-    text = str(error)
-    if not any(basic.label in text for basic in op.basic_ops):
+    """Add the operation and its index to an error's message, unless they are in it already."""
+    message = str(error)
+    if not any(basic.label in message for basic in op.basic_ops):
         labels = " to ".join(dict.fromkeys((op.basic_ops[0].label, op.basic_ops[-1].label)))
-        error.args = (f"{labels}: {text}",)
+        error.args = (f"{labels}: {message}",)
 
 
-def parts(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
-    """What a function of an operation returned.
+def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
+    """Return what a function of an operation returned, checked to be a tuple of that form.
 
     Args:
         op: the operation.
-        name: of the function.
-        result: what it returned.
-        form: what it is to return, as words.
+        name: name of the function.
+        result: the value that it returned.
+        form: descriptions of the tuple's elements, for the message.
 
     Raises:
-        QTensorError: something else.
+        QTensorError: ``items`` is not a list or tuple of ``count``.
     """
     if not isinstance(result, tuple) or len(result) != len(form):
         kind = type(result).__name__
@@ -36,56 +36,54 @@ def parts(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
 
 
 def refuse_result(op: Any, name: str, must: str, got: object) -> None:
-    """Refuse what a function of an operation returned.
+    """Raise the error for a function of an operation that returned a wrong value.
 
     Raises:
         QTensorError: always.
     """
-    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Mend the class", DtypeError)
+    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", DtypeError)
 
 
-def listed(op: Any, name: str, what: str, found: Any, count: int) -> Sequence[Any]:
-    """A list of as many results as there are tensors for them.
-
-    Raises:
-        QTensorError: something else.
-    """
-    if not isinstance(found, (tuple, list)) or len(found) != count:
-        got = len(found) if isinstance(found, (tuple, list)) else type(found).__name__
-        refuse_result(op, name, f"return {what}, {count}", got)
-    return found
-
-
-def gradients(op: Any, found: Any, count: int) -> Sequence[Any]:
-    """A gradient or None for each parameter of an operation, ``count`` of them.
+def check_list(op: Any, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
+    """Return ``items``, after checking that it is a list of ``count`` results.
 
     Raises:
-        QTensorError: its backward returned another number of them.
+        QTensorError: ``items`` is not a list or tuple of ``count``.
     """
-    if not isinstance(found, (tuple, list)) or len(found) != count:
+    if not isinstance(items, (tuple, list)) or len(items) != count:
+        got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
+        refuse_result(op, name, f"return {count} {what}", got)
+    return items
+
+
+def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
+    """Return ``items``, after checking that it holds a gradient or None for each parameter.
+
+    Raises:
+        QTensorError: backward returned another number of check_gradients.
+    """
+    if not isinstance(items, (tuple, list)) or len(items) != count:
         rule = f"its backward must return a gradient or None for each of its {count} parameters"
-        got = len(found) if isinstance(found, (tuple, list)) else type(found).__name__
+        got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
         fail(op.label, rule, got, "Return them in the order of parameters()")
-    return found
+    return items
 
 
 def refuse_hooks(ops: Sequence[Any]) -> None:
-    """Refuse a call that would leave out hooks of operations.
+    """Raise an error if an operation has hooks, which a sequence would not call.
 
     Raises:
-        QTensorError: with the operation that has some.
+        QTensorError: an operation has hooks; the message names it.
     """
     for op in ops:
         if any(hooks_of(op)):
-            rule = (
-                "hooks of operations cannot run in a sequence, which does not call them one by one"
-            )
-            fix = "Put the hook on the sequence, or a module of your own there"
+            rule = "a sequence does not call operations one by one, so their hooks cannot run"
+            fix = "Register the hook on the sequence, or on a module of your own in its place"
             fail(op.label, rule, "one or more", fix, UnsupportedError)
 
 
 def hooks_of(op: Any) -> list[Any]:
-    """The tables of an operation's hooks."""
+    """Return the dictionaries of an operation's hooks."""
     return [
         op._forward_pre_hooks,
         op._forward_hooks,

@@ -13,13 +13,13 @@ from qtensor.ops.operation import BackwardContext, BasicOperation, OperationCont
 
 
 class _Collective(BasicOperation):
-    """What the collectives share.
+    """Base of the collectives.
 
     Args:
-        group: process group that this rank belongs to; with one rank nothing is done.
+        group: process group that this rank belongs to. With one rank the operation does nothing.
 
     Raises:
-        QTensorError: no process group.
+        QTensorError: ``group`` is not a process group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -29,37 +29,37 @@ class _Collective(BasicOperation):
             self.label,
             "it needs a process group that this rank belongs to",
             repr(group),
-            "Pass torch.distributed.group.WORLD, say",
+            "Pass a process group, for example torch.distributed.group.WORLD",
             DtypeError,
         )
         self.parallel = Parallel(group.group_name, group.size(), "row", True)
 
     def collect(self, x: Tensor) -> Tensor:
-        """What forward does on several ranks."""
+        """Return the result of the forward collective; called on several ranks only."""
         raise NotImplementedError
 
     def collect_gradient(self, dy: Tensor) -> Tensor:
-        """What backward does on several ranks."""
+        """Return the result of the backward collective; called on several ranks only."""
         raise NotImplementedError
 
     def op_forward_compute(
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
-        """The collective."""
+        """Run the collective."""
         y = input if self.parallel.size == 1 else self.collect(input)
         return produce(y, next_op_input_request), None
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
-        """Nothing."""
+        """Save nothing."""
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
-        """Its counterpart."""
+        """Run the counterpart of the forward collective."""
         alone = self.parallel.size == 1
         dx = grad_output if alone else self.collect_gradient(grad_output)
         return produce(dx, ctx.grad_input_request), ()
 
     def extra_repr(self) -> str:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return f"size={self.parallel.size}"
 
 
@@ -70,37 +70,43 @@ def _check_rows(op: BasicOperation, x: Tensor, size: int) -> None:
 
 
 class AllGather(_Collective):
-    """(S, ...) of each rank to (size * S, ...); backward sums the gradients over ranks, each rank its part."""
+    """Gather (S, ...) of each rank to (size * S, ...).
+
+    Backward sums the gradients over ranks and returns each rank's part.
+    """
 
     def collect(self, x: Tensor) -> Tensor:
-        """All ranks' rows."""
+        """Return the rows of all ranks."""
         return all_gather(x, self.parallel)
 
     def collect_gradient(self, dy: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """Return this rank's part of the sum."""
         return reduce_scatter(dy, self.parallel)
 
 
 class ReduceScatter(_Collective):
-    """(size * S, ...) summed over ranks to (S, ...), each rank its part; backward gathers."""
+    """Sum (size * S, ...) over ranks and return each rank's part (S, ...); backward gathers."""
 
     def collect(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """Return this rank's part of the sum."""
         _check_rows(self, x, self.parallel.size)
         return reduce_scatter(x, self.parallel)
 
     def collect_gradient(self, dy: Tensor) -> Tensor:
-        """All ranks' rows."""
+        """Return the rows of all ranks."""
         return all_gather(dy, self.parallel)
 
 
 class AllReduce(_Collective):
-    """The sum over ranks; backward passes the gradient, which each rank has of the same sum, as it is."""
+    """Sum over ranks.
+
+    Backward returns the gradient unchanged: each rank has that of the same sum.
+    """
 
     def collect(self, x: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum."""
         return all_reduce(x, self.parallel)
 
     def collect_gradient(self, dy: Tensor) -> Tensor:
-        """The gradient as it is."""
+        """Return the gradient unchanged."""
         return dy

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError
-from qtensor.ops.checks import gradients, listed, name_operation, parts, refuse_result
+from qtensor.ops.checks import (
+    check_gradients,
+    check_list,
+    check_tuple,
+    name_operation,
+    refuse_result,
+)
 from qtensor.ops.handover import Request
 from qtensor.ops.operation import (
     COMPUTED,
@@ -18,23 +24,27 @@ from qtensor.ops.operation import (
     BasicOperation,
     OperationContext,
 )
-from qtensor.ops.plan import ForwardStep, Plan
+from qtensor.ops.plan import ForwardStep, SequencePlan
 from qtensor.ops.routes import Routes
 
-_COMPUTED = ("the output", "extra outputs of each operation", "what save_ctx is to see")
+_COMPUTED = ("the output", "extra outputs of each operation", "data for save_ctx")
 _LISTS = (tuple, list)
-_GRADIENTS = ("gradient of the input", "gradients of parameters", "gradients of extra inputs")
+_GRADIENTS = (
+    "gradient of the input",
+    "check_gradients of parameters",
+    "check_gradients of extra inputs",
+)
 
 
 class Wiring:
-    """Operations, and which extra tensors go where.
+    """The operations of a sequence, and the routing of their extra tensors.
 
     Attributes:
-        ops: basic operations.
-        input_channels, output_channels: a channel or None for each extra tensor of each operation.
-        asking: places of the operations that may ask for their gradient in a format.
-        n_extra_inputs: those that the caller passes.
-        n_extra_outputs: those of each operation that the caller gets.
+        ops: the basic operations.
+        input_channels, output_channels: for each operation a channel or None for each extra tensor.
+        asking: indices of the operations that may request a format for their gradient.
+        n_extra_inputs: number of extra inputs that the caller passes.
+        n_extra_outputs: for each operation, the number of extra outputs that the caller gets.
     """
 
     ops: tuple[BasicOperation, ...]
@@ -46,42 +56,45 @@ class Wiring:
 
 
 class Call(NamedTuple):
-    """One call of a fuser: values, and tensors that are no parameters."""
+    """One call of a fuser: values, and tensors other than parameters."""
 
     fuser: Wiring
-    plan: Plan
+    plan: SequencePlan
     kwargs: list[dict[str, Any]]
     first: int
-    """Place of the first operation that takes part in backward."""
+    """Index of the first operation that takes part in backward."""
     input_requires_grad: bool
     hands_over: bool
-    """Operations may make quantized tensors for each other."""
+    """True if operations pass each other quantized tensors."""
     traced: bool
     n_parameters: tuple[int, ...]
-    """Of each operation, where a backward may follow."""
+    """Number of parameters of each operation; empty if no backward can follow."""
 
 
 class Forward(NamedTuple):
-    """A forward pass: what it works with, and what it leaves behind."""
+    """The state of a forward pass."""
 
     call: Call
-    given: list[Tensor]
+    extra_inputs: list[Tensor]
     """Extra inputs of the caller that no operation has taken yet."""
-    made: dict[str, Tensor]
-    """By their channels."""
+    channels: dict[str, Tensor]
+    """Extra tensors inside the sequence, by channel."""
     extra_outputs: list[Tensor]
     contexts: list[OperationContext]
-    """None where nothing is to be saved."""
+    """Contexts of all operations; empty if nothing is saved."""
     published: dict[int, list[Tensor]]
-    """By the place of the operation."""
+    """Tensors that operations publish, by the operation's index."""
     begun: list[Any]
-    """Operations of the steps so far."""
+    """Operations of the steps that have begun, for error messages."""
 
 
 def execute(
     call: Call, input: Any, extra_inputs: Sequence[Tensor], saving: bool
 ) -> tuple[Any, Forward]:
-    """(the output, the pass); ``saving``: note in contexts what backward needs."""
+    """Run the forward and return (the output, the state).
+
+    If ``saving``, the operations save in contexts what backward needs.
+    """
     contexts = [OperationContext() for _ in call.kwargs] if saving else []
     for context in contexts[: call.first + 1]:
         context.input_requires_grad = call.input_requires_grad
@@ -109,12 +122,12 @@ def _forward(run: Forward, x: Any) -> Any:
             own = kwargs[first]
             result = op.op_forward_compute(x, next_op_input_request=request, **own)
             if type(result) is not tuple or len(result) != 2:
-                result = parts(op, "op_forward_compute", result, COMPUTED)
+                result = check_tuple(op, "op_forward_compute", result, COMPUTED)
             y, returned = result
             if first >= first_saving:
                 op.op_forward_save_ctx(contexts[first], x, returned, **own)
-            if publishes and (found := op.published(returned)):
-                run.published[first] = found
+            if publishes and (published := op.published(returned)):
+                run.published[first] = published
         elif form == "passes" and request is None:
             y = x
             for names in outputs:
@@ -129,10 +142,10 @@ def _forward(run: Forward, x: Any) -> Any:
 
 
 def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Request | None) -> Any:
-    """The output of a step."""
+    """Run a step through the ``fuser_`` functions, and return its output."""
     op, first, last, _, publishes, form, inputs, outputs = step
     own, ctxs = run.call.kwargs[first : last + 1], run.contexts[first : last + 1]
-    extra = _given(run, inputs) if inputs else [()] * len(own)
+    extra = _take_extra_inputs(run, inputs) if inputs else [()] * len(own)
     if form == "single":
         if not ctxs:
             ctxs = [OperationContext() for _ in own]
@@ -145,7 +158,7 @@ def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Reques
             basic_op_kwargs=own,
             next_op_input_request=request,
         )
-        y, extras = parts(op, "fuser_forward", result, _COMPUTED[:2])
+        y, extras = check_tuple(op, "fuser_forward", result, _COMPUTED[:2])
     else:
         result = op.fuser_forward_compute(
             x,
@@ -153,34 +166,36 @@ def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Reques
             basic_op_kwargs=own,
             next_op_input_request=request,
         )
-        y, extras, returned = parts(op, "fuser_forward_compute", result, _COMPUTED)
+        y, extras, returned = check_tuple(op, "fuser_forward_compute", result, _COMPUTED)
         if ctxs and last >= run.call.first:
             op.fuser_forward_save_ctx(
                 ctxs, x, returned, basic_op_extra_inputs=extra, basic_op_kwargs=own
             )
         if publishes:
-            for place, found in enumerate(op.published_by_op(returned), first):
-                if found:
-                    run.published[place] = found
+            for index, tensors in enumerate(op.published_by_op(returned), first):
+                if tensors:
+                    run.published[index] = tensors
     if outputs:
         _distribute(run, op, outputs, extras)
     return y
 
 
 def _put(run: Forward, channel: str | None, t: Tensor) -> None:
-    """An extra output into its channel, or to the caller."""
+    """Put an extra output into its channel, or return it to the caller."""
     if channel is None:
-        # Autograd gives an input that is returned another identity.
+        # Return a view: autograd replaces a tensor that is both an input and an output.
         run.extra_outputs.append(t.view_as(t))
     else:
-        run.made[channel] = t
+        run.channels[channel] = t
 
 
-def _given(run: Forward, inputs: Sequence[tuple[str | None, ...]]) -> list[tuple[Tensor, ...]]:
-    """The extra inputs of each operation of a step."""
-    given, made = run.given, run.made
+def _take_extra_inputs(
+    run: Forward, inputs: Sequence[tuple[str | None, ...]]
+) -> list[tuple[Tensor, ...]]:
+    """Return the extra inputs of each operation of a step."""
+    extra_inputs, channels = run.extra_inputs, run.channels
     return [
-        tuple([given.pop(0) if channel is None else made[channel] for channel in names])
+        tuple([extra_inputs.pop(0) if name is None else channels[name] for name in names])
         for names in inputs
     ]
 
@@ -191,28 +206,28 @@ def _distribute(
     outputs: Sequence[tuple[str | None, ...]],
     extras: Sequence[Sequence[Tensor]],
 ) -> None:
-    """The extra outputs of each operation of a step into their channels, or to the caller."""
-    listed(op, "forward", "extra outputs of each operation", extras, len(outputs))
+    """Put the extra outputs of a step's operations into their channels, or return them."""
+    check_list(op, "forward", "extra outputs of each operation", extras, len(outputs))
     for names, outs in zip(outputs, extras, strict=True):
-        listed(op, "forward", "extra outputs", outs, len(names))
+        check_list(op, "forward", "extra outputs", outs, len(names))
         for channel, t in zip(names, outs, strict=True):
             _put(run, channel, t)
 
 
 class Backward(NamedTuple):
-    """A backward pass: what it works with, and what it leaves behind."""
+    """The state of a backward pass."""
 
     ctx: Any
     contexts: list[BackwardContext]
     routes: Routes
     parameters: dict[int, Any]
-    """Gradients of an operation's parameters, by its place."""
+    """Gradients of the parameters, by the operation's index."""
     begun: list[Any]
-    """Operations of the steps so far."""
+    """Operations of the steps that have begun, for error messages."""
 
 
 def _backward(run: Backward, dy: Any) -> Any:
-    """The gradient of the input."""
+    """Run the backward, and return the gradient of the input."""
     ctx, contexts, routes = run.ctx, run.contexts, run.routes
     counts, ops = ctx.n_parameters, ctx.fuser.ops
     for step in ctx.plan.backward:
@@ -223,19 +238,19 @@ def _backward(run: Backward, dy: Any) -> Any:
         if is_plain:
             result = op.op_backward(contexts[first], dy)
             if type(result) is not tuple or len(result) != 2:
-                result = parts(op, "op_backward", result, GRADIENTS)
+                result = check_tuple(op, "op_backward", result, GRADIENTS)
             dx, params = result
             if type(params) not in _LISTS or len(params) != counts[first]:
-                params = gradients(op, params, counts[first])
+                params = check_gradients(op, params, counts[first])
             run.parameters[first] = params
         else:
             own = contexts[first : last + 1]
             incoming = routes.incoming(first, outputs) if outputs else [()] * len(own)
             result = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=incoming)
-            dx, by_op, extras = parts(op, "fuser_backward", result, _GRADIENTS)
-            listed(op, "fuser_backward", "gradients of each operation", by_op, len(own))
-            for place, params in enumerate(by_op, first):
-                run.parameters[place] = gradients(ops[place], params, counts[place])
+            dx, by_op, extras = check_tuple(op, "fuser_backward", result, _GRADIENTS)
+            check_list(op, "fuser_backward", "check_gradients of each operation", by_op, len(own))
+            for index, params in enumerate(by_op, first):
+                run.parameters[index] = check_gradients(ops[index], params, counts[index])
             routes.outgoing(op, first, inputs, extras)
         if dx is None and first > ctx.first:
             refuse_result(op, "backward", "return the gradient of its input", None)
@@ -244,18 +259,18 @@ def _backward(run: Backward, dy: Any) -> Any:
 
 
 class FuserFunction(torch.autograd.Function):
-    """The one place where a sequence meets autograd, in eager and compiled code alike."""
+    """The autograd function of a sequence, for eager and compiled code."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, call: Call, *tensors: Tensor) -> Any:
-        """(output, *extra outputs, *what the operations publish).
+        """Return (output, *extra outputs, *published tensors).
 
-        ``tensors`` are the parameters, which the operations know, then the extra inputs.
+        ``tensors`` are the parameters, followed by the extra inputs.
         """
         fuser, first_extra = call.fuser, len(tensors) - call.fuser.n_extra_inputs
         out, run = execute(call, input, tensors[first_extra:], True)
         flat: list[Tensor | None] = []
-        ctx.texts = _gradient_requests(call, flat) if call.hands_over else ()
+        ctx.gradient_requests = _gradient_requests(call, flat) if call.hands_over else ()
         saved = [context.to_save for context in run.contexts]
         for context in run.contexts:
             context.to_save = ()
@@ -263,7 +278,7 @@ class FuserFunction(torch.autograd.Function):
         for tensors_to_save in saved:
             flat += tensors_to_save
         ctx.save_for_backward(*flat)
-        # Values alone: compiled autograd loses tensors that are attributes of a context.
+        # Only values: compiled autograd loses tensors that are attributes of a context.
         ctx.plan, ctx.fuser, ctx.contexts = call.plan, fuser, run.contexts
         ctx.counts, ctx.first = tuple(map(len, saved)), call.first
         ctx.n_parameters = call.n_parameters
@@ -271,14 +286,14 @@ class FuserFunction(torch.autograd.Function):
             out = input.view_as(input)
         if not run.published:
             return (out, *run.extra_outputs)
-        published = [t for found in run.published.values() for t in found]
+        published = [t for tensors in run.published.values() for t in tensors]
         ctx.mark_non_differentiable(*published)
         return (out, *run.extra_outputs, *published)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:
-        """Gradients of (input, call, *parameters, *extra inputs)."""
+        """Return the check_gradients of (input, call, *parameters, *extra inputs)."""
         run = Backward(ctx, _backward_contexts(ctx), Routes(ctx.fuser, grads), {}, [])
         if torch.compiler.is_compiling():
             dx = _backward(run, grad)
@@ -290,30 +305,35 @@ class FuserFunction(torch.autograd.Function):
                     name_operation(run.begun[-1], error)
                 raise
         flat: list[Any] = []
-        for place, count in enumerate(ctx.n_parameters):
+        for index, count in enumerate(ctx.n_parameters):
             if count:
-                flat += run.parameters[place] if place >= ctx.first else (None,) * count
+                flat += run.parameters[index] if index >= ctx.first else (None,) * count
         needs_input = ctx.first == 0 and ctx.needs_input_grad[0]
         return (dx if needs_input else None, None, *flat, *run.routes.outside())
 
 
 def _gradient_requests(call: Call, tensors: list[Tensor | None]) -> tuple[tuple[int, str], ...]:
-    """How operations ask for their gradients, by their places; two tensors each go to ``tensors``."""
-    found = []
-    for place in call.fuser.asking:
-        request = call.fuser.ops[place].grad_output_request(call.kwargs[place])
+    """Return (index, canonical string) of each request for a quantized gradient.
+
+    The scale and the seed of each request are appended to ``tensors``.
+    """
+    requests = []
+    for index in call.fuser.asking:
+        request = call.fuser.ops[index].grad_output_request(call.kwargs[index])
         if request is not None:
-            found.append((place, request.canonical))
+            requests.append((index, request.canonical))
             tensors += [request.scale, request.seed]
-    return tuple(found)
+    return tuple(requests)
 
 
 def _backward_contexts(ctx: Any) -> list[BackwardContext]:
-    """The contexts with their tensors."""
-    saved, start, found = ctx.saved_tensors, 2 * len(ctx.texts), []
+    """Return the contexts together with their saved tensors."""
+    requests = ctx.gradient_requests
+    saved, start, contexts = ctx.saved_tensors, 2 * len(requests), []
     for context, count in zip(ctx.contexts, ctx.counts, strict=True):
-        found.append(BackwardContext(context, saved[start : start + count]))
+        contexts.append(BackwardContext(context, saved[start : start + count]))
         start += count
-    for i, (place, text) in enumerate(ctx.texts):
-        found[place].grad_output_request = Request(text, saved[2 * i], saved[2 * i + 1])
-    return found
+    for i, (index, canonical) in enumerate(requests):
+        scale, seed = saved[2 * i], saved[2 * i + 1]
+        contexts[index].grad_output_request = Request(canonical, scale, seed)
+    return contexts

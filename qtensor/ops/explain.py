@@ -1,4 +1,4 @@
-"""How a sequence runs: which operations are fused, where tensors are quantized, and what backward keeps."""
+"""Explain how a sequence runs: fused operations, quantized tensors and saved bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor.autocasting import active_recipe
 from qtensor.errors import fail
-from qtensor.ops.fuser import OperationFuser, Plan, _run
+from qtensor.ops.fuser import OperationFuser, SequencePlan, run_plan
 from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation
 
 ROWS = 1024
-"""Of the input that is made up where none is given."""
+"""Rows of the example input that is used if the caller passes none."""
 _QUANTIZERS = {
     "quantize": (1,),
     "grouped_quantize": (1,),
@@ -27,21 +27,21 @@ _QUANTIZERS = {
     "norm_quantize": (7,),
     "activation_quantize": (2,),
 }
-"""Op -> places among its arguments of the texts of what it quantizes."""
+"""Op -> indices of its arguments that are canonical strings of the tensors that it quantizes."""
 _IN_PASSING = ("norm_quantize", "activation_quantize")
 
 
 @dataclass
 class Row:
-    """One basic operation, or a module that runs by itself.
+    """One basic operation, or one module that is not an operation.
 
     Attributes:
-        name: of the class.
-        forward: what runs it forward: its own name, or that of the fused operation.
-        backward: likewise; "" where it takes no part.
-        quantized: formats that its forward step makes, each with the op that does.
-        grad_quantized: likewise of its backward step.
-        saved: bytes that backward keeps, parameters aside.
+        name: name of the class.
+        forward: class that runs its forward: its own, or that of a fused operation.
+        backward: class that runs its backward; "" if it takes no part.
+        quantized: formats that its forward step produces, each with the op that quantizes.
+        grad_quantized: formats that its backward step produces.
+        saved: bytes saved for backward, without parameters.
     """
 
     name: str
@@ -54,14 +54,15 @@ class Row:
 
 @dataclass
 class SequenceExplanation:
-    """What ``Sequential.explain`` found.
+    """The result of ``Sequential.explain``; its ``repr`` is a table.
 
     Attributes:
-        recipe: in force; "high precision" where there is none.
-        inputs: what it was found for.
-        rows: one for each basic operation, in order.
-        quantize_calls: quantizing ops of one forward and backward; each makes one operand.
-        separate_quantize_calls: those among them that read a tensor which another op has written for them.
+        recipe: the active recipe, or "high precision".
+        inputs: shapes and dtypes of the inputs.
+        rows: one row for each basic operation, in order.
+        quantize_calls: number of quantizing ops in one forward and backward; each makes one
+            operand.
+        separate_quantize_calls: those that read a tensor which another op has written before.
     """
 
     recipe: str
@@ -72,10 +73,10 @@ class SequenceExplanation:
 
     @property
     def saved(self) -> int:
-        """Bytes that backward keeps, parameters aside."""
+        """Bytes saved for backward, without parameters."""
         return sum(row.saved for row in self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = ("", "operation", "forward", "quantizes", "backward", "quantizes", "saved")
         cells = [
             (
@@ -94,7 +95,10 @@ class SequenceExplanation:
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
             for line in (head, *cells)
         ]
-        calls = f"{self.quantize_calls} quantize calls, {self.quantize_calls - self.separate_quantize_calls} of them in the pass of another operation"
+        fused = self.quantize_calls - self.separate_quantize_calls
+        calls = (
+            f"{self.quantize_calls} quantize calls, {fused} of them fused into another operation"
+        )
         return "\n".join([
             f"Sequential under {self.recipe}, for {self.inputs}",
             *lines,
@@ -103,29 +107,29 @@ class SequenceExplanation:
 
 
 class _Log(TorchDispatchMode):
-    """Which quantizing ops run in which step."""
+    """Records which quantizing ops run in which step."""
 
     def __init__(self, rows: list[Row]) -> None:
         super().__init__()
         self.rows = rows
-        self.place: int | None = None
+        self.index: int | None = None
         self.backward = False
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname if func.namespace == "qtensor" else ""
-        for place in _QUANTIZERS.get(name, ()):
+        for index in _QUANTIZERS.get(name, ()):
             self.calls.append(name)
-            if self.place is not None:
-                row = self.rows[self.place]
-                format_ = str(args[place]).partition("(")[0]
+            if self.index is not None:
+                row = self.rows[self.index]
+                format_ = str(args[index]).partition("(")[0]
                 into = row.grad_quantized if self.backward else row.quantized
                 into.append(f"{format_} ({name})" if name in _IN_PASSING else format_)
         return func(*args, **(kwargs or {}))
 
 
 class _Observed:
-    """A step's operation that says when it runs, and what it saved."""
+    """Wraps a step's operation, and records when it runs and what it saves."""
 
     def __init__(self, step: Step, log: _Log, offset: int, parameters: set[int]) -> None:
         self._step, self._log, self._offset = step, log, offset
@@ -135,7 +139,7 @@ class _Observed:
         return getattr(self._step.op, name)
 
     def _enter(self, backward: bool) -> None:
-        self._log.place, self._log.backward = self._offset + self._step.first, backward
+        self._log.index, self._log.backward = self._offset + self._step.first, backward
 
     def fuser_forward_compute(self, *args: Any, **kwargs: Any) -> Any:
         self._enter(False)
@@ -157,17 +161,17 @@ class _Observed:
 
     def _saved(self, ctxs: Any) -> None:
         for i, ctx in enumerate(ctxs):
-            kept = [t for t in ctx.to_save if t is not None and id(t) not in self._parameters]
+            saved = [t for t in ctx.to_save if t is not None and id(t) not in self._parameters]
             row = self._log.rows[self._offset + self._step.first + i]
-            row.saved = sum(t.nbytes for t in kept)
+            row.saved = sum(t.nbytes for t in saved)
 
 
-def _observed(plan: Plan, log: _Log, offset: int, parameters: set[int]) -> Plan:
+def _observed(plan: SequencePlan, log: _Log, offset: int, parameters: set[int]) -> SequencePlan:
     def watched(step: Any) -> _Observed:
         return _Observed(step, log, offset, parameters)
 
     result = copy.copy(plan)
-    # By the functions that are watched, all of them.
+    # Use the functions that are wrapped, so that each call is recorded.
     result.forward = tuple([
         s._replace(op=watched(s), form="single" if s.form == "single" else "split")
         for s in plan.forward
@@ -177,7 +181,7 @@ def _observed(plan: Plan, log: _Log, offset: int, parameters: set[int]) -> Plan:
 
 
 def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy whose parameters and buffers have no data."""
+    """Return a copy whose parameters and buffers are fake tensors."""
     memo = {}
     for t in (*module.parameters(), *module.buffers()):
         fake: Any = mode.from_tensor(t.detach())
@@ -187,11 +191,11 @@ def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _made_up(sequence: nn.Sequential) -> Tensor:
-    """An input of a likely shape.
+def _example_input(sequence: nn.Sequential) -> Tensor:
+    """Return an input of a shape that the first operations take.
 
     Raises:
-        QTensorError: the first operations do not say which.
+        QTensorError: the operations do not show their input size.
     """
     for module in sequence:
         for op in getattr(module, "basic_ops", (module,)):
@@ -202,51 +206,53 @@ def _made_up(sequence: nn.Sequential) -> Tensor:
             if size is not None:
                 dtype = weight.dtype if weight is not None else torch.get_default_dtype()
                 return torch.empty(ROWS, size, dtype=dtype, device=next(op.parameters()).device)
-    rule = "the operations do not say which input they take"
-    fail("Sequential.explain", rule, "no input", "Pass one, and the extra inputs")
+    rule = "the input size must follow from the operations, or an input must be passed"
+    fail("Sequential.explain", rule, "no input", "Pass the input and the extra inputs")
 
 
-def _row_backward(rows: list[Row], plan: Plan, offset: int) -> None:
+def _row_backward(rows: list[Row], plan: SequencePlan, offset: int) -> None:
     for steps, attribute in ((plan.forward, "forward"), (plan.backward, "backward")):
         for step in steps:
-            for place in range(step.first, step.last + 1):
-                setattr(rows[offset + place], attribute, type(step.op).__name__)
+            for index in range(step.first, step.last + 1):
+                setattr(rows[offset + index], attribute, type(step.op).__name__)
 
 
 def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
-    """How ``sequence`` would run now; nothing is computed and no state moves.
+    """Return how ``sequence`` would run now, without computing anything or changing state.
 
     Args:
         sequence: a ``Sequential``.
-        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 1024
-            rows that requires a gradient.
+        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` matter.
+        Without inputs, an example input of 1024 rows that requires a gradient is used.
 
     Raises:
-        QTensorError: as the call itself.
+        QTensorError: for the same reasons as a call.
     """
-    given = inputs or (_made_up(sequence).requires_grad_(),)
+    used = inputs or (_example_input(sequence).requires_grad_(),)
     rows: list[Row] = []
     log = _Log(rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-        fakes = [mode.from_tensor(t).detach().requires_grad_(t.requires_grad) for t in given]
+        fakes = [mode.from_tensor(t).detach().requires_grad_(t.requires_grad) for t in used]
         twin: Any = _faked(sequence, mode)
         parameters = {id(p) for p in twin.parameters()}
         with mode, log:
             outputs = _run_observed(twin, fakes, log, parameters)
-            log.place = None
-            found = [t for t in outputs if t.requires_grad]
-            if found:
-                torch.autograd.backward(found, [torch.ones_like(t) for t in found])
+            log.index = None
+            differentiable = [t for t in outputs if t.requires_grad]
+            if differentiable:
+                torch.autograd.backward(
+                    differentiable, [torch.ones_like(t) for t in differentiable]
+                )
     key = active_recipe()
-    shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in given)
+    shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in used)
     separate = sum(name not in _IN_PASSING for name in log.calls)
     recipe = key.partition("(")[0] or "high precision"
     return SequenceExplanation(recipe, shapes, rows, len(log.calls), separate)
 
 
 def _run_observed(twin: Any, inputs: list[Tensor], log: _Log, parameters: set[int]) -> list[Tensor]:
-    """Outputs of a forward whose steps are watched."""
+    """Run a forward whose steps are recorded, and return its outputs."""
     x, *extra = inputs
     extra_outputs: list[Tensor] = []
     for group in twin.groups:
@@ -269,8 +275,8 @@ def _run_observed(twin: Any, inputs: list[Tensor], log: _Log, parameters: set[in
         taken, extra = extra[:count], extra[count:]
         plan, first = group.plan(x, taken)
         _row_backward(log.rows, plan, offset)
-        out = _run(group, _observed(plan, log, offset, parameters), first, x, taken)
-        log.place = None
+        out = run_plan(group, _observed(plan, log, offset, parameters), first, x, taken)
+        log.index = None
         if isinstance(out, tuple):
             x, *more = out
             extra_outputs += more

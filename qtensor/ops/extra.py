@@ -1,4 +1,4 @@
-"""Tensors that enter or leave a sequence beside its input and output."""
+"""Operations with extra tensors: inputs and outputs of a sequence in addition to the main ones."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ Extra = list[tuple[Tensor, ...]]
 
 
 def check_channel(label: str, channel: str | None) -> None:
-    """Refuse what is no name.
+    """Check that a channel is a name or None.
 
     Raises:
-        QTensorError: with the value.
+        QTensorError: it is something else.
     """
     right = channel is None or (isinstance(channel, str) and bool(channel))
-    rule = "a channel is a name, or None for a tensor of the caller"
-    check(right, label, rule, repr(channel), 'Pass "residual", say')
+    rule = "a channel must be a name, or None for a tensor of the caller"
+    check(right, label, rule, repr(channel), 'Pass a name, for example "residual"')
 
 
 def check_extra(op: BasicOperation, input: Tensor, extra: Tensor) -> None:
-    """Refuse a tensor that does not fit beside the input.
+    """Check that an extra input has the shape and dtype of the input.
 
     Raises:
-        QTensorError: with both shapes.
+        QTensorError: it differs; the message shows both.
     """
     if input.shape != extra.shape or input.dtype != extra.dtype:
         rule = "the extra input must have the shape and dtype of the input"
-        got = f"{tuple(extra.shape)} {extra.dtype} beside {tuple(input.shape)} {input.dtype}"
-        fail(op.label, rule, got, "Mend one of them")
+        got = f"{tuple(extra.shape)} {extra.dtype} for input {tuple(input.shape)} {input.dtype}"
+        fail(op.label, rule, got, "Fix one of them")
 
 
 class _Passing(BasicOperation, is_base=True):
-    """What operations share whose backward needs nothing of the forward."""
+    """Base of operations whose backward needs nothing from the forward."""
 
     fuser_is_split = True
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: Any, input: Any, returned: Any, **kwargs: Any
     ) -> None:
-        """Nothing."""
+        """Save nothing."""
 
 
 class AddExtraInput(_Passing):
-    """``x + extra``.
+    """Add an extra input: ``x + extra``.
 
     Args:
-        channel: take the extra input from the ``MakeExtraOutput`` of this channel, earlier in the sequence; None: from the
-            caller, who passes it behind the input.
+        channel: channel of an earlier ``MakeExtraOutput`` in the sequence that brings the extra
+            input. None if the caller passes it after the input.
     """
 
     num_extra_inputs = 1
@@ -71,7 +71,7 @@ class AddExtraInput(_Passing):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
-        """The sum."""
+        """Return the sum."""
         (extra,) = basic_op_extra_inputs[0]
         check_extra(self, input, extra)
         return produce(add(input, extra), next_op_input_request), [()], None
@@ -83,21 +83,21 @@ class AddExtraInput(_Passing):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
-        """The gradient, for both."""
+        """Return the gradient for both inputs."""
         dx = produce(grad_output, basic_op_ctxs[0].grad_input_request)
         return dx, [()], [(grad_output,)]
 
     def extra_repr(self) -> str:
-        """The channel."""
+        """Return the channel."""
         return "" if self.input_channels[0] is None else f"channel={self.input_channels[0]!r}"
 
 
 class MakeExtraOutput(_Passing):
-    """The input as it is, and once more as an extra output.
+    """Return the input unchanged, and a second time as an extra output.
 
     Args:
-        channel: the operations of this channel, later in the sequence, read it; None: it goes to the caller, behind the
-            output.
+        channel: channel from which later operations of the sequence read it. None if it is returned
+            to the caller after the output.
     """
 
     num_extra_outputs = 1
@@ -116,7 +116,7 @@ class MakeExtraOutput(_Passing):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
-        """The input, twice."""
+        """Return the input twice."""
         return produce(input, next_op_input_request), [(input,)], None
 
     def fuser_backward(
@@ -126,21 +126,23 @@ class MakeExtraOutput(_Passing):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Any, list[tuple[()]], list[tuple[()]]]:
-        """The sum of both gradients."""
+        """Return the sum of both gradients."""
         (extra,) = basic_op_grad_extra_outputs[0]
         dx = grad_output if extra is None else add(grad_output, extra)
         return produce(dx, basic_op_ctxs[0].grad_input_request), [()], [()]
 
     def extra_repr(self) -> str:
-        """The channel."""
+        """Return the channel."""
         return "" if self.output_channels[0] is None else f"channel={self.output_channels[0]!r}"
 
 
 class ExtraInput(_Passing):
-    """The input as it is; a tensor of the caller goes into a channel, for any number of later operations.
+    """Return the input unchanged, and put a tensor of the caller into a channel.
+
+    Any number of later operations can read the channel.
 
     Args:
-        channel: its name.
+        channel: name of the channel.
     """
 
     num_extra_inputs = 1
@@ -148,8 +150,8 @@ class ExtraInput(_Passing):
 
     def __init__(self, *, channel: str) -> None:
         super().__init__()
-        rule = "it needs the channel that the tensor goes into"
-        check(channel is not None, self.label, rule, "None", 'Pass channel="splits", say')
+        rule = "channel must be the name of the channel that receives the tensor"
+        check(channel is not None, self.label, rule, "None", 'Pass one, for example "splits"')
         check_channel(self.label, channel)
         self.output_channels = (channel,)
 
@@ -161,7 +163,7 @@ class ExtraInput(_Passing):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
-        """Both as they are."""
+        """Return both tensors unchanged."""
         return input, [basic_op_extra_inputs[0]], None
 
     def fuser_backward(
@@ -171,9 +173,9 @@ class ExtraInput(_Passing):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
-        """Both gradients as they are."""
+        """Return both gradients unchanged."""
         return grad_output, [()], [basic_op_grad_extra_outputs[0]]
 
     def extra_repr(self) -> str:
-        """The channel."""
+        """Return the channel."""
         return f"channel={self.output_channels[0]!r}"

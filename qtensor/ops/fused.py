@@ -1,6 +1,7 @@
-"""The library's own fused operations, and their entries in the table.
+"""The library's own fused operations and their entries in the table of fusions.
 
-On a CPU they save passes over memory and calls, not roundings: each gives the bytes of the operations that it stands for.
+On a CPU they save passes over memory and calls, not roundings. Each gives the same bytes as the
+operations that it replaces.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ GradExtra = list[tuple[Tensor | None, ...]]
 
 
 class _Fused(FusedOperation):
-    """A builder of its own: called with (operations, recipe)."""
+    """Base of the fused operations.
+
+    The class itself is the builder: ``cls(operations, recipe)``.
+    """
 
     reads_requests = True
 
@@ -44,11 +48,12 @@ class _Fused(FusedOperation):
         super().__init__(basic_ops)
 
 
-# ------------------------------------------------------------------------------------------------- forward
+# -------------------------------------------------------------------------------------------------
+# forward
 
 
 class _ForwardLinear(_Fused):
-    """A product, its bias in the one rounding, and what a subclass does with the result."""
+    """Base of fused forwards: a product with its bias in one rounding, then ``finish``."""
 
     linear: BasicLinear
     bias: Bias | None
@@ -56,18 +61,18 @@ class _ForwardLinear(_Fused):
 
     def __init__(self, basic_ops: Sequence[BasicOperation], recipe: Recipe | None = None) -> None:
         super().__init__(basic_ops)
-        # Not submodules either.
+        # Set in __dict__, so that they do not become submodules.
         bias = basic_ops[1] if isinstance(basic_ops[1], Bias) else None
         self.__dict__.update(linear=basic_ops[0], bias=bias, last=basic_ops[-1])
 
     def finish(
         self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
     ) -> Any:
-        """What comes behind product and bias."""
+        """Return the result of the operations after product and bias."""
         raise NotImplementedError
 
     def finish_ctx(self, ctx: OperationContext, y: Tensor, kwargs: dict[str, Any]) -> None:
-        """What the backward of the last operation needs."""
+        """Save what the backward of the last operation needs."""
 
     def fuser_forward_compute(
         self,
@@ -77,7 +82,7 @@ class _ForwardLinear(_Fused):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, Any]:
-        """The result, and the product's."""
+        """Return the result, and the product for ``fuser_forward_save_ctx``."""
         bias = None if self.bias is None else self.bias.bias
         call = basic_op_kwargs[0]["call"]
         product = self.linear.multiply(input, call, bias, input.dtype)
@@ -95,55 +100,55 @@ class _ForwardLinear(_Fused):
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
-        """As each operation by itself."""
-        self.linear.keep(basic_op_ctxs[0], returned)
+        """Save what each operation would save alone."""
+        self.linear.save_operands(basic_op_ctxs[0], returned)
         if self.bias is not None:
             self.bias.op_forward_save_ctx(basic_op_ctxs[1], None, None)
         self.finish_ctx(basic_op_ctxs[-1], returned.forward.out, basic_op_kwargs[-1])
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
-        """The product's maxima."""
+        """Return the product's maxima."""
         return [returned.forward.amaxes]
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
-    """[BasicLinear, Bias], and an activation behind them where there is one."""
+    """Forward of [BasicLinear, Bias], with or without an activation after them."""
 
     def finish(
         self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
     ) -> Any:
-        """The activation."""
+        """Return the activation."""
         last = self.basic_ops[-1]
         if isinstance(last, Bias):
             return produce(y, request)
         return last.op_forward_compute(y, next_op_input_request=request, **kwargs[-1])[0]
 
     def finish_ctx(self, ctx: OperationContext, y: Tensor, kwargs: dict[str, Any]) -> None:
-        """The activation's input."""
+        """Save the activation's input."""
         last = self.basic_ops[-1]
         if not isinstance(last, Bias):
             last.op_forward_save_ctx(ctx, y, None, **kwargs)
 
 
 class ForwardLinearBiasAdd(_ForwardLinear):
-    """[BasicLinear, AddExtraInput], with a Bias between or not."""
+    """Forward of [BasicLinear, AddExtraInput], with or without a Bias between them."""
 
     def finish(
         self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
     ) -> Any:
-        """The sum."""
+        """Return the sum."""
         (other,) = extra[-1]
         check_extra(self.last, y, other)
         return produce(add(y, other), request)
 
 
 class ForwardLinearScaleAdd(_ForwardLinear):
-    """[BasicLinear, ConstantScale, AddExtraInput], with a Bias behind the first or not."""
+    """Forward of [BasicLinear, ConstantScale, AddExtraInput]; a Bias may follow BasicLinear."""
 
     def finish(
         self, y: Tensor, extra: Extra, kwargs: list[dict[str, Any]], request: Request | None
     ) -> Any:
-        """The scaled sum, in one pass."""
+        """Return the scaled sum, computed in one pass."""
         (other,) = extra[-1]
         check_extra(self.last, y, other)
         factor = self.basic_ops[-2].scale
@@ -151,7 +156,10 @@ class ForwardLinearScaleAdd(_ForwardLinear):
 
 
 class ForwardGroupedMLP(_Fused):
-    """[GroupedLinear, activation, GroupedLinear]: where both read the same group sizes, the host reads them once."""
+    """Forward of [GroupedLinear, activation, GroupedLinear].
+
+    If both read the same group sizes, the host reads them once.
+    """
 
     def fuser_forward_compute(
         self,
@@ -161,13 +169,13 @@ class ForwardGroupedMLP(_Fused):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, Any]:
-        """The result, and what each operation returned."""
+        """Return the result, and the results of both products for ``fuser_forward_save_ctx``."""
         first, activation, second = self.basic_ops
-        sizes, again = basic_op_extra_inputs[0][0], basic_op_extra_inputs[2][0]
+        sizes, second_sizes = basic_op_extra_inputs[0][0], basic_op_extra_inputs[2][0]
         hidden = first.multiply(input, sizes, basic_op_kwargs[0]["call"])
         a, _ = activation.op_forward_compute(hidden[0].out)
-        known = hidden[1].splits if again is sizes else None
-        out = second.multiply(a, again, basic_op_kwargs[2]["call"], known)
+        known = hidden[1].splits if second_sizes is sizes else None
+        out = second.multiply(a, second_sizes, basic_op_kwargs[2]["call"], known)
         return produce(out[0].out, next_op_input_request), [()] * 3, (hidden, out)
 
     def fuser_forward_save_ctx(
@@ -179,24 +187,25 @@ class ForwardGroupedMLP(_Fused):
         basic_op_extra_inputs: Extra,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
-        """As each operation by itself."""
+        """Save what each operation would save alone."""
         first, activation, second = self.basic_ops
         hidden, out = returned
-        first.keep(basic_op_ctxs[0], hidden)
+        first.save_operands(basic_op_ctxs[0], hidden)
         activation.op_forward_save_ctx(basic_op_ctxs[1], hidden[0].out, None)
-        second.keep(basic_op_ctxs[2], out)
+        second.save_operands(basic_op_ctxs[2], out)
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
-        """Maxima of both."""
+        """Return the maxima of both products."""
         hidden, out = returned
         return [hidden[0].amaxes, [], out[0].amaxes]
 
 
-# ------------------------------------------------------------------------------------------------- backward
+# -------------------------------------------------------------------------------------------------
+# backward
 
 
 class BackwardActivationBias(_Fused):
-    """[Bias, activation]: one gradient serves the bias and, quantized, the product before it."""
+    """Backward of [Bias, activation]: one gradient serves the bias and, quantized, the product."""
 
     def fuser_backward(
         self,
@@ -205,14 +214,14 @@ class BackwardActivationBias(_Fused):
         *,
         basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[Any], GradExtra]:
-        """Gradients of input and bias."""
+        """Return the gradients of input and bias."""
         ctx = basic_op_ctxs[0]
         dx = self.basic_ops[1].gradient(basic_op_ctxs[1], grad_output)
         return produce(dx, ctx.grad_input_request), [[bias_gradient(dx, ctx)], ()], [(), ()]
 
 
 class BackwardAddNorm(_Fused):
-    """[MakeExtraOutput, RMSNorm or LayerNorm]: the norm's gradient and that of the residual branch."""
+    """Backward of [MakeExtraOutput, RMSNorm or LayerNorm]: adds the residual branch's gradient."""
 
     def fuser_backward(
         self,
@@ -221,7 +230,7 @@ class BackwardAddNorm(_Fused):
         *,
         basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[Any], GradExtra]:
-        """Gradients of input and parameters."""
+        """Return the gradients of input and parameters."""
         (extra,) = basic_op_grad_extra_outputs[0]
         dx, grads = self.basic_ops[1].gradients(basic_op_ctxs[1], grad_output)
         dx = dx if extra is None else add(dx, extra)
@@ -229,7 +238,7 @@ class BackwardAddNorm(_Fused):
 
 
 class BackwardLinearAdd(_Fused):
-    """[MakeExtraOutput, BasicLinear]: dgrad and the gradient of the other branch."""
+    """Backward of [MakeExtraOutput, BasicLinear]: adds the other branch's gradient to dgrad."""
 
     def fuser_backward(
         self,
@@ -238,7 +247,7 @@ class BackwardLinearAdd(_Fused):
         *,
         basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[Any], GradExtra]:
-        """Gradients of input and weight."""
+        """Return the gradients of input and weight."""
         (extra,) = basic_op_grad_extra_outputs[0]
         dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
         dx = dx if extra is None or dx is None else add(dx, extra)
@@ -247,7 +256,7 @@ class BackwardLinearAdd(_Fused):
 
 
 class BackwardLinearScale(_Fused):
-    """[ConstantScale, BasicLinear]: dgrad times the factor."""
+    """Backward of [ConstantScale, BasicLinear]: dgrad times the factor."""
 
     def fuser_backward(
         self,
@@ -256,7 +265,7 @@ class BackwardLinearScale(_Fused):
         *,
         basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[Any], GradExtra]:
-        """Gradients of input and weight."""
+        """Return the gradients of input and weight."""
         dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
         if dx is not None:
             factor = self.basic_ops[0].scale

@@ -1,7 +1,7 @@
-"""The table of fusions: patterns of neighbouring operations, and what builds one operation out of them.
+"""The table of fusions: patterns of neighbouring operations, and builders of fused operations.
 
-The fuser walks a sequence from its start and takes, at each place, the first entry whose pattern fits and whose builder
-returns an operation. It knows no operation itself.
+The fuser walks through a sequence. At each position it takes the first entry whose pattern matches
+and whose builder returns an operation. The fuser itself knows no specific operations.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Fusion(NamedTuple):
     """An entry of the table.
 
     Attributes:
-        pattern: a class, or a tuple of classes, for each operation in the order of the sequence. The classes themselves, not
-            subclasses, which may compute something else.
-        builder: (the operations, the recipe in force or None) -> the fused operation, or None to leave them alone.
-        directions: "forward", "backward" or both, for one object that serves both.
+        pattern: a class or a tuple of classes for each operation, in the order of the sequence.
+            Subclasses do not match, because they may compute something else.
+        builder: called with the operations and the active recipe (or None); returns the fused
+            operation, or None to leave them unfused.
+        directions: ("forward",), ("backward",), or both for one object that serves both passes.
     """
 
     pattern: tuple[Kinds, ...]
@@ -36,7 +37,7 @@ FUSIONS: list[Fusion] = []
 
 
 class _Epoch:
-    """Counts changes of the table: plans are made anew after one."""
+    """Counts changes of the table; each change makes existing plans obsolete."""
 
     number = 0
 
@@ -48,34 +49,39 @@ def _register(
     pattern: Sequence[Kinds], builder: Builder, directions: tuple[str, ...], prepend: bool
 ) -> None:
     if not isinstance(pattern, (list, tuple)):
-        rule = "a pattern is a list of classes"
-        fail("register_fusion", rule, repr(pattern), "Pass [BasicLinear, Bias], say", DtypeError)
-    kinds = [k for place in pattern for k in (place if isinstance(place, tuple) else (place,))]
+        rule, fix = (
+            "a pattern must be a list of classes",
+            "Pass a list, for example [BasicLinear, Bias]",
+        )
+        fail("register_fusion", rule, repr(pattern), fix, DtypeError)
+    kinds = [k for entry in pattern for k in (entry if isinstance(entry, tuple) else (entry,))]
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
-            rule = "a pattern is made of classes of basic operations"
-            fail("register_fusion", rule, repr(kind), "Pass [BasicLinear, Bias], say", DtypeError)
+            rule = "a pattern must consist of classes of basic operations"
+            fix = "Pass a list, for example [BasicLinear, Bias]"
+            fail("register_fusion", rule, repr(kind), fix, DtypeError)
     if len(pattern) == 0:
-        fail("register_fusion", "a pattern has an operation", "none", "Pass one class at least")
+        fail("register_fusion", "a pattern must not be empty", "none", "Pass at least one class")
     if not callable(builder):
         fail("register_fusion", "the builder must be callable", repr(builder), "Pass the class")
-    entry = Fusion(tuple(pattern), builder, directions)
-    FUSIONS.insert(0 if prepend else len(FUSIONS), entry)
+    fusion = Fusion(tuple(pattern), builder, directions)
+    FUSIONS.insert(0 if prepend else len(FUSIONS), fusion)
     EPOCH.number += 1
 
 
 def register_forward_fusion(
     pattern: Sequence[Kinds], builder: Builder, *, prepend: bool = True
 ) -> None:
-    """Fuse neighbouring operations in forward passes.
+    """Register a fusion of neighbouring operations in forward passes.
 
     Args:
-        pattern: a class of basic operations, or a tuple of them, for each place.
-        builder: (operations, recipe or None) -> a ``FusedOperation`` over exactly these, or None to leave them alone.
-        prepend: try it before those that are there.
+        pattern: for each operation a class of basic operations, or a tuple of classes.
+        builder: called with the operations and the active recipe (or None). Returns a
+            ``FusedOperation`` over exactly these operations, or None to leave them unfused.
+        prepend: True to try this fusion before those that are registered already.
 
     Raises:
-        QTensorError: something else.
+        QTensorError: the pattern or the builder is not valid.
     """
     _register(pattern, builder, ("forward",), prepend)
 
@@ -83,25 +89,28 @@ def register_forward_fusion(
 def register_backward_fusion(
     pattern: Sequence[Kinds], builder: Builder, *, prepend: bool = True
 ) -> None:
-    """Fuse neighbouring operations, in the order of the sequence, in backward passes; see ``register_forward_fusion``."""
+    """Register a fusion in backward passes; see ``register_forward_fusion``.
+
+    The pattern is in the order of the sequence, not of the backward pass.
+    """
     _register(pattern, builder, ("backward",), prepend)
 
 
 def register_forward_backward_fusion(
     pattern: Sequence[Kinds], builder: Builder, *, prepend: bool = True
 ) -> None:
-    """Fuse neighbouring operations by one object that serves both passes; see ``register_forward_fusion``."""
+    """Register a fusion by one object that serves both passes; see ``register_forward_fusion``."""
     _register(pattern, builder, ("forward", "backward"), prepend)
 
 
 def unregister_fusion(builder: Builder) -> None:
-    """Take every entry with this builder out of the table."""
+    """Remove every fusion with this builder from the table."""
     FUSIONS[:] = [entry for entry in FUSIONS if entry.builder is not builder]
     EPOCH.number += 1
 
 
 class Step(NamedTuple):
-    """One operation of a plan, and the places of the basic operations that it stands for."""
+    """One operation of a plan, with the indices of the basic operations that it replaces."""
 
     op: Any
     first: int
@@ -118,24 +127,24 @@ def _fits(entry: Fusion, ops: Sequence[BasicOperation]) -> bool:
 
 
 def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOperation | None:
-    """What the builder makes of operations that fit, checked.
+    """Return the operation that the builder makes of matching operations, after checking it.
 
     Raises:
-        QTensorError: something that cannot stand for them.
+        QTensorError: the builder's result cannot replace them.
     """
     result = entry.builder(ops, parse_recipe(key) if key else None)
     if result is None:
         return None
     label = f"fusion at {ops[0].label}"
     if not isinstance(result, FusedOperation):
-        rule = "a builder returns a FusedOperation or None"
-        fail(label, rule, repr(result), "Mend the builder", DtypeError)
+        rule = "a builder must return a FusedOperation or None"
+        fail(label, rule, repr(result), "Fix the builder", DtypeError)
     if len(result.basic_ops) != len(ops) or any(
         a is not b for a, b in zip(result.basic_ops, ops, strict=True)
     ):
-        rule = "the fused operation must stand for exactly the operations that were passed"
+        rule = "the fused operation must replace exactly the operations that were passed"
         got = ", ".join(op.label for op in result.basic_ops) or "none"
-        fail(label, rule, got, "Hand them on to FusedOperation.__init__")
+        fail(label, rule, got, "Pass them on to FusedOperation.__init__")
     for direction in entry.directions:
         if not getattr(result, f"has_{direction}"):
             rule = f"a {direction} fusion needs an operation with a fused {direction}"
@@ -144,28 +153,28 @@ def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOpera
 
 
 def fuse(ops: Sequence[BasicOperation], keys: Sequence[str], first: int) -> tuple[Any, Any]:
-    """(steps of the forward, steps of the backward in its own order).
+    """Return (steps of the forward, steps of the backward in the order of the backward).
 
     Args:
         ops: the basic operations of a sequence.
-        keys: of the recipe in force for each, "" for none.
-        first: place of the first operation that takes part in backward.
+        keys: key of the active recipe for each operation, "" for none.
+        first: index of the first operation that takes part in backward.
     """
     forward: dict[int, Step] = {}
     backward: dict[int, Step] = {}
     for directions in (("forward", "backward"), ("forward",), ("backward",)):
         entries = [e for e in FUSIONS if e.directions == directions]
         lowest = first if "backward" in directions else 0
-        place = lowest
-        while place < len(ops):
-            step = _step_at(entries, ops, keys, place, _taken(directions, forward, backward))
+        index = lowest
+        while index < len(ops):
+            step = _step_at(entries, ops, keys, index, _taken(directions, forward, backward))
             if step is None:
-                place += 1
+                index += 1
                 continue
             for direction in directions:
                 target = forward if direction == "forward" else backward
                 target[step.first] = step
-            place = step.last + 1
+            index = step.last + 1
     return _filled(ops, forward, 0), _filled(ops, backward, first)[::-1]
 
 
@@ -175,33 +184,33 @@ def _taken(directions: tuple[str, ...], forward: Any, backward: Any) -> set[int]
         for direction in directions
         for step in (forward if direction == "forward" else backward).values()
     ]
-    return {place for step in steps for place in range(step.first, step.last + 1)}
+    return {index for step in steps for index in range(step.first, step.last + 1)}
 
 
 def _step_at(
     entries: list[Fusion],
     ops: Sequence[BasicOperation],
     keys: Sequence[str],
-    place: int,
+    index: int,
     taken: set[int],
 ) -> Step | None:
     for entry in entries:
-        stop = place + len(entry.pattern)
-        chosen = ops[place:stop]
-        if taken.intersection(range(place, stop)) or not _fits(entry, chosen):
+        stop = index + len(entry.pattern)
+        chosen = ops[index:stop]
+        if taken.intersection(range(index, stop)) or not _fits(entry, chosen):
             continue
-        key = next((k for k in keys[place:stop] if k), "")
+        key = next((k for k in keys[index:stop] if k), "")
         fused = _built(entry, chosen, key)
         if fused is not None:
-            return Step(fused, place, stop - 1)
+            return Step(fused, index, stop - 1)
     return None
 
 
-def _filled(ops: Sequence[BasicOperation], found: dict[int, Step], first: int) -> tuple[Step, ...]:
-    """The steps, with single operations where nothing was fused."""
-    steps, place = [], first
-    while place < len(ops):
-        step = found.get(place, Step(ops[place], place, place))
+def _filled(ops: Sequence[BasicOperation], fused: dict[int, Step], first: int) -> tuple[Step, ...]:
+    """Return all steps: the fused ones, and one for each operation that is not fused."""
+    steps, index = [], first
+    while index < len(ops):
+        step = fused.get(index, Step(ops[index], index, index))
         steps.append(step)
-        place = step.last + 1
+        index = step.last + 1
     return tuple(steps)

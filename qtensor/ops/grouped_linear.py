@@ -1,4 +1,4 @@
-"""Grouped linear, its splits as an extra input."""
+"""GroupedLinear as an operation; the group sizes are an extra input."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from qtensor.functional.main_grad import reporting
 from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
 from qtensor.ops.extra import check_channel
 from qtensor.ops.handover import Request, produce
-from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext, placed
+from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext, operation_label
 
 
 class GroupedLinear(GroupedModule, BasicOperation):
-    """Linear layers over groups of the input's rows; the group sizes, int64 (num_gemms,), are an extra input.
+    """Linear layers over groups of the input's rows.
+
+    The group sizes, int64 (num_gemms,), are an extra input.
 
     Args:
         num_gemms: number of groups.
         in_features: K.
         out_features: N.
-        bias: add a bias to each group.
-        channel: take the group sizes from this channel (see ``ExtraInput``); None: from the caller.
-        **options: those of ``qtensor.GroupedLinear`` but for ``return_bias``.
+        bias: True to add a bias to each group.
+        channel: channel that brings the group sizes (see ``ExtraInput``); None if the caller passes
+            them.
+        **options: options of ``qtensor.GroupedLinear``, except ``return_bias``.
     """
 
     num_extra_inputs = 1
@@ -47,8 +50,8 @@ class GroupedLinear(GroupedModule, BasicOperation):
         channel: str | None = None,
         **options: Any,
     ) -> None:
-        rule = "an operation returns one tensor, with the bias in it"
-        fix = "Leave return_bias out"
+        rule = "an operation returns one tensor, to which the bias has been added"
+        fix = "Remove return_bias"
         check(not options.get("return_bias"), "GroupedLinear", rule, "return_bias=True", fix)
         super().__init__(num_gemms, in_features, out_features, bias, **options)
         check_channel(self.label, channel)
@@ -58,15 +61,15 @@ class GroupedLinear(GroupedModule, BasicOperation):
 
     @property
     def label(self) -> str:
-        """How messages name the operation."""
-        return f"{placed(self)}[{self.name}]" if self.name else placed(self)
+        """Name of the operation in messages."""
+        return f"{operation_label(self)}[{self.name}]" if self.name else operation_label(self)
 
     def plan_key(self) -> str:
-        """The recipe in force."""
+        """Return the key of the active recipe."""
         return self._recipe_key()
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
-        """What recipe and state say about this call: arguments that lack input and splits."""
+        """Return the arguments that follow from recipe and state, without input and splits."""
         weights, training = self._named("weight"), torch.is_grad_enabled()
         biases = self._named("bias") if self.use_bias else ()
         call = GroupedFwdArgs(like, weights, biases, NO_SPLITS, input_requires_grad)
@@ -79,15 +82,20 @@ class GroupedLinear(GroupedModule, BasicOperation):
     def multiply(
         self, input: Tensor, m_splits: Tensor, call: GroupedFwdArgs, known: Splits | None = None
     ) -> tuple[GroupedForward, GroupedFwdArgs]:
-        """The forward, pure; ``known``: checked splits, for which ``m_splits`` is not read again."""
+        """Compute the forward without side effects.
+
+        If ``known`` holds checked splits, ``m_splits`` is not read again.
+        """
         self._check_input(input, self.weight0, call.plan, self._options)
         args = call.with_tensors(input, call.weights, call.biases)
         args.dtype = input.dtype
         args.splits = self._splits(input, m_splits) if known is None else known
         return _grouped_forward_impl(args), args
 
-    def keep(self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]) -> None:
-        """Note what backward needs of ``multiply``."""
+    def save_operands(
+        self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]
+    ) -> None:
+        """Save the operands of dgrad and wgrad in ``ctx``."""
         result, args = returned
         ctx.args = bwd = GroupedBwdArgs()
         saved = _grouped_setup_ctx(bwd, args, result.ctx_attrs, result.tensors_to_save)
@@ -101,9 +109,9 @@ class GroupedLinear(GroupedModule, BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, list[tuple[()]], tuple[GroupedForward, GroupedFwdArgs]]:
-        """The products."""
-        found = self.multiply(input, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
-        return produce(found[0].out, next_op_input_request), [()], found
+        """Compute the products of all groups."""
+        product = self.multiply(input, basic_op_extra_inputs[0][0], basic_op_kwargs[0]["call"])
+        return produce(product[0].out, next_op_input_request), [()], product
 
     def fuser_forward_save_ctx(
         self,
@@ -114,8 +122,8 @@ class GroupedLinear(GroupedModule, BasicOperation):
         basic_op_extra_inputs: list[tuple[Tensor, ...]],
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
-        """Operands of dgrad and wgrad."""
-        self.keep(basic_op_ctxs[0], returned)
+        """Save the operands of dgrad and wgrad."""
+        self.save_operands(basic_op_ctxs[0], returned)
 
     def fuser_backward(
         self,
@@ -124,7 +132,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Any, list[Any], list[tuple[None]]]:
-        """dgrad, wgrads and gradients of the biases."""
+        """Return dgrad, the wgrads and the gradients of the biases."""
         ctx = basic_op_ctxs[0]
         args = _restored(ctx.args, ctx.saved_tensors, grad_output)
         wgrads, dgrad, grad_biases = _grouped_backward(args, grad_output)
@@ -135,20 +143,20 @@ class GroupedLinear(GroupedModule, BasicOperation):
         return dgrad, [grads], [(None,)]
 
     def published_by_op(self, returned: Any) -> list[list[Tensor]]:
-        """Maxima of inputs and weights under delayed scaling."""
+        """Return the maxima of inputs and weights under delayed scaling."""
         return [returned[0].amaxes]
 
     def published_count(self, kwargs: dict[str, Any]) -> int:
-        """One for the inputs, one for each weight."""
+        """Return the number of maxima: one for the inputs, one for each weight."""
         first, second, _ = kwargs["call"].plan.delayed
         return first + second * self.num_gemms
 
     def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
-        """Tells the weights when their gradients have been added to ``main_grad``."""
+        """Return ``out``; its backward notifies the weights that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and bool(wgrad.main_grads)
         return reporting(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
-        """Note the maxima."""
+        """Record the maxima."""
         self._record_groups(published, kwargs["call"].plan)

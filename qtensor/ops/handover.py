@@ -1,6 +1,9 @@
-"""Quantized values between the operations of a sequence: who reads one says how, who makes it quantizes.
+"""Quantized values that operations of a sequence pass to each other.
 
-Inside of a sequence they are plain buffers, not tensor subclasses: tracing sees through them.
+The operation that reads a tensor requests a format, and the operation that makes the tensor
+quantizes it.
+
+Inside a sequence these values are plain buffers, not tensor subclasses, so that a tracer sees them.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from qtensor.library.codec import parse
 
 
 class Request(NamedTuple):
-    """How an operation would like a tensor that another one makes for it.
+    """The format that an operation requests for a tensor that another operation makes.
 
     Attributes:
-        canonical: text of the quantizer, usages included.
-        scale: (1,) float32 encode factor of delayed scaling.
-        seed: (1,) int64 for stochastic rounding.
+        canonical: canonical string of the quantizer, usages included; "" for no quantization.
+        scale: (1,) float32 encode scale of delayed scaling, or None.
+        seed: (1,) int64 for stochastic rounding, or None.
     """
 
     canonical: str
@@ -30,34 +33,34 @@ class Request(NamedTuple):
 
     @property
     def quantizer(self) -> Any:
-        """The quantizer itself."""
+        """The quantizer that ``canonical`` describes."""
         return parse(self.canonical)
 
 
 UNROUNDED = Request("")
-"""Asks a linear layer for its float32 sums; other tensors come as they are."""
+"""Requests the float32 sums of a linear layer; other operations return their tensor unchanged."""
 
 
 class Unrounded(NamedTuple):
-    """Float32 sums of a product, to be rounded to ``dtype`` once something has been added to them."""
+    """Float32 sums of a product, which are rounded to ``dtype`` after something has been added."""
 
     sums: Tensor
     dtype: torch.dtype
 
 
-def collected(
+def from_buffers(
     buffers: list[Tensor], request: Request, shape: Shape, dtype: torch.dtype
 ) -> Quantized:
-    """What an op that quantizes returned, as a value."""
+    """Return the buffers that a quantizing op returned as a ``Quantized`` value."""
     if request.scale is None:
         return Quantized(buffers, request.canonical, shape, dtype, None)
     return Quantized(buffers[:-1], request.canonical, shape, dtype, buffers[-1])
 
 
 def produce(y: Tensor, request: Request | None) -> Any:
-    """``y`` (..., K) as it was asked for: itself, or quantized."""
+    """Return ``y`` (..., K) as requested: unchanged, or quantized."""
     if request is None or not request.canonical:
         return y
     matrix = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
     buffers = quantize_buffers(matrix, request.canonical, request.scale, None, request.seed)
-    return collected(buffers, request, y.shape, y.dtype)
+    return from_buffers(buffers, request, y.shape, y.dtype)

@@ -1,4 +1,4 @@
-"""Matrix products, with and without a bias."""
+"""Linear layers as operations: ``BasicLinear``, ``Bias`` and ``Linear``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qtensor.ops.operation import (
     BasicOperation,
     FusedOperation,
     OperationContext,
-    placed,
+    operation_label,
 )
 
 _bias_add = direct(BIAS_ADD, 0, 1)
@@ -40,7 +40,7 @@ _NO_SEEDS = (None, None, None)
 
 
 class LinearCall(NamedTuple):
-    """What one call of a linear layer is made with: plain values, and tensors of state."""
+    """The arguments of one call of a linear layer: plain values and tensors of state."""
 
     plan: LinearPlan
     inp_requires_grad: bool
@@ -51,7 +51,7 @@ class LinearCall(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a product returned, and its arguments."""
+    """The result of a product, and its arguments."""
 
     forward: LinearForward
     args: LinearFwdArgs
@@ -62,22 +62,22 @@ def _row(scales: Tensor | None, role: int) -> Tensor | None:
 
 
 class BasicLinear(LinearModule, BasicOperation):
-    """``x @ weight.T``, quantized by the recipe in force.
+    """``x @ weight.T``, quantized as the active recipe says.
 
     Args:
         in_features: K.
         out_features: N.
-        **options: those of ``qtensor.Linear`` but for ``bias`` and ``return_bias``: device, params_dtype, recipe, name,
-            init_method, quantized_params, parallel_mode, tp_group, sequence_parallel, fuse_wgrad_accumulation,
-            delay_wgrad_compute, save_original_input.
+        **options: options of ``qtensor.Linear``, except ``bias`` and ``return_bias``: device,
+        params_dtype, recipe, name, init_method, quantized_params, parallel_mode, tp_group,
+        sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input.
 
     Raises:
-        QTensorError: arguments that do not fit.
+        QTensorError: the arguments do not fit.
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        rule = "an operation returns one tensor, with the bias in it"
-        fix = "Leave return_bias out"
+        rule = "an operation returns one tensor, to which the bias has been added"
+        fix = "Remove return_bias"
         check(not options.get("return_bias"), "BasicLinear", rule, "return_bias=True", fix)
         super().__init__(in_features, out_features, bias=False, **options)
 
@@ -85,15 +85,15 @@ class BasicLinear(LinearModule, BasicOperation):
 
     @property
     def label(self) -> str:
-        """How messages name the operation."""
-        return f"{placed(self)}[{self.name}]" if self.name else placed(self)
+        """Name of the operation in messages."""
+        return f"{operation_label(self)}[{self.name}]" if self.name else operation_label(self)
 
     def plan_key(self) -> str:
-        """The recipe in force."""
+        """Return the key of the active recipe."""
         return self._recipe_key()
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
-        """What recipe and state say about this call."""
+        """Return the arguments of this call that follow from recipe and state."""
         weight, options = self.weight, self._options
         wgrad = torch.is_grad_enabled() and weight.requires_grad
         plan = self._plan(input_requires_grad, wgrad, "weight", options)
@@ -107,7 +107,7 @@ class BasicLinear(LinearModule, BasicOperation):
         return {"call": call}
 
     def input_request(self, kwargs: dict[str, Any]) -> Request | None:
-        """Quantized as fprop and wgrad read it."""
+        """Request the input in the format that fprop and wgrad read, or None."""
         call, split = kwargs["call"], self._options.parallel
         gathered = split is not None and split.sequence and split.mode == "column"
         original = self._options.save_original_input or (
@@ -119,7 +119,7 @@ class BasicLinear(LinearModule, BasicOperation):
         return Request(call.plan.input, _row(scales, 0), call.seeds[0])
 
     def grad_output_request(self, kwargs: dict[str, Any]) -> Request | None:
-        """Quantized as dgrad and wgrad read it."""
+        """Request the gradient in the format that dgrad and wgrad read, or None."""
         call, split = kwargs["call"], self._options.parallel
         gathered = split is not None and split.sequence and split.mode == "row"
         if not call.plan.grad_output or gathered:
@@ -132,15 +132,15 @@ class BasicLinear(LinearModule, BasicOperation):
     ) -> LinearFwdArgs:
         weight, options = self.weight, self._options
         plain: Any = input
-        made: Any = None
+        quantized: Any = None
         if isinstance(input, Quantized):
-            plain, made = None, input
-            self._check_features(made, weight.shape[1])
+            plain, quantized = None, input
+            self._check_features(quantized, weight.shape[1])
             self._check_alignment(weight, call.plan, options)
         else:
             self._check_input(input, weight, call.plan, options)
         args = LinearFwdArgs(plain, weight, bias, call.inp_requires_grad, call.weight_requires_grad)
-        args.plan, args.dtype, args.made = call.plan, dtype, made
+        args.plan, args.dtype, args.made = call.plan, dtype, quantized
         args.delayed, args.seeds, args.wgrad = call.delayed, call.seeds, call.wgrad
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
@@ -149,12 +149,15 @@ class BasicLinear(LinearModule, BasicOperation):
     def multiply(
         self, input: Any, call: LinearCall, bias: Tensor | None, dtype: torch.dtype
     ) -> Product:
-        """The forward, pure; ``bias`` is added before the one rounding to ``dtype``."""
+        """Compute the forward without side effects.
+
+        ``bias`` is added before the one rounding to ``dtype``.
+        """
         args = self._args(input, bias, call, dtype)
         return Product(_linear_forward_impl(args), args)
 
-    def keep(self, ctx: OperationContext, returned: Product) -> None:
-        """Note what backward needs of ``multiply``."""
+    def save_operands(self, ctx: OperationContext, returned: Product) -> None:
+        """Save the operands of dgrad and wgrad in ``ctx``."""
         result, args = returned
         bwd = LinearBwdArgs()
         saved = _linear_setup_ctx(bwd, args, result.out, result.ctx_attrs, result.tensors_to_save)
@@ -164,7 +167,7 @@ class BasicLinear(LinearModule, BasicOperation):
     def op_forward_compute(
         self, input: Any, *, call: LinearCall, next_op_input_request: Request | None = None
     ) -> tuple[Any, Product]:
-        """The product."""
+        """Return the product."""
         unrounded = next_op_input_request is not None and not next_op_input_request.canonical
         if unrounded and self._options.parallel is None:
             result = self.multiply(input, call, None, torch.float32)
@@ -175,48 +178,48 @@ class BasicLinear(LinearModule, BasicOperation):
     def op_forward_save_ctx(
         self, ctx: OperationContext, input: Any, returned: Product, *, call: LinearCall
     ) -> None:
-        """Operands of dgrad and wgrad."""
-        self.keep(ctx, returned)
+        """Save the operands of dgrad and wgrad."""
+        self.save_operands(ctx, returned)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, list[Any]]:
-        """Dgrad and wgrad."""
-        made = grad_output if isinstance(grad_output, Quantized) else None
-        plain = grad_output if made is None else None
-        args = _restored(ctx.args, ctx.saved_tensors, plain, made)
+        """Return dgrad and wgrad."""
+        quantized = grad_output if isinstance(grad_output, Quantized) else None
+        plain = grad_output if quantized is None else None
+        args = _restored(ctx.args, ctx.saved_tensors, plain, quantized)
         wgrad, dgrad, _ = _linear_backward(args)
         return dgrad, [wgrad]
 
     def published(self, returned: Product) -> list[Tensor]:
-        """Maxima of input and weight under delayed scaling."""
+        """Return the maxima of input and weight under delayed scaling."""
         return returned.forward.amaxes
 
     def published_count(self, kwargs: dict[str, Any]) -> int:
-        """One for each of the two that is scaled so."""
+        """Return the number of maxima: one for each of input and weight under delayed scaling."""
         return sum(kwargs["call"].plan.delayed[:2])
 
     @property
     def reports(self) -> bool:
-        """Where gradients are added to ``main_grad``."""
+        """True if gradients are added to ``main_grad``."""
         return self._options.fuse_wgrad_accumulation
 
     def report_on(self, out: Any, kwargs: dict[str, Any]) -> Any:
-        """Tells the weight when its gradient has been added to ``main_grad``."""
+        """Return ``out``; its backward notifies the weight that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and wgrad.main_grad is not None
         return reporting(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
-        """Note the maxima."""
+        """Record the maxima."""
         self._record(published, "weight", kwargs["call"].plan)
 
 
 class Bias(BasicOperation):
-    """``x + bias`` over the last dim.
+    """Add a bias over the last dim: ``x + bias``.
 
     Args:
-        size: of the last dim.
-        device: of the parameter; "meta" leaves it without data until ``reset_parameters``.
-        dtype: of the parameter; torch's default dtype if None.
+        size: size of the last dim.
+        device: device of the parameter; "meta" leaves it without data until ``reset_parameters``.
+        dtype: dtype of the parameter; torch's default dtype if None.
     """
 
     reads_unrounded = True
@@ -224,58 +227,58 @@ class Bias(BasicOperation):
     def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        check(right, self.label, "size must be a positive integer", repr(size), "Mend it")
+        check(right, self.label, "size must be a positive integer", repr(size), "Fix the size")
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         if not self.bias.is_meta:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros."""
+        """Set the bias to zero."""
         nn.init.zeros_(self.bias)
 
     def input_request(self, kwargs: dict[str, Any]) -> Request | None:
-        """The sums of a product, so that they are rounded once."""
+        """Request the float32 sums of a product, so that they are rounded once."""
         return UNROUNDED
 
     def op_forward_compute(
         self, input: Any, *, next_op_input_request: Request | None = None
     ) -> tuple[Tensor, None]:
-        """The sum."""
+        """Return the sum."""
         if isinstance(input, Unrounded):
             return _bias_add(input.sums, self.bias, input.dtype), None
         return _bias_add(input, self.bias, input.dtype), None
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
-        """Nothing but the bias's dtype."""
+        """Save the bias's dtype."""
         ctx.dtype = self.bias.dtype
         ctx.bias_requires_grad = self.bias.requires_grad
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:
-        """The gradient as it is, and its sum over rows."""
+        """Return the gradient unchanged, and its sum over rows."""
         return grad_output, [bias_gradient(grad_output, ctx)]
 
     def extra_repr(self) -> str:
-        """The size."""
+        """Return the size."""
         return f"size={self.bias.numel()}"
 
 
 def bias_gradient(grad_output: Tensor, ctx: BackwardContext) -> Tensor | None:
-    """The gradient of a ``Bias``, by what its forward noted."""
+    """Return the gradient of a ``Bias``; ``ctx`` is the context of its forward."""
     if not ctx.bias_requires_grad:
         return None
-    found = _bias_grad(grad_output)
-    return found if found.dtype == ctx.dtype else found.to(ctx.dtype)
+    grad = _bias_grad(grad_output)
+    return grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
 
 
 class Linear(FusedOperation):
-    """``BasicLinear`` and, with a bias, ``Bias``.
+    """A linear layer: ``BasicLinear`` and, with a bias, ``Bias``.
 
-    A ``state_dict`` of ``torch.nn.Linear`` loads into it and back.
+    A ``state_dict`` of ``torch.nn.Linear`` loads into it, and the other way round.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: add a bias (N,).
+        bias: True to add a bias (N,).
         **options: see ``BasicLinear``.
     """
 
@@ -283,26 +286,26 @@ class Linear(FusedOperation):
         self, in_features: int, out_features: int, bias: bool = True, **options: Any
     ) -> None:
         linear = BasicLinear(in_features, out_features, **options)
-        parts: list[BasicOperation] = [linear]
+        basic_ops: list[BasicOperation] = [linear]
         if bias:
             like = linear.weight
             dtype = options.get("params_dtype") or options.get("dtype")
-            parts.append(Bias(like.shape[0], device=options.get("device"), dtype=dtype))
-        super().__init__(parts)
+            basic_ops.append(Bias(like.shape[0], device=options.get("device"), dtype=dtype))
+        super().__init__(basic_ops)
         self.linear = linear
         if bias:
-            self.bias_op = parts[1]
+            self.bias_op = basic_ops[1]
             if not linear.weight.is_meta:
                 self._reset_bias()
         self.register_state_dict_post_hook(_flat_names)
         self.register_load_state_dict_pre_hook(_nested_names)
 
     def backward_dw(self) -> None:
-        """See ``qtensor.Linear``, under ``delay_wgrad_compute=True``."""
+        """Compute the delayed wgrad; see ``qtensor.Linear`` with ``delay_wgrad_compute=True``."""
         self.linear.backward_dw()
 
     def reset_parameters(self) -> None:
-        """Initialise as ``torch.nn.Linear`` does."""
+        """Initialise the parameters like ``torch.nn.Linear``."""
         self.linear.reset_parameters()
         if len(self.basic_ops) > 1:
             self._reset_bias()
@@ -315,24 +318,24 @@ class Linear(FusedOperation):
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of ``BasicLinear``."""
+        """Weight of the ``BasicLinear``."""
         return self.linear.weight
 
     @property
     def bias(self) -> Any:
-        """Of ``Bias``, None where there is none."""
+        """Bias of the ``Bias`` operation, or None without one."""
         return self.basic_ops[1].bias if len(self.basic_ops) > 1 else None
 
 
 def _flat_names(module: Linear, state: Any, prefix: str, metadata: Any) -> None:
-    """``linear.weight`` and ``bias_op.bias`` as ``weight`` and ``bias``."""
+    """Rename ``linear.weight`` and ``bias_op.bias`` to ``weight`` and ``bias``."""
     for inner in ("linear.", "bias_op."):
         for key in [k for k in state if k.startswith(prefix + inner)]:
             state[prefix + key[len(prefix + inner) :]] = state.pop(key)
 
 
 def _nested_names(module: Linear, state: Any, prefix: str, *args: Any) -> None:
-    """The reverse, before loading."""
+    """Rename ``weight`` and ``bias`` back before loading."""
     for key in [k for k in state if k.startswith(prefix)]:
         name = key[len(prefix) :]
         if name == "bias":

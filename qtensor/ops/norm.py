@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and L2Normalization."""
+"""LayerNorm, RMSNorm and L2Normalization as operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qtensor.library.fused import NORM_QUANTIZE
 from qtensor.library.norm import NORM, NORM_BACKWARD
 from qtensor.library.pointwise import L2_NORM, L2_NORM_BACKWARD
 from qtensor.modules.normed import eps_text, reset_norm
-from qtensor.ops.handover import Request, collected, produce
+from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 
 _norm = direct(NORM, 0)
@@ -24,19 +24,20 @@ _l2_norm_backward = direct(L2_NORM_BACKWARD, 0, 1)
 
 
 def matrix(x: Tensor) -> Tensor:
-    """(..., K) as (M, K)."""
+    """Return ``x`` (..., K) as (M, K)."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 class _Norm(BasicOperation):
-    """What the two norms with parameters share.
+    """Base of the norms with parameters.
 
     Args:
-        normalized_shape: K, or (K,).
-        eps: added to the variance.
-        zero_centered_gamma: the weight is stored less 1.
-        device: of the parameters; "meta" leaves them without data until ``reset_parameters``.
-        dtype: of the parameters; torch's default dtype if None.
+        normalized_shape: K or (K,), the size of the last dim.
+        eps: number added to the variance.
+        zero_centered_gamma: True if the stored weight is gamma - 1.
+        device: device of the parameters; "meta" leaves them without data until
+            ``reset_parameters``.
+        dtype: dtype of the parameters; torch's default dtype if None.
     """
 
     kind = ""
@@ -51,12 +52,12 @@ class _Norm(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        given: Any = normalized_shape
-        shape = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-        rule = "it normalizes over the last dim, of a positive size"
+        shape_arg: Any = normalized_shape
+        shape = tuple(shape_arg) if isinstance(shape_arg, (tuple, list)) else (shape_arg,)
+        rule = "normalized_shape must be the size of the last dim, a positive integer"
         right = len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0
-        check(right, self.label, rule, repr(given), "Pass its size")
-        # As text: Dynamo would make a symbol of a float that it finds in an object.
+        check(right, self.label, rule, repr(shape_arg), "Pass its size")
+        # Stored as a string: Dynamo would make a symbol of a float attribute.
         self._eps = eps_text(self.label, eps)
         self.zero_centered_gamma = zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -70,21 +71,21 @@ class _Norm(BasicOperation):
 
     @property
     def eps(self) -> float:
-        """What is added to the variance."""
+        """Number added to the variance."""
         return float(self._eps)
 
     def reset_parameters(self) -> None:
-        """The norm alone."""
+        """Initialise the weight and bias so that the norm is not rescaled."""
         reset_norm(self.weight, self.bias, self.zero_centered_gamma)
 
     def op_forward_compute(
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """The normed input, quantized in the same pass where that was asked for."""
+        """Return the normalized input; if requested, quantize it in the same pass."""
         weight = self.weight
         if input.ndim == 0 or input.shape[-1] != weight.shape[0]:
             rule = f"the last dim must be {weight.shape[0]}"
-            fail(f"{self.label} input", rule, tuple(input.shape), "Mend the input")
+            fail(f"{self.label} input", rule, tuple(input.shape), "Fix the input")
         rows = matrix(input)
         settings = (weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
         request = next_op_input_request
@@ -94,18 +95,18 @@ class _Norm(BasicOperation):
         *buffers, mean, rstd = _norm_quantize(
             rows, *settings, input.dtype, request.canonical, request.scale, None, request.seed
         )
-        y = collected(buffers, request, input.shape, input.dtype)
+        y = from_buffers(buffers, request, input.shape, input.dtype)
         return y, (rows, weight, mean, rstd)
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input: Tensor, returned: tuple[Tensor, ...]
     ) -> None:
-        """The input, the weight and the statistics of the input's rows."""
+        """Save the input, the weight and the statistics of the input's rows."""
         ctx.save_for_backward(*returned)
         ctx.shape = input.shape
 
     def gradients(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Tensor, list[Any]]:
-        """Those of the input and the parameters."""
+        """Return the gradients of the input and the parameters."""
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = self.kind == "layernorm"
         dx, dweight, dbias = _norm_backward(
@@ -122,27 +123,27 @@ class _Norm(BasicOperation):
         return dx, [dweight, dbias] if has_bias else [dweight]
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, list[Any]]:
-        """As ``gradients``, quantized where that was asked for."""
+        """Return the gradients; if requested, quantize that of the input."""
         dx, grads = self.gradients(ctx, grad_output)
         return produce(dx, ctx.grad_input_request), grads
 
     def extra_repr(self) -> str:
-        """Size and eps."""
+        """Return the size and eps."""
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return f"{self.weight.shape[0]}, eps={self._eps}{centered}"
 
 
 class LayerNorm(_Norm):
-    """LayerNorm over the last dim, in the bytes of docs/numerics.md."""
+    """LayerNorm over the last dim, with the arithmetic of docs/numerics.md."""
 
-    __doc__ += (_Norm.__doc__ or "")[len("What the two norms with parameters share.") :]
+    __doc__ += (_Norm.__doc__ or "")[len("Base of the norms with parameters.") :]
     kind = "layernorm"
 
 
 class RMSNorm(_Norm):
-    """RMSNorm over the last dim, in the bytes of docs/numerics.md."""
+    """RMSNorm over the last dim, with the arithmetic of docs/numerics.md."""
 
-    __doc__ += (_Norm.__doc__ or "")[len("What the two norms with parameters share.") :]
+    __doc__ += (_Norm.__doc__ or "")[len("Base of the norms with parameters.") :]
     kind = "rmsnorm"
 
 
@@ -150,7 +151,7 @@ class L2Normalization(BasicOperation):
     """``x / sqrt(max(sum(x^2), eps))`` over the last dim.
 
     Args:
-        eps: the least sum of squares.
+        eps: lower bound of the sum of squares.
     """
 
     def __init__(self, *, eps: float = 1e-6) -> None:
@@ -160,16 +161,16 @@ class L2Normalization(BasicOperation):
     def op_forward_compute(
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, Tensor]:
-        """The normed input."""
+        """Return the normalized input."""
         y, rnorm = _l2_norm(input, float(self._eps))
         return produce(y, next_op_input_request), rnorm
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: Tensor) -> None:
-        """The input, and the reciprocals of its norms."""
+        """Save the input and the reciprocals of its norms."""
         ctx.save_for_backward(input, returned)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
-        """The gradient."""
+        """Return the gradient of the input."""
         x, rnorm = ctx.saved_tensors
         dx = _l2_norm_backward(grad_output, x, rnorm, float(self._eps))
         return produce(dx, ctx.grad_input_request), ()

@@ -1,4 +1,4 @@
-"""Plans: how a sequence of operations runs under one recipe."""
+"""``SequencePlan``: how a sequence of operations runs under one recipe."""
 
 from __future__ import annotations
 
@@ -11,48 +11,56 @@ from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation, FusedOperation
 
 Form = Literal["passes", "plain", "split", "single"]
-"""How a step runs: it hands on its input and nothing needs to be called; a basic operation by its ``op_`` functions, called
-without those around them; by ``fuser_forward_compute``; by ``fuser_forward``."""
+"""How a step runs.
+
+"passes": it returns its input, so nothing is called. "plain": a basic operation whose ``op_``
+functions are called directly. "split": through ``fuser_forward_compute``. "single": through
+``fuser_forward``.
+"""
 
 
 class ForwardStep(NamedTuple):
-    """A step of the forward pass, with what is known of it before any call."""
+    """A step of the forward pass, with everything that is known before a call.
+
+    ``first`` and ``last`` are the indices of the operations that it runs.
+    """
 
     op: Any
     first: int
     last: int
     reader: BasicOperation | None
-    """The operation behind it, where that gets its input as it asks for it."""
+    """The next operation, if this step makes its input as requested; else None."""
     publishes: bool
     form: Form
     inputs: Sequence[tuple[str | None, ...]]
-    """Channels of the extra inputs of each operation, () where there are none at all."""
+    """Channels of the extra inputs of each operation; () if there are no extra inputs."""
     outputs: Sequence[tuple[str | None, ...]]
-    """Likewise of the extra outputs."""
+    """Channels of the extra outputs of each operation; () if there are no extra outputs."""
 
 
 class BackwardStep(NamedTuple):
-    """A step of the backward pass, likewise."""
+    """A step of the backward pass, with everything that is known before a call."""
 
     op: Any
     first: int
     last: int
     reader: int
-    """Place of the operation before it, where that gets its gradient as it asks for it; else -1."""
+    """Index of the previous operation, if this step makes its gradient as requested; else -1."""
     is_plain: bool
     inputs: Sequence[tuple[str | None, ...]]
     """Channels of the extra inputs of each operation."""
     outputs: Sequence[tuple[str | None, ...]]
-    """Likewise of the extra outputs, () where there are none at all."""
+    """Channels of the extra outputs of each operation; () if there are no extra outputs."""
 
 
-class Plan:
+class SequencePlan:
     """How a sequence runs under one recipe.
 
     Attributes:
         forward: steps in the order of the forward pass.
         backward: steps in the order of the backward pass.
-        run_outside: runs the sequence out of sight of a tracer, where an operation has a single form; else None.
+        run_outside: runs the sequence outside a traced graph, if an operation has only the single
+            form of the forward; else None.
     """
 
     def __init__(
@@ -63,9 +71,11 @@ class Plan:
         run: Callable[..., Any],
     ) -> None:
         forward, backward = steps
-        reads = _reading(forward, len(ops), fusing, first=True)
-        self.forward: tuple[ForwardStep, ...] = tuple([_known(s, ops, reads) for s in forward])
-        reads = _reading(backward, len(ops), fusing, first=False)
+        reads = _forwarded_requests(forward, len(ops), fusing, first=True)
+        self.forward: tuple[ForwardStep, ...] = tuple([
+            _forward_step(s, ops, reads) for s in forward
+        ])
+        reads = _forwarded_requests(backward, len(ops), fusing, first=False)
         self.backward: tuple[BackwardStep, ...] = tuple([
             BackwardStep(
                 *step,
@@ -78,10 +88,10 @@ class Plan:
         self.run_outside: Any = None
         single = [step.op.label for step in forward if not step.op.is_split]
         if single:
-            # Dynamo shows the reason where it breaks the graph, and in the error of fullgraph=True.
+            # Dynamo prints the reason when it breaks the graph, and in the error of fullgraph=True.
             names = ", ".join(single)
-            reason = f"{names}: the single form of a forward (op_forward, fuser_forward) is not traced. Define "
-            reason += "op_forward_compute and op_forward_save_ctx instead."
+            reason = f"{names}: the single form of a forward (op_forward, fuser_forward) is not "
+            reason += "traced. Define op_forward_compute and op_forward_save_ctx instead."
             self.run_outside = torch.compiler.disable(run, reason=reason)
 
 
@@ -90,7 +100,7 @@ def _overrides(kind: type, base: type, name: str) -> bool:
 
 
 def _inherits(op: Any, *names: str) -> bool:
-    """Whether an operation without extra tensors has these functions from ``BasicOperation``."""
+    """Return True if ``op`` has no extra tensors and inherits these functions."""
     return (
         isinstance(op, BasicOperation)
         and not (op.num_extra_inputs or op.num_extra_outputs)
@@ -107,7 +117,7 @@ def _form(op: Any) -> Form:
     return "plain" if _inherits(op, *functions) else "split"
 
 
-def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> ForwardStep:
+def _forward_step(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> ForwardStep:
     op, first, last = step
     own, following = ops[first : last + 1], last + 1
     kind = type(op)
@@ -126,24 +136,29 @@ def _known(step: Step, ops: Sequence[BasicOperation], reads: Sequence[bool]) -> 
 
 
 def _channels(ops: Sequence[BasicOperation]) -> tuple[Any, Any]:
-    """Channels of the extra inputs of operations, and of their extra outputs, () where there are none of these."""
+    """Return the channels of the extra inputs and extra outputs of operations.
+
+    The second is () if there are no extra outputs.
+    """
     outputs = [channels(op.output_channels, op.num_extra_outputs) for op in ops]
     inputs = [channels(op.input_channels, op.num_extra_inputs) for op in ops]
     return inputs, outputs if any(outputs) else ()
 
 
-def channels(given: tuple[str | None, ...], count: int) -> tuple[str | None, ...]:
-    """A channel or None for each extra tensor of an operation."""
-    return given if given else (None,) * count
+def channels(names: tuple[str | None, ...], count: int) -> tuple[str | None, ...]:
+    """Return a channel or None for each of ``count`` extra tensors of an operation."""
+    return names if names else (None,) * count
 
 
-def _reading(steps: Sequence[Step], count: int, fusing: bool, first: bool) -> tuple[bool, ...]:
-    """For each operation whether what it asks for is passed on to who makes it."""
-    found = [False] * count
+def _forwarded_requests(
+    steps: Sequence[Step], count: int, fusing: bool, first: bool
+) -> tuple[bool, ...]:
+    """Return, for each operation, True if its request reaches the operation before it."""
+    forwarded = [False] * count
     for step in steps:
         if isinstance(step.op, BasicOperation):
-            # That sums are rounded once is no fusion but what the result is.
-            found[step.first] = fusing or (first and step.op.reads_unrounded)
+            # Sums are rounded once with and without fusing: it is part of the result, not a fusion.
+            forwarded[step.first] = fusing or (first and step.op.reads_unrounded)
         elif step.op.reads_requests:
-            found[step.first if first else step.last] = True
-    return tuple(found)
+            forwarded[step.first if first else step.last] = True
+    return tuple(forwarded)

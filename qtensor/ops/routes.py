@@ -1,4 +1,4 @@
-"""The ways of gradients of extra tensors through a sequence."""
+"""Routing of the gradients of extra tensors through a sequence."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from qtensor.library.pointwise import add
-from qtensor.ops.checks import listed
+from qtensor.ops.checks import check_list
 
 
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """Consecutive parts of the given lengths."""
-    parts, start = [], 0
+    """Split ``flat`` into consecutive lists of the given lengths."""
+    pieces, start = [], 0
     for count in counts:
-        parts.append(list(flat[start : start + count]))
+        pieces.append(list(flat[start : start + count]))
         start += count
-    return parts
+    return pieces
 
 
 class Routes:
-    """Where the gradients of extra tensors go: along channels, from the caller and to it."""
+    """Passes on the gradients of extra tensors by channel, from the caller and to it.
+
+    Args:
+        fuser: the sequence.
+        grads: gradients of the extra outputs that the caller got, for all operations in order.
+    """
 
     def __init__(self, fuser: Any, grads: Sequence[Any]) -> None:
         self.fuser = fuser
@@ -30,13 +35,16 @@ class Routes:
     def incoming(
         self, first: int, outputs: Sequence[tuple[str | None, ...]]
     ) -> list[tuple[Any, ...]]:
-        """Gradients of the extra outputs of the operations of a step, by their channels."""
+        """Return the gradients of the extra outputs of each operation of a step.
+
+        ``first`` is the index of the step's first operation; ``outputs`` holds the channels.
+        """
         return [
             tuple([
-                self.grads[place].pop(0) if channel is None else self.by_channel.get(channel)
+                self.grads[index].pop(0) if channel is None else self.by_channel.get(channel)
                 for channel in names
             ])
-            for place, names in enumerate(outputs, first)
+            for index, names in enumerate(outputs, first)
         ]
 
     def outgoing(
@@ -46,25 +54,28 @@ class Routes:
         inputs: Sequence[tuple[str | None, ...]],
         extras: Sequence[Sequence[Any]],
     ) -> None:
-        """Take the gradients of the extra inputs of the operations of a step, by their channels."""
+        """Store the gradients of the extra inputs of each operation of a step.
+
+        Gradients that arrive for the same channel are added.
+        """
         name = "fuser_backward"
-        listed(op, name, "gradients of extra inputs of each operation", extras, len(inputs))
-        for place, (names, extra) in enumerate(zip(inputs, extras, strict=True), first):
+        check_list(op, name, "gradients of extra inputs of each operation", extras, len(inputs))
+        for index, (names, extra) in enumerate(zip(inputs, extras, strict=True), first):
             if not names and type(extra) is tuple and not extra:
                 continue
-            listed(op, name, "gradients of its extra inputs", extra, len(names))
+            check_list(op, name, "gradients of its extra inputs", extra, len(names))
             for channel, grad in zip(names, extra, strict=True):
                 if channel is None:
-                    self.to_caller.setdefault(place, []).append(grad)
+                    self.to_caller.setdefault(index, []).append(grad)
                 elif grad is not None:
                     known = self.by_channel.get(channel)
                     self.by_channel[channel] = grad if known is None else add(known, grad)
 
     def outside(self) -> list[Any]:
-        """Gradients of the caller's extra inputs, None for those of operations that took no part."""
-        found: list[Any] = []
+        """Return the gradients of the caller's extra inputs, None outside backward."""
+        grads: list[Any] = []
         if self.fuser.n_extra_inputs:
-            for place, names in enumerate(self.fuser.input_channels):
+            for index, names in enumerate(self.fuser.input_channels):
                 count = names.count(None)
-                found += self.to_caller.get(place, [None] * count) if count else []
-        return found
+                grads += self.to_caller.get(index, [None] * count) if count else []
+        return grads

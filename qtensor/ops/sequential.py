@@ -1,4 +1,4 @@
-"""A sequence of operations and modules."""
+"""``Sequential``: a sequence of operations and modules."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
 
 _DERIVED = ("_groups", "_only", "_hooks")
-"""Attributes that follow from the modules."""
+"""Attributes that are derived from the modules."""
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def _check_module(name: Any, module: Any) -> None:
-    """Refuse what is no module.
+    """Check that an element is a module.
 
     Raises:
-        QTensorError: with its type.
+        QTensorError: it is not; the message shows its type.
     """
     if not isinstance(module, nn.Module):
-        rule = "a sequence is made of operations and modules"
+        rule = "a sequence consists of operations and modules"
         label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
         fail(label, rule, type(module).__name__, fix, DtypeError)
 
 
 def _autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """The dtype that ``torch.autocast`` asks for, None without it."""
+    """Return the dtype that ``torch.autocast`` selects, or None without autocast."""
     kind = like.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -43,56 +43,57 @@ def _autocast_dtype(like: Tensor) -> torch.dtype | None:
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
-    """As torch.autocast casts: float64 and what is no floating point number stays as it is."""
+    """Cast like torch.autocast: only floating-point tensors, and not float64."""
     moves = isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
     return t.to(dtype) if moves else t
 
 
 class Sequential(nn.Sequential):
-    """``torch.nn.Sequential`` whose neighbouring operations are fused, forward and backward.
+    """A ``torch.nn.Sequential`` that fuses neighbouring operations, in forward and backward.
 
-    Runs of ``qtensor.ops`` operations are one autograd function each; other modules run by themselves. Extra inputs are passed
-    behind the input, extra outputs come back behind the output.
+    Each run of neighbouring ``qtensor.ops`` operations is one autograd function; other modules are
+    called as usual. Extra inputs are passed after the input, and extra outputs are returned after
+    the output.
 
     Args:
         *modules: operations and modules, or an ``OrderedDict`` of them.
-        fuse: False: run each operation by itself, in the same arithmetic.
+        fuse: False to run each operation separately, with the same arithmetic.
 
     Raises:
-        QTensorError: an operation that belongs to another sequence, or is there twice.
+        QTensorError: an operation belongs to another sequence, or occurs twice.
     """
 
     def __init__(self, *modules: Any, fuse: bool = True) -> None:
         self.__dict__["_ready"] = False
         super().__init__()
         self.fuse = fuse
-        given = modules
+        named = modules
         if len(modules) == 1 and isinstance(modules[0], OrderedDict):
-            given = tuple(modules[0].items())
+            named = tuple(modules[0].items())
         else:
-            given = tuple((str(i), module) for i, module in enumerate(modules))
-        for name, module in given:
+            named = tuple((str(i), module) for i, module in enumerate(modules))
+        for name, module in named:
             _check_module(name, module)
             nn.Sequential.add_module(self, name, module)
         self._ready = True
         self._arrange()
 
-    # ---- structure ------------------------------------------------------------------------------------------
+    # ---- structure ---------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Group neighbouring operations, and take note that they are this sequence's."""
+        """Group neighbouring operations, and register this sequence as their owner."""
         if not self.__dict__.get("_ready", False):
             return
         groups: Sequence[Any] = []
         run: list[Any] = []
-        for place, module in enumerate(self):
+        for index, module in enumerate(self):
             if not isinstance(module, FusibleOperation):
                 groups = [*groups, *self._fused(run), module]
                 run = []
                 continue
-            self._own(module, place)
+            self._own(module, index)
             run.append(module)
-        # Beside the submodules, not among them.
+        # Set in __dict__, so that they do not become submodules.
         self.__dict__["_groups"] = groups = (*groups, *self._fused(run))
         alone = len(groups) == 1 and isinstance(groups[0], OperationFuser)
         self.__dict__["_only"] = groups[0] if alone else None
@@ -101,7 +102,7 @@ class Sequential(nn.Sequential):
         ])
 
     def _operations(self) -> list[FusibleOperation]:
-        """The operations, and those that they are made of."""
+        """Return the operations, and the basic operations that they consist of."""
         own = [module for module in self if isinstance(module, FusibleOperation)]
         return list(dict.fromkeys([op for module in own for op in (module, *module.basic_ops)]))
 
@@ -112,71 +113,72 @@ class Sequential(nn.Sequential):
 
     @property
     def n_extra_inputs(self) -> int:
-        """How many tensors a call takes behind the input; those of sequences inside of it count."""
+        """Number of tensors that a call takes after the input, nested sequences included."""
         counting = (OperationFuser, Sequential)
         return sum([g.n_extra_inputs for g in self.groups if isinstance(g, counting)])
 
-    def refuse(self, given: int) -> NoReturn:
-        """Refuse another number of extra inputs than ``n_extra_inputs``.
+    def refuse(self, count: int) -> NoReturn:
+        """Raise the error for ``count`` extra inputs instead of ``n_extra_inputs``.
 
         Raises:
-            QTensorError: with both numbers.
+            QTensorError: always.
         """
         rule = f"it takes {self.n_extra_inputs} extra inputs"
-        fail("Sequential", rule, given, "Pass as many")
+        fail("Sequential", rule, count, "Pass that number after the input")
 
     def explain(self, *inputs: Tensor) -> Any:
-        """Print how the sequence would run now: fused operations, quantization, bytes saved for backward.
+        """Return how the sequence would run now: fusions, quantization, bytes saved for backward.
+
+        Computes nothing and changes no state.
 
         Args:
-            *inputs: as for a call; only shapes, dtypes and ``requires_grad`` count. Without any, an input of 1024 rows.
+            *inputs: inputs as for a call; only shapes, dtypes and ``requires_grad`` matter. Without
+            inputs, an example input of 1024 rows is used.
 
         Returns:
-            What was printed, as a value: ``SequenceExplanation``.
+            A ``SequenceExplanation``; its ``repr`` is a table.
 
         Raises:
-            QTensorError: as the call itself.
+            QTensorError: for the same reasons as a call.
         """
-        # Fake tensors take a while to import, and nothing else needs them.
+        # Fake tensors are slow to import, and only this method needs them.
         from qtensor.ops.explain import explain  # noqa: PLC0415
 
-        found = explain(self, *inputs)
-        print(found)
-        return found
+        return explain(self, *inputs)
 
     def _fused(self, run: list[Any]) -> list[OperationFuser]:
         return [OperationFuser(run, self.fuse)] if run else []
 
-    def _own(self, module: FusibleOperation, place: int) -> None:
+    def _own(self, module: FusibleOperation, index: int) -> None:
         owner = _OWNERS.get(module)
         other = None if owner is None else owner()
         if self.__dict__.get("_is_slice", False):
             return
-        label = f"{type(module).__name__} (operation {place})"
+        label = f"{type(module).__name__} (operation {index})"
         if other is not None and other is not self and any(m is module for m in other):
-            rule = "an operation belongs to one sequence"
-            fail(label, rule, "one that is in another", "Make another operation")
-        twice = any(m is module for m in list(self)[:place])
-        rule = "an operation stands in a sequence once"
-        check(not twice, label, rule, "it again", "Make another one")
+            rule = "an operation may belong to only one sequence"
+            fail(label, rule, "one that is in another", "Create another operation")
+        twice = any(m is module for m in list(self)[:index])
+        rule = "an operation may occur only once in a sequence"
+        check(not twice, label, rule, "it again", "Create another operation")
         for op in (module, *module.basic_ops):
-            op.__dict__["_place"] = place
+            op.__dict__["_index"] = index
         _OWNERS[module] = weakref.ref(self)
 
     def __getitem__(self, idx: Any) -> Any:
-        """A module, or for a slice a sequence of the same operations."""
+        """Return a module or, for a slice, a sequence of the same operations."""
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
-        part = Sequential(fuse=self.fuse)
-        part.__dict__["_is_slice"] = True
+        result = Sequential(fuse=self.fuse)
+        result.__dict__["_is_slice"] = True
         for name, module in list(self._modules.items())[idx]:
-            nn.Sequential.add_module(part, name, module)
-        part._arrange()
-        return part
+            nn.Sequential.add_module(result, name, module)
+        result._arrange()
+        return result
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Group anew after a change, however many steps it has; one that is refused leaves the sequence as it was."""
+        """Regroup the operations after a change; restore the sequence if the change is refused."""
         if not self.__dict__.get("_ready", False):
             yield
             return
@@ -229,7 +231,7 @@ class Sequential(nn.Sequential):
         return self
 
     def __copy__(self) -> Self:
-        """Another sequence of the same operations, as a slice is."""
+        """Return another sequence of the same operations, like a slice."""
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__getstate__(), _modules=self._modules.copy(), _is_slice=True)
         new._arrange()
@@ -250,20 +252,21 @@ class Sequential(nn.Sequential):
         super().__setstate__(state)
         self._arrange()
 
-    # ---- the call -------------------------------------------------------------------------------------------
+    # ---- the call ----------------------------------------------------------------------------
 
     def forward(self, input: Tensor, *extra_inputs: Tensor) -> Any:
         """Run the sequence.
 
         Args:
-            input: of the first module.
-            *extra_inputs: of the operations that take them, in their order.
+            input: input of the first module.
+            *extra_inputs: extra inputs of the operations that take them, in order.
 
         Returns:
-            The output; behind it the extra outputs, where there are any.
+            The output, or a tuple of the output and the extra outputs if there are any.
 
         Raises:
-            QTensorError: shapes, dtypes or extra inputs that do not fit, with the operation and its place.
+            QTensorError: shapes, dtypes or extra inputs do not fit; the message names the operation
+                and its index.
         """
         if not isinstance(input, Tensor):
             fail("Sequential", "the input must be a tensor", type(input).__name__, "Pass one")
@@ -279,13 +282,14 @@ class Sequential(nn.Sequential):
                 x = group(x)
                 continue
             count = group.n_extra_inputs
-            given = extra_inputs[taken : taken + count]
-            if len(given) != count:
-                group.refuse(len(given))
+            group_inputs = extra_inputs[taken : taken + count]
+            if len(group_inputs) != count:
+                group.refuse(len(group_inputs))
             taken += count
             if cast_to is not None and isinstance(group, OperationFuser):
-                x, given = _cast(x, cast_to), tuple([_cast(t, cast_to) for t in given])
-            out = group(x, *given)
+                x = _cast(x, cast_to)
+                group_inputs = tuple([_cast(t, cast_to) for t in group_inputs])
+            out = group(x, *group_inputs)
             if isinstance(out, tuple):
                 x, *more = out
                 extra_outputs += more
