@@ -1,8 +1,8 @@
-"""Train a small GPT on text found in the Python installation, in high precision and by each recipe.
+"""Train a small GPT on text from the Python installation, in high precision and with each recipe.
 
-``python examples/train_lm.py`` compiles each model with ``fullgraph=True``, trains all of them from one seed on the same
-batches, and writes ``docs/training_losses.png`` (matplotlib, extra ``plot``), ``docs/training_losses.md`` and a JSON file
-beside it. A few minutes on two cores.
+``python examples/train_lm.py`` compiles each model with ``fullgraph=True`` and trains all of them
+from one seed on the same batches. It writes ``docs/training_losses.png`` (with matplotlib, from the
+extra ``plot``), ``docs/training_losses.md`` and a JSON file. It takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ RECIPES: dict[str, recipes.Recipe | None] = {
     "NVFP4BlockScaling": recipes.NVFP4BlockScaling(),
 }
 LIMITS = {"NVFP4BlockScaling": 0.03}
-"""How far a final loss may be from that of high precision, as a share; 0.01 for the others."""
+"""Largest allowed relative difference of the final loss from high precision (default 0.01)."""
 TAIL = 40
-"""Steps whose mean is the final loss: one batch says little."""
+"""The final loss is the mean of this many steps, because the loss of one batch varies."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Config:
 
 
 def corpus(limit: int = 4 << 20) -> bytes:
-    """Licences and documentation of the Python installation, in a fixed order.
+    """Return licences and documentation of the Python installation, in a fixed order.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: there are no text files.
     """
     paths = sysconfig.get_paths()
     roots = [Path(paths["stdlib"]), Path(paths["purelib"])]
     names = ("LICENSE*", "*.txt", "*.rst", "*.md")
-    found = {p for root in roots for name in names for p in root.rglob(name) if p.is_file()}
-    texts = [p.read_bytes() for p in sorted(found, key=lambda p: (p.name, p.stat().st_size))]
+    files = {p for root in roots for name in names for p in root.rglob(name) if p.is_file()}
+    texts = [p.read_bytes() for p in sorted(files, key=lambda p: (p.name, p.stat().st_size))]
     data = b"\n".join(t for t in texts if t)[:limit]
     if len(data) < 1 << 16:
-        # A bare installation: the library's own sources are text too.
+        # A minimal installation has little text, so add the standard library's sources.
         sources = sorted(Path(paths["stdlib"]).glob("*.py"))
         data += b"\n".join(p.read_bytes() for p in sources)[:limit]
     if not data:
@@ -74,7 +74,7 @@ def corpus(limit: int = 4 << 20) -> bytes:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm."""
+    """Attention and MLP, each after a norm."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+        """Return (B, T, C) for an input of (B, T, C)."""
         q, k, v = (
             t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
         )
@@ -103,7 +103,7 @@ class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.tokens = nn.Embedding(c.vocabulary, c.width)
-        self.places = nn.Embedding(c.context, c.width)
+        self.positions = nn.Embedding(c.context, c.width)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.RMSNorm(c.width)
         self.head = nn.Linear(c.width, c.vocabulary, bias=False)
@@ -112,16 +112,16 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of (B, T) tokens."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.places(places)
+        """Return the mean cross-entropy of (B, T) tokens."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def batches(data: Tensor, c: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same (tokens, targets) for every model."""
+    """Yield (tokens, targets); the sequence is the same for every model."""
     generator = torch.Generator().manual_seed(1)
     while True:
         starts = torch.randint(len(data) - c.context - 1, (c.batch,), generator=generator)
@@ -130,7 +130,7 @@ def batches(data: Tensor, c: Config) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(recipe: recipes.Recipe | None, data: Tensor, c: Config) -> tuple[list[float], float]:
-    """Losses of every step, and seconds."""
+    """Train a model, and return the loss of every step and the seconds that it took."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(c)
@@ -154,7 +154,7 @@ def train(recipe: recipes.Recipe | None, data: Tensor, c: Config) -> tuple[list[
 
 
 def table(results: dict[str, list[float]], seconds: dict[str, float], c: Config, size: int) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
 
     def final(name: str) -> float:
         tail = results[name][-TAIL:]
@@ -164,9 +164,11 @@ def table(results: dict[str, list[float]], seconds: dict[str, float], c: Config,
     lines = [
         "# Losses of a small GPT by recipe",
         "",
-        f"`python examples/train_lm.py`: {c.layers} layers of width {c.width}, {c.batch} x {c.context} bytes a step, "
-        f"{c.steps} steps over {size:,} bytes of text from the Python installation; one seed, the same batches, compiled "
-        f"with `fullgraph=True`. {platform.machine()} CPU, {torch.get_num_threads()} threads, PyTorch {torch.__version__}. "
+        f"`python examples/train_lm.py`: {c.layers} layers of width {c.width}, "
+        f"{c.batch} x {c.context} bytes a step, {c.steps} steps over {size:,} bytes of text "
+        "from the Python installation; one seed, the same batches, compiled "
+        f"with `fullgraph=True`. {platform.machine()} CPU, {torch.get_num_threads()} threads, "
+        f"PyTorch {torch.__version__}. "
         f"Final loss: mean of the last {TAIL} steps.",
         "",
         "| recipe | final loss | against high precision | allowed | seconds |",
@@ -182,8 +184,8 @@ def table(results: dict[str, list[float]], seconds: dict[str, float], c: Config,
 
 
 def plot(results: dict[str, list[float]], path: Path) -> None:
-    """Smoothed losses by step."""
-    import matplotlib  # noqa: PLC0415 - an extra, for this alone
+    """Plot the smoothed losses by step."""
+    import matplotlib  # noqa: PLC0415 - an optional package
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
@@ -201,7 +203,7 @@ def plot(results: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train, and write the results."""
+    """Train the models and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))

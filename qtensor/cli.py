@@ -1,4 +1,4 @@
-"""The command ``qtensor``. Every import that takes time stands inside the command that needs it."""
+"""The command ``qtensor``. Slow imports stay inside the command that needs them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,22 +23,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-kernels = typer.Typer(help="The native kernels: build, list or remove them.", no_args_is_help=True)
+kernels = typer.Typer(help="Build, list or remove the native kernels.", no_args_is_help=True)
 app.add_typer(kernels, name="kernels")
 
 Arch = Annotated[
     str | None,
-    typer.Option(metavar="ARCH", help="GEMMs of sm_90a (Hopper), sm_100a (Blackwell) or sm_120a."),
+    typer.Option(metavar="ARCH", help="GEMMs for sm_90a (Hopper), sm_100a (Blackwell) or sm_120a."),
 ]
 RecipeName = Annotated[
     str | None,
-    typer.Option(metavar="RECIPE", help="GEMMs of fp8, fp8_blockwise, mxfp8, mxfp4 or nvfp4."),
+    typer.Option(metavar="RECIPE", help="GEMMs for fp8, fp8_blockwise, mxfp8, mxfp4 or nvfp4."),
 ]
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Show a user's mistake as one line on stderr and leave with status 1; let bugs show in full."""
+    """Print a user error as one line on stderr and exit with status 1.
+
+    Show bugs with a traceback.
+    """
     try:
         yield
     except QTensorError as error:
@@ -55,14 +58,15 @@ def _plain_errors() -> Iterator[None]:
 @app.command()
 def demo(
     formats: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Only these formats. All by default.")
+        str | None,
+        typer.Option(metavar="A,B", help="Run only these formats. The default is all."),
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Your own safetensors file in place of the model."),
+        typer.Option(metavar="FILE", help="Quantize this safetensors file instead of the model."),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as data, too.")
+        Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")
     ] = None,
     backend: Annotated[
         str, typer.Option(help="Compiler backend of part 3: aot_eager or inductor.")
@@ -71,13 +75,13 @@ def demo(
         bool, typer.Option("--compile/--no-compile", help="Run part 3, torch.compile.")
     ] = True,
 ) -> None:
-    """Quantize a real model, run it, and pass it through torch.compile.
+    """Quantize a real model, run it, and compile it with torch.compile.
 
-    1. Every matrix of the sentence model all-MiniLM-L6-v2 in every format: size and error.
-    2. The model's embeddings with quantized weights against float32.
-    3. A quantized tensor into and out of a compiled function: graphs, breaks, bytes against eager.
+    1. Quantize every matrix of the sentence model all-MiniLM-L6-v2: size and error by format.
+    2. Compare the model's embeddings with quantized weights to those of float32.
+    3. Pass quantized tensors into and out of a compiled function: graphs, breaks, bytes.
 
-    Nothing is downloaded. The status is 1 when a compile check fails.
+    Nothing is downloaded. The exit status is 1 if a compile check fails.
     """
     with _plain_errors():
         from qtensor.demo.render import View, make_console  # noqa: PLC0415 - quick --help
@@ -91,7 +95,7 @@ def demo(
 
 @app.command()
 def formats() -> None:
-    """List the formats: bits per value, block, scale, options."""
+    """List the formats with bits per value, block, scale and options."""
     with _plain_errors():
         from qtensor.demo.catalog import show_formats  # noqa: PLC0415 - quick --help
         from qtensor.demo.render import make_console  # noqa: PLC0415
@@ -115,23 +119,24 @@ def version() -> None:
 @kernels.command("build")
 def kernels_build(
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="Those for CPUs, which no other option asks for.")
+        bool, typer.Option("--cpu", help="Build the CPU kernels together with GEMMs.")
     ] = False,
     isa: Annotated[
         str | None,
         typer.Option(
-            metavar="ISA", help="avx512, avx2 or baseline. The best of this CPU by default."
+            metavar="ISA", help="avx512, avx2 or baseline. The default is the best of this CPU."
         ),
     ] = None,
     arch: Arch = None,
     recipe: RecipeName = None,
     jobs: Annotated[
-        int | None, typer.Option(metavar="N", help="Compilers at once, for GEMMs.", min=1)
+        int | None, typer.Option(metavar="N", help="Number of parallel compilers for GEMMs.", min=1)
     ] = None,
 ) -> None:
-    """Compile the kernels now, so that nothing has to wait for them later.
+    """Compile kernels now instead of at first use.
 
-    Those for CPUs by default; with --arch or --recipe the GEMMs of GPUs, which need qtensor[cutlass-build] and no GPU.
+    The default is the CPU kernels. With --arch or --recipe, build GEMMs for GPUs; this needs
+    qtensor[cutlass-build] but no GPU.
     """
     with _plain_errors():
         if arch is None and recipe is None:
@@ -159,7 +164,7 @@ def _build_cpu(isa: str | None) -> None:
 
 @kernels.command("list")
 def kernels_list(arch: Arch = None, recipe: RecipeName = None) -> None:
-    """List the kernels in the cache, and what this CPU uses; or the GEMMs of GPUs, built or not."""
+    """List the kernels in the cache and those that this CPU uses, or the GEMMs for GPUs."""
     with _plain_errors():
         from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
         from qtensor.demo.gemm_list import show_gemms  # noqa: PLC0415
@@ -174,7 +179,10 @@ def kernels_list(arch: Arch = None, recipe: RecipeName = None) -> None:
 
 @kernels.command("clean")
 def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
-    """Remove every compiled kernel, or the GEMMs of an architecture and recipe; what is needed again is built again."""
+    """Remove all compiled kernels, or the GEMMs of an architecture and recipe.
+
+    A kernel that is needed again is compiled again.
+    """
     with _plain_errors():
         from qtensor.build import cache_dir, clean  # noqa: PLC0415 - quick --help
         from qtensor.cutlass_gemm import library, tuning  # noqa: PLC0415
@@ -182,8 +190,8 @@ def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
         every = arch is None and recipe is None
         removed = clean() if every else library.clean(tuning.select(arch, recipe))
         size = sum(entry.size for entry in removed) / 1e6
-        what = "library" if len(removed) == 1 else "libraries"
-        typer.echo(f"removed {len(removed)} {what}, {size:.1f} MB, from {cache_dir()}")
+        noun = "library" if len(removed) == 1 else "libraries"
+        typer.echo(f"removed {len(removed)} {noun}, {size:.1f} MB, from {cache_dir()}")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""A wheel for one platform that holds the CPU kernels compiled, so that no machine needs a compiler: ``make wheel``.
+"""Build a wheel with compiled CPU kernels, so that its users need no compiler: ``make wheel``.
 
-The wheel of ``pip wheel .`` holds their sources alone and runs everywhere; this one is the same and more. Its tag says the oldest
-glibc that the kernels ask for. OpenMP and the C++ library are those that torch loads.
+The wheel of ``pip wheel .`` holds only the sources of the kernels and runs on every platform. This
+wheel also holds the compiled kernels; its tag names the oldest glibc that they need. They use the
+OpenMP and C++ libraries that torch loads.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from qtensor.kernels.cpu import prebuilt, sources
 ROOT = Path(__file__).parents[1]
 PACKED = ("qtensor", "pyproject.toml", "README.md", "LICENSE")
 OLDEST_GLIBC = 17
-"""Of the platform tags that every pip of Python 3.11 knows: manylinux_2_17."""
+"""glibc 2.17, of manylinux_2_17: every pip for Python 3.11 knows this platform tag."""
 GLIBCXX = 19
-"""What manylinux_2_17 has of libstdc++: 3.4.19."""
+"""Newest libstdc++ symbol version of manylinux_2_17: GLIBCXX_3.4.19."""
 
 
 def platform_tag(libraries: Sequence[Path]) -> str:
-    """The platforms that the libraries run on, as a wheel's name says it."""
+    """Return the platform tag of a wheel that holds these libraries."""
     data = b"".join(path.read_bytes() for path in libraries)
     glibc = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", data)]
     glibcxx = [int(minor) for minor in re.findall(rb"GLIBCXX_3\.4\.(\d+)", data)]
@@ -38,7 +39,7 @@ def platform_tag(libraries: Sequence[Path]) -> str:
 
 
 def main() -> int:
-    """Build it."""
+    """Build the wheel."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--isa", action="append", choices=sources.ISAS, help="default: all")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", metavar="FOLDER")

@@ -1,8 +1,9 @@
-"""The front end of nvcc over every generated GEMM: ``make check-kernels``.
+"""Run the front end of nvcc over every generated GEMM: ``make check-kernels``.
 
-Preprocessing and cudafe++ take a few seconds a kernel where a whole compilation takes a minute. They instantiate the
-types of a kernel, so every static_assert of CUTLASS's builders and mainloops that is not inside a device function speaks up.
-No GPU is needed. ``--arch``, ``--recipe`` and ``--jobs`` narrow it down.
+Preprocessing and cudafe++ take a few seconds a kernel; a whole compilation takes a minute. They
+instantiate the types of a kernel, so every static_assert of CUTLASS's builders and mainloops
+outside device functions is checked. No GPU is needed. ``--arch``, ``--recipe`` and ``--jobs``
+restrict the run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from qtensor.cutlass_gemm import library, tuning
 from qtensor.cutlass_gemm.spec import KernelSpec
 
 MEMORY = 1 << 30
-"""Of one front end."""
+"""Peak memory of one front end, in bytes."""
 _ASSIGNMENT = re.compile(r"([A-Z_]+)=(.*)")
 _SHOWN = 5
 
 
 def front_end(spec: KernelSpec, folder: Path) -> list[str]:
-    """The first errors of a kernel's front end; none if it passes."""
+    """Return the first errors of a kernel's front end; empty if it passes."""
     unit = library.recipe(spec, folder).units[0]
     nvcc = library.find_nvcc(spec.arch).compiler.path
     include = [f"-I{path}" for path in unit.include]
@@ -48,10 +49,11 @@ def front_end(spec: KernelSpec, folder: Path) -> list[str]:
             environment[assignment[1]] = assignment[2]
         elif " -E " in line or line.startswith("cudafe++"):
             steps.append(line)
-    # The first preprocessing is that of the host, which cudafe++ reads; the next is for the device's compiler.
+    # The first preprocessing is for the host and feeds cudafe++; the next is for the device
+    # compiler.
     first = next(i for i, step in enumerate(steps) if step.startswith("cudafe++"))
     for step in steps[: first + 1]:
-        done = subprocess.run(
+        completed = subprocess.run(
             step,
             shell=True,
             env=environment,
@@ -60,15 +62,15 @@ def front_end(spec: KernelSpec, folder: Path) -> list[str]:
             cwd=folder,
             check=False,
         )
-        if done.returncode:
-            output = (done.stdout + done.stderr).splitlines()
+        if completed.returncode:
+            output = (completed.stdout + completed.stderr).splitlines()
             errors = [line for line in output if "error" in line]
-            return (errors or output or [f"status {done.returncode}"])[:_SHOWN]
+            return (errors or output or [f"status {completed.returncode}"])[:_SHOWN]
     return []
 
 
 def check(spec: KernelSpec) -> tuple[list[str], float]:
-    """Errors and seconds."""
+    """Return the errors and the seconds that the check took."""
     began = perf_counter()
     with tempfile.TemporaryDirectory(prefix="qtensor-check-") as folder:
         errors = front_end(spec, Path(folder))
@@ -76,12 +78,12 @@ def check(spec: KernelSpec) -> tuple[list[str], float]:
 
 
 def main() -> int:
-    """Check; the status is the number of kernels that fail."""
+    """Check all kernels; the exit status is the number of kernels that fail."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", help="only this architecture: sm_90a, ...")
     parser.add_argument("--recipe", help="only this recipe: fp8, ...")
     parser.add_argument(
-        "--jobs", type=int, help="at once; by processors and free memory if not given"
+        "--jobs", type=int, help="number of parallel checks; by default by processors and memory"
     )
     options = parser.parse_args()
     specs = tuning.select(options.arch, options.recipe)

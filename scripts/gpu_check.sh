@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command: build the GEMMs of the device's architecture, run the GPU tests, the
-# benchmark of the GEMMs, and compute-sanitizer. Meant to end within 9 minutes on 16 cores and 128 GB.
+# Run everything that needs a GPU: build the GEMMs of the device's architecture, run the GPU tests, the
+# GEMM benchmark and compute-sanitizer. It takes at most 9 minutes on 16 cores and 128 GB.
 #
 #   scripts/gpu_check.sh [OUTPUT_FOLDER]
 #
-# Python is $PYTHON (python3), with a torch for CUDA. What it lacks is taken from the wheels in $QTENSOR_WHEELS (.wheels),
-# unpacked into a temporary folder; to fill it, where there is a network:
+# $PYTHON (python3) needs a torch for CUDA. Missing packages come from the wheels in $QTENSOR_WHEELS
+# (.wheels), which are unpacked into a temporary folder. To fill that folder on a machine with a network:
 #   pip download --no-deps -d .wheels -c constraints.txt nvidia-cutlass einops pytest pytest-timeout pluggy iniconfig
-# nvcc is found as the library finds it.
-# Each stage has a time limit, all together have $QTENSOR_GPU_CHECK_SECONDS (520); a stage runs whatever the others did.
-# The status is the number of stages that failed or were not run.
+# The library finds nvcc itself.
+# Each stage has a time limit, and all stages together have $QTENSOR_GPU_CHECK_SECONDS (520). A stage
+# runs even if earlier ones failed. The exit status is the number of stages that failed or were not run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,7 +26,7 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
         "$python" -m zipfile -e "$wheel" "$work/packages"
     done
 fi
-# The machine's own packages come first: a wheel only fills a gap.
+# The machine's own packages come first: a wheel only supplies a missing package.
 export PYTHONPATH="$PWD:${PYTHONPATH:-}"
 if [[ -d $work/packages ]]; then
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -47,7 +47,7 @@ stage() {
     printf '== %s\n' "$name"
     local left=$((total - SECONDS))
     if ((left < 10)); then
-        echo "$name: not run, $total s are over" | tee -a "$summary"
+        echo "$name: not run, the $total s are over" | tee -a "$summary"
         failed=$((failed + 1))
         return
     fi
@@ -69,11 +69,11 @@ def tell(spec, result):
     print(f"{time.monotonic() - began:6.1f} s  {spec.name}: {result}", flush=True)
 qtensor.kernels.build_gemms(progress=tell)'
 stage launch 60 "$python" scripts/launch_each.py
-# Warnings of another torch are no failures here.
+# Another version of torch may warn; these warnings must not fail the tests.
 pytest=("$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default)
 stage gemm_tests 150 "${pytest[@]}" tests/test_gemm_gpu.py
 stage gemm_benchmark 110 "$python" -m benchmarks.gemm --output "$output" --seconds 90
-# The Triton kernels' byte tests take the GPU where there is one, the interpreter elsewhere.
+# The byte tests of the Triton kernels use the GPU if there is one, otherwise the interpreter.
 stage triton_bytes 120 "${pytest[@]}" tests/test_triton_kernels.py
 mapfile -t others < <(grep -l 'pytest.mark.gpu' tests/test_*.py | grep -v test_gemm_gpu)
 stage other_gpu_tests 60 "${pytest[@]}" -m gpu "${others[@]}"

@@ -1,4 +1,4 @@
-"""Launch every built GEMM of the current GPU once, on one small product: what compute-sanitizer looks at.
+"""Launch every built GEMM of the current GPU once, for compute-sanitizer.
 
 ``compute-sanitizer python scripts/launch_each.py``
 """
@@ -14,11 +14,14 @@ from qtensor.cutlass_gemm.autotune import random_tensors
 from qtensor.cutlass_gemm.launch import Kernel, Launcher
 
 SIZES = (160, 272, 656)
-"""Ragged against every tile, and whole 16-byte rows in every format but FP4, which takes the next multiple of 32."""
+"""(M, N, K) that no tile divides.
+
+Rows are multiples of 16 bytes, except in FP4, which rounds K up.
+"""
 
 
 def main() -> int:
-    """Launch; the status is the number of kernels that are missing or fail."""
+    """Launch the kernels; the exit status is the number of kernels that are missing or fail."""
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
     failed = 0

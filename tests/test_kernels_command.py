@@ -138,7 +138,7 @@ def test_clean(tmp_path: Path, libraries: Path) -> None:
 
 
 def test_help() -> None:
-    assert "Compile the kernels now" in invoke("build", "--help").stdout
+    assert "Compile kernels now" in invoke("build", "--help").stdout
     done = invoke("--help")
     for command in ("build", "list", "clean"):
         assert command in done.stdout

@@ -1,5 +1,6 @@
-"""``qtensor demo``: real weights through every format, a real forward pass, and a compile boundary.
+"""``qtensor demo``: quantize real weights in every format, run the model, compile it.
 
-``weights`` loads matrices, ``model`` runs sentences, ``sweep`` quantizes, ``compile_check`` crosses
-``torch.compile``, ``report`` holds the results as data, ``render`` shows them, ``run`` puts them in order.
+``weights`` loads matrices, ``model`` embeds sentences, ``sweep`` quantizes, ``compile_check``
+compiles, ``report`` holds the results as data, ``render`` prints them, and ``run`` calls all of
+these in order.
 """

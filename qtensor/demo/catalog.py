@@ -1,4 +1,4 @@
-"""``qtensor formats``: what the library knows of each format, read from its quantizer and its spec."""
+"""``qtensor formats``: a table of the formats, read from their quantizers and specs."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ import qtensor
 from qtensor.quantizers.base import Quantizer
 
 _SHAPE = (4096, 4096)
-"""Bits per value are those of a matrix whose padding no longer counts."""
+"""Shape for which bits per value are computed: padding is negligible here."""
 _EVERYWHERE = ("rowwise", "columnwise", "columnwise_value")
-"""Options that every format has."""
+"""Options that every format has; the table leaves them out."""
 
 
 def show_formats(console: Console) -> None:
@@ -33,14 +33,15 @@ def show_formats(console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"[dim]Bits per value with the default options, scales included, for a {_SHAPE[0]} x {_SHAPE[1]} "
-        "matrix.\nEvery format has rowwise=True, columnwise=False; "
+        "[dim]Bits per value with the default options, scales included, "
+        f"for a {_SHAPE[0]} x {_SHAPE[1]} matrix.\n"
+        "Every format has rowwise=True, columnwise=False; "
         'use: qtensor.quantize(x, "nvfp4", option=value)[/]'
     )
 
 
 def bits_per_value(quantizer: Quantizer) -> float:
-    """Bits that the buffers of ``quantizer`` take for a value of a large matrix."""
+    """Return the bits that the buffers of ``quantizer`` take for each value of a large matrix."""
     buffers = quantizer._describe_buffers(_SHAPE).values()
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
     return 8 * nbytes / math.prod(_SHAPE)
@@ -54,7 +55,7 @@ def _block(quantizer: Quantizer) -> str:
 
 
 def _scale(quantizer: Quantizer) -> str:
-    """The factor of a block, and the one of the whole tensor where there is a second level."""
+    """Return the type of the block scale, and of the tensor scale if there is a second level."""
     second = any(slot.name.startswith("_amax") for slot in quantizer.slots)
     return f"{quantizer.spec.scale}, tensor float32" if second else quantizer.spec.scale
 

@@ -1,4 +1,4 @@
-"""Passes a quantized tensor into and out of a compiled function and counts what happened."""
+"""Pass quantized tensors into and out of a compiled function, and count graphs and equal bytes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -22,26 +22,26 @@ from qtensor.errors import check, fail
 
 BACKENDS = ("aot_eager", "inductor")
 BATCHES = (8, 24, 40)
-"""Batch sizes given to one compiled function; a dynamic batch has to serve all with one graph."""
+"""Batch sizes of the calls of one compiled function; one graph must serve all of them."""
 _ENOUGH = 32
-"""Rows and columns for at least one whole block of every MX format."""
+"""Rows and columns of at least one whole block of every MX format."""
 
 
 @dataclass
 class CountingBackend:
-    """A compiler backend that counts the graphs it is given."""
+    """A compiler backend that counts the graphs that it compiles."""
 
     name: str
     graphs: int = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Count, then compile with the backend ``name``."""
+        """Count the graph and compile it with the backend ``name``."""
         self.graphs += 1
         return lookup_backend(self.name)(graph, inputs)
 
 
 def check_backend(name: str) -> None:
-    """Refuse a backend that the demo does not know.
+    """Check that the demo supports a backend.
 
     Raises:
         QTensorError: ``name`` is not in ``BACKENDS``.
@@ -56,9 +56,11 @@ def check_backend(name: str) -> None:
 
 
 def pick_matrix(weights: Mapping[str, Tensor]) -> str:
-    """Name of the smallest matrix that has at least 32 rows and columns, or of the smallest of all.
+    """Return the name of the smallest matrix with at least 32 rows and columns.
 
-    Compiling takes the same time for every size; running twice more on a big matrix would not.
+    If there is none, return that of the smallest matrix.
+
+    Compiling takes the same time for every size, and a small matrix keeps the other calls fast.
     """
     big = {name: weight for name, weight in weights.items() if min(weight.shape) >= _ENOUGH}
     candidates = big or weights
@@ -68,13 +70,13 @@ def pick_matrix(weights: Mapping[str, Tensor]) -> str:
 def cross(
     weight: QuantizedTensor, x_hp: Tensor, fmt: str, options: dict[str, Tensor]
 ) -> tuple[Any, Any]:
-    """Take a quantized weight in; give it back, and a quantized activation made inside.
+    """Return a quantized weight unchanged, and a quantized product that is made inside.
 
     Args:
         weight: (N, K) quantized.
         x_hp: (M, K) float.
         fmt: format of the result.
-        options: what ``qtensor.quantize`` needs for it.
+        options: further arguments of ``qtensor.quantize`` for this format.
 
     Returns:
         The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
@@ -83,10 +85,10 @@ def cross(
 
 
 def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileResult:
-    """Run ``cross`` eager and compiled over ``BATCHES`` and compare every inner buffer byte by byte.
+    """Run ``cross`` in eager and compiled code for all ``BATCHES``, and compare all buffers.
 
     Args:
-        name: of the weight, for the report.
+        name: name of the weight, for the report.
         weight: (N, K) float.
         fmt: a name of ``qtensor.formats()``.
         backend: one of ``BACKENDS``.
@@ -108,8 +110,8 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
     for x in inputs:
         dynamo.mark_dynamic(x, 0)
         expected = cross(quantized, x, fmt, options)
-        found = _call(compiled, quantized, x, fmt, options)
-        for one, other in zip(expected, found, strict=True):
+        actual = _call(compiled, quantized, x, fmt, options)
+        for one, other in zip(expected, actual, strict=True):
             same, size = compare_bytes(one, other)
             equal, total = equal + same, total + size
     return CompileResult(
@@ -128,7 +130,7 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
 def _call(
     compiled: Callable[..., tuple[Any, Any]], *args: Tensor | str | dict[str, Tensor]
 ) -> tuple[Any, Any]:
-    """Call a compiled function; what the compiler says against it becomes a ``QTensorError``."""
+    """Call a compiled function, and turn compiler errors into a ``QTensorError``."""
     try:
         return compiled(*args)
     except (TorchDynamoException, InductorError) as error:
@@ -140,17 +142,17 @@ def _call(
         )
 
 
-def compare_bytes(expected: QuantizedTensor, found: Tensor) -> tuple[int, int]:
+def compare_bytes(expected: QuantizedTensor, actual: Tensor) -> tuple[int, int]:
     """Compare two quantized tensors buffer by buffer.
 
     Returns:
-        (bytes equal, bytes expected). A plain tensor, another class, flatten context, buffer name, shape
-        or dtype counts as no byte equal.
+        (equal bytes, expected bytes). No byte is equal if ``actual`` is a plain tensor or differs
+        in class, flatten context, buffer name, shape or dtype.
     """
     total = sum(buffer.nbytes for buffer in _buffers(expected).values())
-    if not isinstance(found, QuantizedTensor) or _layout(expected) != _layout(found):
+    if not isinstance(actual, QuantizedTensor) or _layout(expected) != _layout(actual):
         return 0, total
-    others = _buffers(found)
+    others = _buffers(actual)
     pairs = ((buffer, others[name]) for name, buffer in _buffers(expected).items())
     return sum(int((_bytes(one) == _bytes(other)).sum()) for one, other in pairs), total
 

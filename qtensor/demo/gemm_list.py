@@ -1,4 +1,4 @@
-"""``qtensor kernels`` for the GEMMs of GPUs: a bar while they are built, and a table of them."""
+"""``qtensor kernels`` for GPU GEMMs: progress of a build, and a table of the kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qtensor.errors import BuildError
 
 
 def build_gemms(console: Console, specs: Sequence[KernelSpec], jobs: int | None) -> None:
-    """Build kernels, with a line for each that ends and a bar below them."""
+    """Build kernels; print a line for each that ends, and a progress bar."""
     began = time.monotonic()
     columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

@@ -1,4 +1,4 @@
-"""``qtensor kernels list``: the compiled kernels in the cache, and which of them this machine uses."""
+"""``qtensor kernels list``: the compiled kernels in the cache, and those that this machine uses."""
 
 import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from qtensor.kernels.cpu import prebuilt, sources
 
 
 def show_kernels(console: Console) -> None:
-    """Print a table of the libraries, and below it what serves here."""
+    """Print a table of the libraries, and below it what this machine uses."""
     built = list_built()
     current, problem = current_libraries()
     current |= dict.fromkeys(built_specs().values(), "current")
@@ -32,16 +32,19 @@ def show_kernels(console: Console) -> None:
     else:
         console.print("No kernels are built. Run: qtensor kernels build")
     console.print(f"cache: {escape(str(cache_dir()))}", soft_wrap=True)
-    came = [isa for isa in sources.ISAS if prebuilt.find(isa)]
-    if came:
-        console.print(f"compiled with the package: {', '.join(came)}", soft_wrap=True)
+    packaged = [isa for isa in sources.ISAS if prebuilt.find(isa)]
+    if packaged:
+        console.print(f"compiled with the package: {', '.join(packaged)}", soft_wrap=True)
     console.print(f"this CPU has: {', '.join(sources.usable_isas())}", soft_wrap=True)
     if problem:
         console.print(f"[yellow]{escape(problem)}[/]", soft_wrap=True)
 
 
 def current_libraries() -> tuple[dict[Path, str], str | None]:
-    """Paths that this version and compiler use, with what uses them; and what stands in the way of knowing."""
+    """Return the libraries of this version and compiler with their states.
+
+    The second value is the reason if they cannot be determined, else None.
+    """
     try:
         chosen = sources.choose_isa()
         paths = {isa: library_path(sources.recipe(isa)) for isa in sources.ISAS}
@@ -53,7 +56,7 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
 
 
 def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:
-    """Cells of a library. One that nothing of this version asks for is out of date."""
+    """Return the cells of a library's row. "out of date": no kernel of this version uses it."""
     state = current.get(entry.path, "out of date" if known else "unknown")
     when = datetime.datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M")
     return entry.name, state, f"{entry.size / 1e6:.1f} MB", when, escape(entry.path.parent.name)

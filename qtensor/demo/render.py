@@ -1,4 +1,4 @@
-"""What the demo looks like on a terminal. Reads results, computes nothing."""
+"""Terminal output of the demo. This module prints results and computes nothing."""
 
 import math
 import re
@@ -25,15 +25,15 @@ from qtensor.demo.report import (
 )
 
 _LOG_WIDTH = 110
-"""Columns when the output is a file or a pipe, which have no width of their own."""
+"""Columns for output to a file or a pipe, which have no width of their own."""
 
 _OTHER_COLUMNS = 58
-"""Width of the first table without its column of names."""
+"""Width of the first table without its column of layer names."""
 _NARROWEST = 16
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or ``_LOG_WIDTH`` columns when there is none."""
+    """Return a console as wide as the terminal, or ``_LOG_WIDTH`` columns without a terminal."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
@@ -41,19 +41,19 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 class View:
-    """Shows the parts of one demo in the order they are done."""
+    """Prints the parts of a demo in the order in which they finish."""
 
     def __init__(self, console: Console) -> None:
-        """Show everything on ``console``."""
+        """Print everything on ``console``."""
         self._console = console
 
     def busy(self, what: str) -> AbstractContextManager[object]:
-        """A spinner while ``what`` goes on."""
+        """Return a context that shows a spinner with the text ``what``."""
         return self._console.status(f"{what} ...")
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Callable[[str], None]]:
-        """A progress bar of ``steps`` steps; call what it gives with a label after each."""
+        """Show a progress bar; the value is a function to call with a label after each step."""
         bar = Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -68,7 +68,7 @@ class View:
             yield lambda label: bar.update(task, advance=1, description=escape(label))
 
     def header(self, here: Environment, source: Source) -> None:
-        """What runs on what."""
+        """Print the weights and the environment."""
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim")
         rows.add_column()
@@ -76,7 +76,8 @@ class View:
         others = f"; {source.skipped} others untouched" if source.skipped else ""
         rows.add_row(
             "",
-            f"{source.matrices} matrices, {source.values:,} values, {decimal(source.nbytes)}{others}",
+            f"{source.matrices} matrices, {source.values:,} values, "
+            f"{decimal(source.nbytes)}{others}",
         )
         threads = "1 thread" if here.threads == 1 else f"{here.threads} threads"
         rows.add_row("runs on", f"torch {here.torch}, Python {here.python}, {threads}")
@@ -85,7 +86,7 @@ class View:
         self._console.print(Panel(rows, title=title, title_align="left", expand=False))
 
     def formats(self, results: tuple[FormatResult, ...], source: Source) -> None:
-        """Part 1: what every format costs and keeps."""
+        """Print part 1: size and error of every format."""
         table = _table("1  Every matrix in every format")
         table.add_column("format", style="bold", no_wrap=True)
         for name in ("bits", "mean dB", "worst dB"):
@@ -122,7 +123,7 @@ class View:
             )
 
     def sentences(self, results: tuple[SentenceResult, ...], skipped: str | None) -> None:
-        """Part 2: what the model makes of quantized weights."""
+        """Print part 2: the model's embeddings with quantized weights."""
         title = "2  The model with quantized weights"
         if skipped:
             return self._skipped(title, skipped)
@@ -140,7 +141,7 @@ class View:
         )
 
     def compiled(self, results: tuple[CompileResult, ...], skipped: str | None) -> None:
-        """Part 3: what happens at a compile boundary."""
+        """Print part 3: the compile checks."""
         title = "3  In and out of torch.compile(fullgraph=True)"
         if skipped:
             return self._skipped(title, skipped)
@@ -168,7 +169,7 @@ class View:
         )
 
     def footer(self, report: DemoReport, json: Path | None) -> None:
-        """Where the data went, and what did not hold."""
+        """Print where the data was written and which checks failed."""
         self._console.print()
         if json is not None:
             self._console.print(f"Written to {escape(str(json))}.", soft_wrap=True)
@@ -204,7 +205,7 @@ def _decibel(value: float) -> str:
 
 
 def _folded(name: str, room: int) -> str:
-    """A dotted name on lines of at most ``room`` columns, broken after dots."""
+    """Fold a dotted name into lines of at most ``room`` columns, broken after dots."""
     lines = [""]
     for part in re.split(r"(?<=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > room:

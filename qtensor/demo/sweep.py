@@ -1,4 +1,4 @@
-"""Quantizes matrices to one format and measures what was lost."""
+"""Quantize matrices to one format and measure the error."""
 
 import math
 import time
@@ -11,35 +11,35 @@ from qtensor.demo.report import FormatResult, LayerResult
 from qtensor.errors import check
 
 Tick = Callable[[str], None]
-"""Called with a label when one step of the work is done."""
+"""Called with a label after each step of the work."""
 
 
 def choose_formats(asked: str | None) -> tuple[str, ...]:
-    """The formats of ``--formats a,b``, in that order; all of them when nothing was asked.
+    """Return the formats of ``--formats a,b`` in that order, or all formats for None.
 
     Raises:
-        QTensorError: a name that is no format, or no name at all.
+        QTensorError: a name is not a format, or none was given.
     """
     known = tuple(qtensor.formats())
     if asked is None:
         return known
     names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
-    strangers = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known]
     check(
-        bool(names) and not strangers,
+        bool(names) and not unknown,
         op="demo",
         rule="--formats must name formats of qtensor, separated by commas",
-        got=", ".join(strangers) if strangers else f"'{asked}'",
+        got=", ".join(unknown) if unknown else f"'{asked}'",
         fix=f"Choose from {', '.join(known)}",
     )
     return names
 
 
 def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
-    """Arguments that ``qtensor.quantize(x_hp, fmt)`` needs beside the tensor.
+    """Return further arguments that ``qtensor.quantize(x_hp, fmt)`` needs.
 
-    Delayed scaling takes its scale from the steps before. The demo gives the one that the update after a
-    single step leaves, a step that has seen ``x_hp``.
+    Delayed scaling takes its scale from earlier steps. The demo uses the scale after one step that
+    has seen ``x_hp``.
     """
     if fmt != "fp8_delayed":
         return {}
@@ -69,9 +69,9 @@ def sweep(
         start = time.perf_counter()
         q = qtensor.quantize(weight, fmt, **options)
         seconds += time.perf_counter() - start
-        found = qtensor.error_report(weight, q)
+        errors = qtensor.error_report(weight, q)
         shape = tuple(weight.shape)
-        layers.append(LayerResult(name, shape, found.sqnr_db, found.not_finite, q.nbytes))
+        layers.append(LayerResult(name, shape, errors.sqnr_db, errors.not_finite, q.nbytes))
         quantized[name] = q
         tick(f"{fmt}  {name}")
     return _summary(fmt, layers, seconds), quantized
@@ -93,11 +93,11 @@ def _summary(fmt: str, layers: list[LayerResult], seconds: float) -> FormatResul
 
 
 def _rank(sqnr_db: float) -> float:
-    """Sorts NaN (a matrix with NaN in it) as the worst there is."""
+    """Return a sort key that puts NaN (a matrix with NaN in it) first, as the worst."""
     return -math.inf if math.isnan(sqnr_db) else sqnr_db
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Mean of the finite values; infinite when every matrix came back exactly, NaN when one has NaN."""
-    kept = [value for value in values if value != math.inf]
-    return sum(kept) / len(kept) if kept else math.inf
+    """Return the mean of the finite values; inf if every matrix is exact, NaN if one has NaN."""
+    finite = [value for value in values if value != math.inf]
+    return sum(finite) / len(finite) if finite else math.inf

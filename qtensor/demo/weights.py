@@ -1,4 +1,4 @@
-"""Reads the 2-D float tensors of a safetensors file."""
+"""Read the 2-D float tensors of a safetensors file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from qtensor.demo.report import Source
 from qtensor.errors import check, fail
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Element types, in the words of safetensors, that the demo quantizes."""
+"""Element types that the demo quantizes, by their safetensors names."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Weights:
 
 
 def load_weights(path: Path, name: str | None = None) -> Weights:
-    """Read every 2-D float32, bfloat16 or float16 tensor of ``path`` that holds a value.
+    """Read every 2-D float32, bfloat16 or float16 tensor of ``path`` that is not empty.
 
     Args:
         path: a safetensors file.
-        name: what the report calls it; the path by default.
+        name: name in the report; the path by default.
 
     Raises:
-        QTensorError: no such file, not a safetensors file, or nothing in it to quantize.
+        QTensorError: the file does not exist, is not a safetensors file, or holds no matrix.
     """
     check(
         path.is_file(),
         op="demo",
         rule="--weights must be a file",
         got=f"{path} ({'a folder' if path.is_dir() else 'no such file'})",
-        fix="Give the path of a .safetensors file",
+        fix="Pass the path of a .safetensors file",
     )
     try:
         matrices, total = _read(path)
@@ -58,8 +58,8 @@ def load_weights(path: Path, name: str | None = None) -> Weights:
         bool(matrices),
         op="demo",
         rule="--weights needs at least one 2-D tensor of float32, bfloat16 or float16",
-        got=f"{path} with {total} tensors, none of them such",
-        fix="Give a file with a model's weight matrices",
+        got=f"{path} with {total} other tensors",
+        fix="Pass a file with a model's weight matrices",
     )
     source = Source(
         name=name or str(path),
@@ -72,14 +72,14 @@ def load_weights(path: Path, name: str | None = None) -> Weights:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], int]:
-    """The matrices, and how many tensors of any kind the file has."""
+    """Return the matrices, and the number of all tensors in the file."""
     with safe_open(path, framework="pt") as file:
         keys = sorted(file.keys())
         wanted = [key for key in keys if _is_matrix(file.get_slice(key))]
         return {key: file.get_tensor(key) for key in wanted}, len(keys)
 
 
-def _is_matrix(part: Any) -> bool:
-    """Whether a slice of a safetensors file is 2-D, float and not empty; reads its header only."""
-    shape, dtype = part.get_shape(), part.get_dtype()
+def _is_matrix(tensor_slice: Any) -> bool:
+    """Return True if a slice is 2-D, float and not empty; reads only the file's header."""
+    shape, dtype = tensor_slice.get_shape(), tensor_slice.get_dtype()
     return len(shape) == 2 and 0 not in shape and dtype in FLOATS
