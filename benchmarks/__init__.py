@@ -1,9 +1,12 @@
-"""Measurements. Run them from the repository root: ``python -m benchmarks.run``, or one of them by its name."""
+"""Benchmarks.
+
+Run all with ``python -m benchmarks.run`` from the repository root, or one by name.
+"""
 
 import os
 
-# Read once, when torch loads its OpenMP runtime, so it stands before any import of torch. Spinning
-# worker threads stall operators of a few microseconds by milliseconds on a machine with few cores;
-# ones that sleep at once take up to 50 us to wake. A short spin has neither cost.
+# OpenMP reads these variables once, when torch loads it, so they are set before any import of
+# torch. Spinning worker threads delay operators of a few microseconds by milliseconds on a machine
+# with few cores; threads that sleep at once take up to 50 us to wake. A short spin avoids both.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -1,4 +1,4 @@
-"""What is measured: formats with their options, sizes, inputs."""
+"""The cases that are measured: formats with their options, sizes, inputs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ MORE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"with_rht": True, **COLUMNWISE},
     ),
 }
-"""Options of a format beyond its usages."""
+"""Options of a format other than its usages."""
 
 
 def quantizers(quick: bool) -> list[Any]:
-    """Every registered format: rowwise, columnwise, both, then its own options. Quick: rowwise alone."""
+    """Return every format: rowwise, columnwise, both, then with its own options.
+
+    Quick: rowwise only.
+    """
     found = []
     for name in qtensor.formats():
         options = [{}] if quick else [{}, COLUMNWISE, BOTH, *MORE.get(name, ())]
@@ -47,7 +50,7 @@ def quantizers(quick: bool) -> list[Any]:
 
 
 def weight_quantizers(quick: bool) -> list[Any]:
-    """Each format as that of a weight: rowwise, and the square blocks that weights are quantized in."""
+    """Return each format for weights: rowwise, and with the square blocks that weights use."""
     found = [qtensor.quantizer(name) for name in qtensor.formats()]
     if not quick:
         found.append(qtensor.quantizer("fp8_blockwise", block_scaling_dim=2))
@@ -56,32 +59,35 @@ def weight_quantizers(quick: bool) -> list[Any]:
 
 
 DELAYED_SCALE = 448 / 6
-"""What a history of inputs like ours asks for: the largest E4M3 value over the largest magnitude of some million normal values."""
+"""The scale that delayed scaling gives for our inputs.
+
+It is the largest E4M3 value over the largest magnitude of some million normal values.
+"""
 
 
 def call_arguments(quantizer: Any) -> dict[str, Tensor]:
-    """What a call of the quantizer must bring."""
+    """Return the further arguments that a call of the quantizer needs."""
     return {"scale": torch.full((1,), DELAYED_SCALE)} if quantizer.needs_scale else {}
 
 
 def random_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Normal values, the same in every run."""
+    """Return normal values, the same in every run."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def size_name(shape: tuple[int, ...]) -> str:
-    """``1024x1024``."""
+    """Return a shape as text, for example ``1024x1024``."""
     return "x".join(str(n) for n in shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16``."""
+    """Return the name of a dtype, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One row to be measured, before anything is built for it."""
+    """One row of a table, before anything is built for it."""
 
     quantizer: Any
     shape: tuple[int, ...]
@@ -89,14 +95,17 @@ class Spec:
 
     @property
     def size(self) -> str:
-        """As it stands in the tables."""
+        """The name in the tables."""
         return size_name(self.shape)
 
 
 def grid(quick: bool) -> list[Spec]:
-    """Sizes, dtypes and quantizers. Quick: up to ``LARGE``, float32 at ``MIDDLE`` alone.
+    """Return the rows: sizes, dtypes and quantizers.
 
-    A quick run ends with ``MIDDLE``, where it compiles the peers, and drops those rows if it runs out of time.
+    Quick: up to ``LARGE``, float32 only at ``MIDDLE``.
+
+    A quick run measures ``MIDDLE`` last, where it compiles the peers, and drops these rows if time
+    runs out.
     """
     specs = []
     for shape in (TINY, LARGE, MIDDLE) if quick else SIZES:

@@ -1,4 +1,4 @@
-"""Compiling: seconds for a function that has a linear and quantizes its result, and what the graph costs after that.
+"""Compile time of a linear that quantizes its result, and the speed of the compiled function.
 
 ``python -m benchmarks.compile_time [--quick] [--peers NAMES] [--threads N] [--output DIR]``
 """
@@ -27,11 +27,15 @@ from benchmarks.timer import Timing
 
 TITLE = "Compile time on a CPU"
 TEXT = (
-    "`quantize(F.linear(x, weight))` with a quantized weight, {tokens} tokens, weight of the size that the heading "
+    "`quantize(F.linear(x, weight))` with a quantized weight, {tokens} tokens, weight of the size "
+    "that the heading "
     "names, inductor. *compile*: median seconds from the first call of a fresh `torch.compile(..., "
-    "dynamic=False)` to its result, with an empty inductor cache in a temporary folder; the process has compiled "
-    "another function before, which took {first:.1f} s (imports, compiler probes). *eager*, *compiled*: median "
-    "microseconds of a call, in turns. *copy*: GB/s, read and written, of `Tensor.copy_` of the weight in bfloat16. "
+    "dynamic=False)` to its result, with an empty inductor cache in a temporary folder; the "
+    "process has compiled "
+    "another function before, which took {first:.1f} s (imports, compiler probes). *eager*, "
+    "*compiled*: median "
+    "microseconds of a call, in turns. *copy*: GB/s, read and written, of `Tensor.copy_` of the "
+    "weight in bfloat16. "
     "*x eager*: eager / compiled, ours. *compile x peer*: the peer's seconds / ours; *x peer*: the "
     "peer's time / ours compiled; above 1 we are faster."
 )
@@ -42,7 +46,7 @@ REPEATS = {True: 1, False: 3}
 def cold_seconds(
     function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int = 1
 ) -> float:
-    """Median time of compiling, with the first call."""
+    """Return the median time of compiling, including the first call."""
     seconds = []
     for _ in range(repeats):
         with suite.silent(), fresh_cache():
@@ -54,13 +58,13 @@ def cold_seconds(
 
 
 def plan(quick: bool) -> list[Spec]:
-    """Weights in every format."""
+    """Return weights in every format."""
     weights = cases.weight_quantizers(quick)
     return [Spec(quantizer, cases.MIDDLE, torch.bfloat16) for quantizer in weights]
 
 
 def build(spec: Spec, settings: Settings) -> Cell:
-    """Copy, eager, compiled, and the peers' two."""
+    """Return the calls of a row: copy, eager, compiled, and both of each peer."""
     quantizer, given = spec.quantizer, cases.call_arguments(spec.quantizer)
     weight = cases.random_input(spec.shape, spec.dtype)
     x = cases.random_input((TOKENS, spec.shape[1]), spec.dtype)
@@ -88,7 +92,7 @@ def build(spec: Spec, settings: Settings) -> Cell:
 
 
 def _peer_seconds(job: Job, x: Tensor, weight: Tensor, repeats: int) -> float | None:
-    """None where it does not compile; the reason is noted when its call is tried."""
+    """Return the compile time, or None if it fails; the reason is noted when the call is tried."""
     try:
         return cold_seconds(_chain(job), (x, job.quantize(weight)), repeats)
     except Exception:  # noqa: BLE001 - a foreign library may fail in any way
@@ -108,7 +112,7 @@ def _chain(job: Job) -> Callable[[Tensor, Any], Any]:
 
 
 def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
-    """Compiled against eager, and both kinds of time against the peers'."""
+    """Return the ratios: compiled to eager, and both times to those of the peers."""
     found = {"eager_ratio": timings["eager"].median_us / timings["compiled"].median_us}
     for peer in settings.peers:
         seconds = cell.values.get(suite.key(peer.name, "compile_s"))
@@ -118,7 +122,7 @@ def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
 
 
 def columns(settings: Settings) -> list[Column]:
-    """Ratios last."""
+    """Return the columns; ratios come last."""
     names = [peer.name for peer in settings.peers]
     return [
         Column("case", "case"),
@@ -135,7 +139,7 @@ def columns(settings: Settings) -> list[Column]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write."""
+    """Measure and write the results."""
     settings = parse("compile_time", __doc__, arguments)
     first = cold_seconds(lambda x: x + 1, (torch.zeros(4),))
     results = suite.collect(

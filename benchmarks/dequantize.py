@@ -1,6 +1,7 @@
-"""Dequantizing: every format to bfloat16 and float32, beside the copy that bounds it and the same job in peers.
+"""Benchmark of dequantize: every format to bfloat16 and float32, with a copy and with peers.
 
-``python -m benchmarks.dequantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
+``python -m benchmarks.dequantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N]
+[--output DIR]``
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from benchmarks.suite import COPY, Call, Cell
 
 TITLE = "Dequantizing on a CPU"
 TEXT = (
-    "Median microseconds a call, all functions of a row in turns; the tables are by the dtype of the result. "
-    "*fresh*: `qtensor.dequantize(q, dtype)`; *reused*: `qtensor.dequantize(q, out=y)`. *copy*: GB/s, read and "
-    "written, of `Tensor.copy_` between buffers of the result's size, in turns with the row; *output*: GB/s of "
-    "the result, reused. *share*: time of reading the codes and factors and writing the result at that bandwidth "
-    "/ time taken, reused outputs. *x peer*: the peer's time / ours, both with fresh outputs: above 1 we are "
+    "Median microseconds a call, all functions of a row in turns; the tables are by the dtype of "
+    "the result. "
+    "*fresh*: `qtensor.dequantize(q, dtype)`; *reused*: `qtensor.dequantize(q, out=y)`. *copy*: "
+    "GB/s, read and "
+    "written, of `Tensor.copy_` between buffers of the result's size, in turns with the row; "
+    "*output*: GB/s of "
+    "the result, reused. *share*: time of reading the codes and factors and writing the result at "
+    "that bandwidth "
+    "/ time taken, reused outputs. *x peer*: the peer's time / ours, both with fresh outputs: "
+    "above 1 we are "
     "faster. A copy of 16x32 values is all call, and one of 1024x1024 stays in the cache: shares "
     "compare with that. Quartiles are in the JSON."
 )
@@ -32,7 +38,7 @@ HAS_OUT = "out" in inspect.signature(qtensor.dequantize).parameters
 
 
 def plan(quick: bool) -> list[Spec]:
-    """One direction at a time: a tensor with both decodes one of them."""
+    """Return quantizers of one direction: a tensor with both directions decodes only one."""
     return [spec for spec in cases.grid(quick) if not (_both(spec) or _random(spec))]
 
 
@@ -41,12 +47,12 @@ def _both(spec: Spec) -> bool:
 
 
 def _random(spec: Spec) -> bool:
-    """Decodes as without stochastic rounding."""
+    """Return True for options that do not change decoding, for example stochastic rounding."""
     return spec.quantizer.stochastic_rounding
 
 
 def build(spec: Spec, settings: Settings) -> Cell:
-    """Copy, fresh, reused, and the peers, from values that were bfloat16."""
+    """Return the calls of a row: copy, fresh, reused, and peers, for values that were bfloat16."""
     x = cases.random_input(spec.shape, torch.bfloat16)
     q = qtensor.quantize(x, spec.quantizer, **cases.call_arguments(spec.quantizer))
     y = qtensor.dequantize(q, spec.dtype)
@@ -67,7 +73,7 @@ def _call(job: Job, compiled: bool, x: Tensor, dtype: torch.dtype) -> Call | str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write."""
+    """Measure and write the results."""
     settings = parse("dequantize", __doc__, arguments)
     results = suite.collect(
         plan(settings.quick),

@@ -1,10 +1,11 @@
-"""Quantized GEMMs on a GPU: our kernels beside ``torch._scaled_mm`` and bfloat16 ``torch.mm``.
+"""Quantized GEMMs on a GPU: our kernels, ``torch._scaled_mm`` and bfloat16 ``torch.mm``.
 
 ``python -m benchmarks.gemm [--seconds N] [--output DIR] [--no-autotune]``
 
-Shapes are the projections of Llama-3 8B and 70B (N, K) with M tokens. Each function is captured in a CUDA graph of several
-calls, so that times are the GPU's; what a call costs on the host is measured apart. The functions of a shape take turns, and
-the median of the turns counts. Random codes: zeros draw less power and run faster.
+The shapes are the projections of Llama-3 8B and 70B (N, K) with M tokens. Each function is captured
+in a CUDA graph of several calls, so that the times are those of the GPU; the host cost of a call is
+measured separately. The functions of a shape take turns, and the median counts. The codes are
+random: zeros draw less power and run faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROJECTIONS = (
 )  # fmt: skip
 LARGE = (8192, 8192, 8192)
 DENSE_PEAK = {(9, 0): 1979.0, (10, 0): 4500.0}
-"""FP8 TFLOP/s without sparsity, by the vendor's data sheets (H100 and H200 SXM; B200)."""
+"""FP8 TFLOP/s without sparsity, from the vendor's data sheets (H100 and H200 SXM; B200)."""
 TURNS = 5
 BURST_MS = 3.0
 MOST_CALLS = 40
@@ -43,7 +44,7 @@ Call = Callable[[], Any]
 
 
 def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-    """``calls`` calls as one graph."""
+    """Capture ``calls`` calls as one graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -52,7 +53,7 @@ def graph_of(call: Call, calls: int) -> torch.cuda.CUDAGraph:
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Of one call of a graph."""
+    """Return the time of one call of a graph."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -62,7 +63,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 
 def measure(functions: dict[str, Call]) -> tuple[dict[str, float], dict[str, str]]:
-    """Median milliseconds of each, taking turns; and why others cannot run."""
+    """Return the median milliseconds of each function, taking turns, and why others cannot run."""
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     errors: dict[str, str] = {}
     for name, call in functions.items():
@@ -89,13 +90,13 @@ def measure(functions: dict[str, Call]) -> tuple[dict[str, float], dict[str, str
 
 
 def operand(name: str, rows: int, columns: int, **options: Any) -> Any:
-    """A quantized random matrix."""
+    """Return a quantized random matrix."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return qtensor.quantize(x, name, **options)
 
 
 def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
-    """Our kernel."""
+    """Return the call of our kernel."""
     sides = [
         *(a.buffers(), a._quantizer.canonical, a.shape),
         *(b.buffers(), b._quantizer.canonical, b.shape),
@@ -104,7 +105,7 @@ def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
 
 
 def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:
-    """``torch._scaled_mm`` on the same codes."""
+    """Return the call of ``torch._scaled_mm`` on the same codes."""
     left, right = (_codes(x).view(torch.float8_e4m3fn) for x in (a, b))
     turned = right.t()
     return lambda: torch._scaled_mm(
@@ -117,7 +118,7 @@ def _codes(x: Any) -> Tensor:
 
 
 def functions_of(m: int, n: int, k: int) -> dict[str, Call]:
-    """What is compared for a shape."""
+    """Return the functions that are compared for a shape."""
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     a, b = operand("fp8", m, k), operand("fp8", n, k)
     rows_a, rows_b = operand("fp8_rowwise", m, k), operand("fp8_rowwise", n, k)
@@ -126,7 +127,8 @@ def functions_of(m: int, n: int, k: int) -> dict[str, Call]:
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     tensor = a._scale_inv, b._scale_inv
     row = rows_a._scale_inv.view(m, 1), rows_b._scale_inv.view(1, n)
-    # cuBLAS reads the same buffers: 1x128 factors with M contiguous, 128x128 factors with K contiguous.
+    # cuBLAS reads the same buffers: 1x128 factors with M contiguous, 128x128 factors with K
+    # contiguous.
     block = (
         blocks_a._rowwise_scale_inv[:, :m].t(),
         blocks_b._rowwise_scale_inv[:, : math.ceil(k / 128)].t(),
@@ -145,7 +147,10 @@ def functions_of(m: int, n: int, k: int) -> dict[str, Call]:
 
 
 def host_microseconds(calls: int = 2000) -> dict[str, float]:
-    """What a call costs on the host, the GPU idle: it cannot keep pace only where a launch is slower than its kernel."""
+    """Return the host time of a call on an idle GPU.
+
+    The host is too slow only if this exceeds the time of the kernel.
+    """
     a, b = operand("fp8", 16, 128), operand("fp8", 64, 128)
     out = torch.empty(16, 64, device="cuda", dtype=torch.bfloat16)
     functions = {
@@ -168,7 +173,7 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
 
 
 def tune(arch: str, seconds: float) -> list[dict[str, Any]]:
-    """Let autotune choose among the built kernels, as far as the time goes."""
+    """Run autotune for the built kernels, until the time limit."""
     block = (1, 128, 128)
     wanted = [Want("fp8", arch, "e4m3", "e4m3", "bf16", fast=fast) for fast in (False, True)]
     wanted.append(Want("fp8_blockwise", arch, "e4m3", "e4m3", "bf16", block=block))
@@ -201,7 +206,7 @@ def tune(arch: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """0 of nothing."""
+    """Return the median, or 0 for an empty list."""
     return math.exp(statistics.fmean(map(math.log, values))) if values else 0.0
 
 
@@ -215,7 +220,7 @@ PAIRS = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     names = list(dict.fromkeys(name for row in report["rows"] for name in row["ms"]))
     peak = report["peak"]
     lines = [
@@ -253,7 +258,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def run(seconds: float, tuned: bool) -> dict[str, Any]:
-    """Measure, from the largest shape named in the aims to the others, until the time is over."""
+    """Measure the shapes, the most important ones first, until the time limit."""
     capability = torch.cuda.get_device_capability()
     arch = f"sm_{capability[0]}{capability[1]}a"
     end = perf_counter() + seconds
@@ -284,7 +289,7 @@ def run(seconds: float, tuned: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and write gemm_gpu.json and gemm_gpu.md."""
+    """Measure, and write gemm_gpu.json and gemm_gpu.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="for all of it, about")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))

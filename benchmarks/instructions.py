@@ -1,6 +1,7 @@
-"""Host overhead in instructions, counted by valgrind: figures that do not swing with the machine.
+"""Host overhead in instructions, counted by valgrind; the counts do not depend on machine load.
 
-``python -m benchmarks.instructions [--output DIR]``. Needs ``valgrind`` on the PATH; takes two minutes.
+``python -m benchmarks.instructions [--output DIR]`` needs ``valgrind`` on the PATH and takes two
+minutes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from benchmarks.report import Column, Report, Row
 from benchmarks.settings import parser
 
 CALLS = 20
-"""Of each function; the counts repeat to about one percent, by where objects lie and how names hash."""
+"""Calls of each function; counts repeat to about one percent, as addresses and hashes vary."""
 INSIDE = "QTENSOR_BENCHMARK_INSIDE_VALGRIND"
 TITLE = "Host overhead in instructions on a CPU"
 TEXT = (
-    "Thousands of instructions a call, of Python, torch and kernels together, counted by `valgrind --tool=callgrind` over "
-    "{calls} calls; one thread, eager code, float32, {tokens} tokens. valgrind knows no AVX-512: kernels run for AVX2. "
+    "Thousands of instructions a call, of Python, torch and kernels together, counted by "
+    "`valgrind --tool=callgrind` over "
+    "{calls} calls; one thread, eager code, float32, {tokens} tokens. valgrind does not support "
+    "AVX-512: "
+    "kernels run for AVX2. "
     "*ratio*: to the first row of the table in the same column."
 )
 COLUMNS = (
@@ -45,7 +49,7 @@ KINDS = ("no_grad", "forward", "both")
 
 
 def layers() -> Iterator[tuple[str, str, Callable[[Tensor], Tensor]]]:
-    """(table, name, layer), what the others are compared with first."""
+    """Return (table, name, layer); the first one of a table is the reference of the others."""
     size = training.SIZE
     for recipe in training.RECIPES:
         region = qtensor.autocast(recipe=recipe)
@@ -59,7 +63,7 @@ def layers() -> Iterator[tuple[str, str, Callable[[Tensor], Tensor]]]:
 
 
 def functions(layer: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Any]]:
-    """What is counted, by ``KINDS``."""
+    """Return the functions that are counted, by ``KINDS``."""
     x = torch.randn(training.SIZE, training.SIZE, requires_grad=True)
     dy = torch.ones(training.SIZE, training.SIZE)
 
@@ -77,7 +81,7 @@ def _control(*words: str) -> None:
 
 
 def run_inside() -> None:
-    """Call everything, and have valgrind write a file after each."""
+    """Call all functions; valgrind writes a file after each."""
     torch.set_num_threads(1)
     jobs = [functions(layer)[kind] for _, _, layer in layers() for kind in KINDS]
     jobs.insert(0, lambda: None)
@@ -95,7 +99,7 @@ def run_inside() -> None:
 
 
 def count() -> list[float]:
-    """Thousands of instructions a call of each job, less what a call of nothing costs."""
+    """Return thousands of instructions a call for each job, minus those of an empty call."""
     with tempfile.TemporaryDirectory(prefix="qtensor-instructions-") as folder:
         out = Path(folder) / "count"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet"]
@@ -113,7 +117,7 @@ def count() -> list[float]:
 
 
 def rows(counts: Sequence[float]) -> Iterator[Row]:
-    """One for each layer."""
+    """Return one row for each layer."""
     left = iter(counts)
     first: dict[str, dict[str, float]] = {}
     for table, name, _ in layers():
@@ -124,7 +128,7 @@ def rows(counts: Sequence[float]) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count, print, write."""
+    """Count, print and write the results."""
     if os.environ.get(INSIDE):
         run_inside()
         return 0

@@ -1,6 +1,7 @@
-"""Linear layers on quantized weights: weight-only and both operands quantized, beside ``nn.Linear`` in bfloat16.
+"""Benchmark of linear layers on quantized weights, compared with bfloat16 ``nn.Linear``.
 
-``python -m benchmarks.linear [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
+``python -m benchmarks.linear [--quick] [--peers NAMES] [--sizes SIZES] [--threads N]
+[--output DIR]``
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ from benchmarks.timer import Timing
 
 TITLE = "Linear layers on a CPU"
 TEXT = (
-    "Sizes are tokens x outputs x inputs, activations bfloat16. Median microseconds a call, all functions of a row "
-    "in turns. *bf16*: `nn.Linear`; *weight-only*: `F.linear(x, q)`; *both*: `F.linear(xq, q)` with activations "
-    "that are quantized already, in emulation: codes are decoded and multiplied in float32. *share*: time of "
-    "moving activations, codes, factors and result once at the bandwidth of *copy* (`Tensor.copy_` of the bfloat16 "
-    "weight, GB/s read and written) / time of weight-only: products of many tokens are bound by arithmetic instead. "
-    "*extra MiB*: peak memory of one weight-only call minus what was there before it, in a process of its own "
-    "(`benchmarks/memory.py`). *x*: the other's time / that of weight-only; above 1 we are faster; *x bf16, both*: "
+    "Sizes are tokens x outputs x inputs, activations bfloat16. Median microseconds a call, all "
+    "functions of a row "
+    "in turns. *bf16*: `nn.Linear`; *weight-only*: `F.linear(x, q)`; *both*: `F.linear(xq, q)` "
+    "with activations "
+    "that are quantized already, in emulation: codes are decoded and multiplied in float32. "
+    "*share*: time of "
+    "moving activations, codes, factors and result once at the bandwidth of *copy* "
+    "(`Tensor.copy_` of the bfloat16 "
+    "weight, GB/s read and written) / time of weight-only: products of many tokens are bound by "
+    "arithmetic instead. "
+    "*extra MiB*: peak memory of one weight-only call minus what was there before it, in a "
+    "process of its own "
+    "(`benchmarks/memory.py`). *x*: the other's time / that of weight-only; above 1 we are "
+    "faster; *x bf16, both*: "
     "against both quantized."
 )
 TINY = (16, 128, 128)
@@ -41,22 +49,25 @@ LARGE = (512, 4096, 4096)
 
 @dataclass(frozen=True)
 class LinearSpec(Spec):
-    """``shape`` is that of the weight."""
+    """One row; ``shape`` is the shape of the weight."""
 
     tokens: int
 
     @property
     def size(self) -> str:
-        """With the tokens."""
+        """The name in the tables, with the number of tokens."""
         return cases.size_name((self.tokens, *self.shape))
 
 
 QUICK_LARGE = ("fp8", "mxfp8", "nvfp4")
-"""Formats of the large rows of a quick run: one product takes up to a second."""
+"""Formats of the large rows of a quick run, where one product takes up to a second."""
 
 
 def plan(quick: bool) -> list[LinearSpec]:
-    """Sizes and weights. Quick: few large rows, and ``MIDDLE`` last, as in ``cases.grid``."""
+    """Return sizes and weights.
+
+    Quick: few large rows, and ``MIDDLE`` last, as in ``cases.grid``.
+    """
     weights = cases.weight_quantizers(quick)
     if not quick:
         return [_spec(q, size) for size in (TINY, MIDDLE, LARGE) for q in weights]
@@ -70,7 +81,7 @@ def _spec(quantizer: Any, size: tuple[int, int, int]) -> LinearSpec:
 
 
 def build(spec: LinearSpec, settings: Settings) -> Cell:
-    """Copy, nn.Linear, weight-only, both quantized, and the peers' weight-only."""
+    """Return the calls of a row: copy, nn.Linear, weight-only, both quantized, and peers."""
     quantizer, given = spec.quantizer, cases.call_arguments(spec.quantizer)
     weight = cases.random_input(spec.shape, spec.dtype)
     x = cases.random_input((spec.tokens, spec.shape[1]), spec.dtype)
@@ -91,7 +102,7 @@ def build(spec: LinearSpec, settings: Settings) -> Cell:
 
 
 def _activation_quantizer(quantizer: Any) -> Any:
-    """The same format; square blocks are for weights."""
+    """Return the quantizer of the activations: the same format without square blocks."""
     square = {"block_scaling_dim": 1, "with_2d_quantization": False}
     own = {name: square[name] for name in square if name in quantizer.option_names()}
     return qtensor.quantizer(quantizer, **own)
@@ -111,7 +122,7 @@ def _call(job: Job, compiled: bool, x: Tensor, weight: Tensor) -> Call | str:
 
 
 def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
-    """Share of the floor, and ratios to the time of weight-only."""
+    """Return the share of the lower bound, and ratios to the time of weight-only."""
     us = timings["weight-only"].median_us
     bandwidth = floor.copy_gbs(cell.copied, timings[COPY].median_us)
     return {
@@ -123,7 +134,7 @@ def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
 
 
 def columns(settings: Settings) -> list[Column]:
-    """Ratios last."""
+    """Return the columns; ratios come last."""
     return [
         Column("case", "weight"),
         Column("copy_gbs", "copy GB/s", 1),
@@ -145,7 +156,7 @@ def columns(settings: Settings) -> list[Column]:
 
 
 def add_memory(results: suite.Results, settings: Settings) -> None:
-    """Peaks of the large rows; one process measures them all."""
+    """Return the memory peaks of the large rows; one process measures all of them."""
     size = cases.size_name(LARGE)
     rows = [row for row in results.rows if row["size"] == size]
     found = {}
@@ -162,7 +173,7 @@ def add_memory(results: suite.Results, settings: Settings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write."""
+    """Measure and write the results."""
     settings = parse("linear", __doc__, arguments)
     results = suite.collect(
         plan(settings.quick), build, lambda c, t: ratios(c, t, settings), settings

@@ -1,4 +1,4 @@
-"""What was measured on what."""
+"""The environment of a measurement."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 import qtensor
 
 SHOWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_PROC_BIND")
-"""Variables that change what threads cost."""
+"""Variables that change the cost of threads."""
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(threads: int, peers: Mapping[str, str]) -> dict[str, Any]:
-    """Device, versions, date.
+    """Return device, versions and date.
 
     Args:
-        threads: of torch.
+        threads: number of torch threads.
         peers: name to version.
     """
     return {
@@ -45,7 +45,7 @@ def environment(threads: int, peers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def sentence(here: Mapping[str, Any]) -> str:
-    """The environment in a line of Markdown."""
+    """Return the environment as a line of Markdown."""
     threads = "1 thread" if here["threads"] == 1 else f"{here['threads']} threads"
     peers = "".join(f", {name} {version}" for name, version in here["peers"].items())
     variables = "".join(f", {name}={value}" for name, value in here["variables"].items())
@@ -57,7 +57,7 @@ def sentence(here: Mapping[str, Any]) -> str:
 
 
 def cpu_name() -> str:
-    """The model, as the system names it."""
+    """Return the CPU model as the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,10 +1,10 @@
-"""Peak memory of one weight-only linear call: what the process's peak exceeds what it held before by.
+"""Extra peak memory of one weight-only linear call.
 
-``python -m benchmarks.memory TOKENSxNxK CASES [PEERS]`` prints JSON; ``peaks`` runs it as a process of its own.
-The peak is that of resident memory (``VmHWM``, which the kernel resets on request), since neither
-tracemalloc nor torch's profiler sees what a library allocates inside. The portable ``ru_maxrss`` never
-falls, and in a child process it begins at the parent's peak; it stands in where there is no /proc, and then
-shows only what exceeds every call before.
+``python -m benchmarks.memory TOKENSxNxK CASES [PEERS]`` prints JSON; ``peaks`` runs it in its own
+process. The peak is that of resident memory (``VmHWM``, which the kernel resets on request),
+because neither tracemalloc nor torch's profiler sees memory that a library allocates inside.
+Without /proc the portable ``ru_maxrss`` is used. It never falls, and in a child process it starts
+at the parent's peak, so it shows only what exceeds all earlier calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIB = 1024
 
 
 def peaks(size: tuple[int, int, int], names: Sequence[str], peers: Sequence[str]) -> dict[str, Any]:
-    """MiB by case, by ``<peer> <case>``, and for ``bf16``; empty where the process fails."""
+    """Return MiB by case, by ``<peer> <case>`` and for ``bf16``; empty if the process fails."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory"]
     command += [cases.size_name(size), ";".join(names), ",".join(peers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def peaks(size: tuple[int, int, int], names: Sequence[str], peers: Sequence[str]
 
 
 def peak_mib(call: Callable[[], Any]) -> float:
-    """What the peak of a call exceeds the memory before it by."""
+    """Return the peak memory of a call minus the memory before it."""
     _trim()
     before = _reset()
     result = call()
@@ -49,14 +49,14 @@ def peak_mib(call: Callable[[], Any]) -> float:
 
 
 def _trim() -> None:
-    """Freed memory goes back to the system, so that a call cannot use it unseen."""
+    """Make the allocator return freed memory to the system, so that every allocation is seen."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 def _reset() -> int:
-    """KiB held now, which is the new peak where the kernel can reset it."""
+    """Return the KiB in use; this is also the new peak if the kernel can reset it."""
     if RESET.exists():
         RESET.write_text("5")
     return _peak_kib()

@@ -1,7 +1,7 @@
-"""Host overhead beside torchao: tiny bfloat16 tensors, one thread, medians.
+"""Host overhead compared with torchao: tiny bfloat16 tensors, one thread, medians.
 
-``python -m benchmarks.overhead [--json FILE] [--bursts N]`` prints a table and writes it as JSON and
-Markdown. Without torchao (extra ``bench``) its column is empty and named as absent.
+``python -m benchmarks.overhead [--json FILE] [--bursts N]`` prints a table and writes it as JSON
+and Markdown. Without torchao (extra ``bench``) its column is empty, and the report says so.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.peer import Job, Peer
 from benchmarks.timer import Timing, measure, summary
 
 SHAPE = (32, 64)
-"""Legal for every format of both libraries but blockwise FP8."""
+"""A shape that every format of both libraries takes, except blockwise FP8."""
 BLOCKWISE_SHAPES = {1: (32, 128), 2: (128, 128)}
 TOKENS = 8
 IMPORT_RUNS = {True: 2, False: 7}
-"""Quick or not."""
+"""Number of bursts, by whether the run is quick."""
 BURSTS = {True: 20, False: 200}
 LEFT_OUT = (
     "in a quick run: other recipes compiled, blocks, and seconds of compilation (see compile_time)"
@@ -51,17 +51,17 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One row: our call, torchao's, and what must hold."""
+    """One row: our call, torchao's, and the target."""
 
     group: str
     name: str
     ours: Callable[[], Any]
     theirs: Callable[[], Any] | None = None
     limit_us: float | None = None
-    """Absolute target; without one the target is torchao's time."""
+    """Absolute target in microseconds; None if the target is torchao's time."""
     has_target: bool = True
     plain: Callable[[], Any] | None = None
-    """The same layer of torch in high precision, in the same run."""
+    """The same layer of torch in high precision, measured in the same run."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class Row:
     ours: float
     torchao: float | None
     ratio: float | None
-    """Ours / torchao's: below 1 is faster than torchao."""
+    """Our time / torchao's; below 1 we are faster."""
     target: str
     met: bool | None
-    """None for a row without a target."""
+    """Whether the target is met; None for a row without a target."""
     spread: str
-    """Quartiles of ours."""
+    """Quartiles of our time."""
     least: float
-    """The shortest burst of ours."""
+    """The shortest burst of our call."""
     plain: float | None = None
-    """``nn.Linear``, in turns with ours."""
+    """Time of ``nn.Linear``, measured in turns with ours."""
     plain_least: float | None = None
 
 
 def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
-    """Construction and dispatch of a tensor that exists, MXFP8 for both libraries."""
+    """Return cases for construction and dispatch of an existing tensor, MXFP8 in both libraries."""
     q = qtensor.quantize(x, "mxfp8")
     other = torchao.eager["mxfp8"].quantize(x) if torchao else None
     cls, shape, dtype, quantizer = type(q), q.shape, q.dtype, q.quantizer
@@ -115,7 +115,7 @@ def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
 
 
 def format_cases(seed: torch.Generator, torchao: Peer | None) -> Iterator[Case]:
-    """Quantize, and a weight-only linear, for each format."""
+    """Return cases for quantize and a weight-only linear, for each format."""
     linears = []
     for name, options in FORMATS:
         quantizer = qtensor.quantizer(name, **options)
@@ -147,7 +147,7 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
 
 
 def training_cases(quick: bool) -> Iterator[Case]:
-    """A tiny linear layer, forward and backward, by several recipes."""
+    """Return cases for a tiny linear layer, forward and backward, with several recipes."""
     group = f"training, Linear({training.SIZE}, {training.SIZE}), {training.SIZE} tokens"
     for recipe, name, ours, theirs, plain, limit in training.jobs(quick):
         has_target = limit is not None
@@ -155,14 +155,14 @@ def training_cases(quick: bool) -> Iterator[Case]:
 
 
 def block_cases() -> Iterator[Case]:
-    """An MLP block as a module and as a sequence of operations."""
+    """Return cases for an MLP block, as a module and as a sequence of operations."""
     group = f"training, MLP block of {training.SIZE}, {training.SIZE} tokens"
     for label, name, ours in training.block_jobs():
         yield Case(group, f"{label}, {name}", ours, None, None, has_target=False)
 
 
 def compile_rows(repeats: int) -> list[Row]:
-    """Cold seconds until a small MLP has run once, forward and backward."""
+    """Return the cold seconds until a small MLP has run once, forward and backward."""
     medians: dict[str, tuple[Timing, Timing]] = {}
     for name, make in training.mlps().items():
         runs = [training.compile_seconds(make) for _ in range(repeats + 1)][1:]
@@ -179,7 +179,7 @@ def compile_rows(repeats: int) -> list[Row]:
 
 
 def measure_case(case: Case, bursts: int, threads: int) -> Row:
-    """All calls in one run, burst by burst in turns."""
+    """Measure all calls in one run, burst by burst in turns."""
     calls = {"ours": case.ours, "theirs": case.theirs, "plain": case.plain}
     functions = {name: call for name, call in calls.items() if call is not None}
     timings = measure(functions, bursts, threads=threads)
@@ -211,9 +211,10 @@ def _row(
 
 
 def import_row(runs: int, torchao: bool) -> Row:
-    """What each import adds to ``import torch``, in fresh processes: the median, in milliseconds."""
+    """Return the median milliseconds of each import after ``import torch``, in new processes."""
     code = (
-        "import sys, time, torch; before = len(sys.modules); start = time.perf_counter(); import {0};"
+        "import sys, time, torch; before = len(sys.modules); start = time.perf_counter(); import "
+        "{0};"
         "print(time.perf_counter() - start, len(sys.modules) - before)"
     )
     samples: dict[str, list[float]] = {name: [] for name in ("qtensor", "torchao")[: 1 + torchao]}
@@ -229,16 +230,19 @@ def import_row(runs: int, torchao: bool) -> Row:
 
 
 def markdown(rows: list[Row], here: Mapping[str, Any], bursts: int, notes: Sequence[str]) -> str:
-    """The table as a document."""
+    """Return the table as a document."""
     met = [row.met for row in rows if row.met is not None]
     lines = [
-        "# Host overhead on a CPU, beside torchao",
+        "# Host overhead on a CPU, compared with torchao",
         "",
         machine.sentence(here),
         "",
-        f"Median microseconds a call over {bursts} bursts, the two libraries in turns within one run. "
-        "Ratio: ours / torchao's, so below 1 is faster. *least*: the shortest burst, what the call takes where nothing else "
-        "runs. *nn.Linear*: torch's own layer, in turns with ours: median (least). bfloat16 input, rowwise data, default "
+        f"Median microseconds a call over {bursts} bursts, the two libraries in turns within one "
+        "run. "
+        "Ratio: ours / torchao's, so below 1 is faster. *least*: the shortest burst, what the "
+        "call takes where nothing else "
+        "runs. *nn.Linear*: torch's own layer, in turns with ours: median (least). bfloat16 "
+        "input, rowwise data, default "
         "options; training in float32.",
         "",
         "| | case | qtensor | least | quartiles | torchao | ratio | nn.Linear | target | met |",
@@ -252,19 +256,22 @@ def markdown(rows: list[Row], here: Mapping[str, Any], bursts: int, notes: Seque
         plain = "" if row.plain is None else f"{row.plain:.1f} ({row.plain_least:.1f})"
         verdict = {True: "yes", False: "**no**", None: ""}[row.met]
         lines.append(
-            f"| {head} | `{row.name}` | {row.ours:.2f} | {row.least:.2f} | {row.spread} | {other} | {ratio} | {plain} "
+            f"| {head} | `{row.name}` | {row.ours:.2f} | {row.least:.2f} | {row.spread} | {other} "
+            f"| {ratio} | {plain} "
             f"| {row.target} | {verdict} |"
         )
     lines += ["", f"{sum(met)} of {len(met)} targets met.", ""]
-    lines += ["Not measured, or measured by what stands in:", "", *(f"- {text}" for text in notes)]
+    lines += ["Not measured, or measured with a substitute:", "", *(f"- {text}" for text in notes)]
     lines += ["", "Written by `python -m benchmarks.overhead`.", ""]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = settings.parser("overhead", __doc__)
-    parser.add_argument("--json", type=Path, help="where, instead; Markdown beside it")
+    parser.add_argument(
+        "--json", type=Path, help="path of the JSON; the Markdown is written next to it"
+    )
     parser.add_argument("--bursts", type=int, help="of each case (default: 200, quick: 20)")
     parser.set_defaults(threads=1)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""Other libraries that do the same jobs: one entry in ``MODULES`` each, one module with its functions.
+"""Other libraries ("peers") that do the same jobs: one module each, listed in ``MODULES``.
 
-The module of a peer imports it, and holds ``PEER``. A library that is not installed is named as absent
-with the reason; so is a format or option that it does not have.
+A peer's module imports its library and defines ``PEER``. The report names libraries that are not
+installed, and formats or options that a peer does not have, with the reason.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ MODULES: Mapping[str, str] = {
     "torchao": "benchmarks.peer_torchao",
     "compressed-tensors": "benchmarks.peer_compressed_tensors",
 }
-"""Name on the command line to the module that holds ``PEER``."""
+"""Name on the command line -> the module that defines ``PEER``."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer does with one format; None for what it has no path for."""
+    """A peer's functions for one format; None for a function that it does not have."""
 
     quantize: Callable[[Tensor], Any]
     dequantize: Callable[[Any, torch.dtype], Tensor] | None = None
     linear: Callable[[Tensor, Any], Tensor] | None = None
-    """Activations (M, K) and a quantized weight (N, K): weight-only."""
+    """Weight-only linear of activations (M, K) and a quantized weight (N, K)."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, by its public functions."""
+    """A library and its public functions."""
 
     name: str
     version: str
     eager: Mapping[str, Job]
-    """Canonical string of our quantizer to the job."""
+    """Canonical string of our quantizer -> the job."""
     compiled: Mapping[str, Job] = field(default_factory=dict)
-    """The functions that ``torch.compile`` is given, where they differ from the eager ones."""
+    """Functions for ``torch.compile``, if they differ from the eager ones."""
     construct: Callable[[Any], Callable[[], Any]] | None = None
-    """From its MXFP8 tensor: a call that builds the wrapper around buffers that exist."""
+    """Takes its MXFP8 tensor; returns a call that builds the wrapper around existing buffers."""
     notes: tuple[str, ...] = ()
-    """What of it could not be measured here, and what stands in."""
+    """Notes on functions that could not be measured here, and on substitutes."""
 
     def job(self, canonical: str, compiled: bool = False) -> Job | None:
-        """Its functions for our quantizer of that name."""
+        """Return its functions for the quantizer with this canonical string."""
         job = self.eager.get(canonical)
         return self.compiled.get(canonical, job) if compiled else job
 
 
 def load(names: Iterable[str]) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that are installed, and why each other one is absent.
+    """Return the installed peers, and the reasons why others are missing.
 
     Raises:
         ValueError: a name that is not in ``MODULES``.

@@ -1,7 +1,8 @@
-"""The same jobs in compressed-tensors 0.20, by the functions that compress a checkpoint's weights.
+"""The same jobs in compressed-tensors 0.20, by the functions that compress checkpoint weights.
 
-The library leaves the maxima to its caller (an observer of llm-compressor), so ``quantize`` here is a
-minimum and maximum a block, ``calculate_qparams`` and the compressor of the format.
+In this library the caller (an observer of llm-compressor) computes maxima. ``quantize`` here
+therefore consists of a minimum and maximum for each block, ``calculate_qparams`` and the compressor
+of the format.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Case to compressor and arguments."""
+"""Case -> compressor and arguments."""
 NOTES = (
-    "factors are computed in the dtype of the input and MX factors rounded to the nearest power of two, so "
+    "factors are computed in the dtype of the input and MX factors rounded to the nearest power "
+    "of two, so "
     "the bytes differ from ours; the amount of work does not",
     "it has no tensor type and no linear on compressed weights on a CPU; the peer here is "
     "F.linear(x, decompressed weight)",
@@ -54,7 +56,7 @@ NOTES = (
 
 
 def _limits(x: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each block."""
+    """Return the minimum and maximum of each block."""
     if args.block_structure is not None:
         rows, cols = args.block_structure
         blocks = x.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))

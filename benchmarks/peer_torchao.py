@@ -1,4 +1,4 @@
-"""The same jobs in torchao 0.18, by its public functions; what has no path on a CPU is in the notes."""
+"""The same jobs in torchao 0.18 through its public functions; notes list what a CPU cannot run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from benchmarks.peer import Job, Peer
 NOT_ON_CPU = (
     "blockwise FP8 of torchao.prototype.blockwise_fp8_training: its module imports triton; the "
     "peer here is Float8Tensor with PerBlock, whose factors are plain float32, not powers of two",
-    "delayed scaling: torchao has none any more; the peer is its cast by a given scale and its amax, the two "
+    "delayed scaling: torchao has none any more; the peer is its cast by a given scale and its "
+    "amax, the two "
     "results that delayed scaling needs",
     "MXTensor has no weight-only F.linear (it asserts act_quant_kwargs); the peer here is "
     "F.linear(x, q.dequantize(x.dtype)), which a user would write",
-    "the MX and NVFP4 quantizers of torchao in Triton and CUDA (mslk); the peers here are its torch ones",
+    "the MX and NVFP4 quantizers of torchao in Triton and CUDA (mslk); the peers here are its "
+    "torch ones",
     "columnwise MX casts (dim0) in one pass: CUDA only",
 )
-"""What of torchao could not be timed, and what stands in."""
+"""Functions of torchao that could not be timed, and their substitutes."""
 COMPILED_MX = (
-    "compiled MX: inductor has no float8_e8m0fnu on a CPU, so the compiled functions pass the factors as "
+    "compiled MX: inductor has no float8_e8m0fnu on a CPU, so the compiled functions pass the "
+    "factors as "
     "uint8 views; where a factor of that type remains inside, compiling fails"
 )
 MX = {
@@ -43,12 +46,12 @@ MX = {
     "mxfp6(dtype=e3m2)": ("fp6_e3m2", ScaleCalculationMode.FLOOR),
     "mxfp4": (torch.float4_e2m1fn_x2, ScaleCalculationMode.FLOOR),
 }
-"""Case to element and rounding of factors."""
+"""Case -> element and rounding of the factors."""
 MX_BLOCK = 32
 
 
 def quantizers() -> dict[str, Callable[[Tensor], Any]]:
-    """Case name (a canonical string of qtensor) to torchao's function for the same format and rounding of factors."""
+    """Case name (our canonical string) -> torchao's function for the same format and rounding."""
     delayed = torch.tensor(cases.DELAYED_SCALE)
     return {
         "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),
@@ -69,14 +72,14 @@ def quantizers() -> dict[str, Callable[[Tensor], Any]]:
 
 
 def construct(q: MXTensor) -> Callable[[], Any]:
-    """A call that builds the wrapper around buffers that exist."""
+    """Return a call that builds the wrapper around existing buffers."""
     arguments = (q.elem_dtype, q.block_size, q.orig_dtype, q.kernel_preference, q.act_quant_kwargs)
     data, scale, swizzled = q.qdata, q.scale, q.is_swizzled_scales
     return lambda: MXTensor(data, scale, *arguments, swizzled)
 
 
 def linear(x: Tensor, q: Any) -> Tensor:
-    """A weight-only ``F.linear``; MX by an explicit dequantize."""
+    """Return a weight-only ``F.linear``; MX needs an explicit dequantize."""
     return F.linear(x, q.dequantize(x.dtype) if isinstance(q, MXTensor) else q)
 
 
@@ -89,7 +92,7 @@ def _dequantize(q: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _compiled_mx(element: Any, mode: ScaleCalculationMode) -> Job:
-    """Codes and factors as plain tensors, the factors as bytes."""
+    """Return codes and factors as plain tensors, the factors as bytes."""
 
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         q = MXTensor.to_mx(x, element, MX_BLOCK, mode)

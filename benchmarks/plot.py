@@ -1,4 +1,4 @@
-"""Throughput by format against copy bandwidth, from the results of quantize and dequantize.
+"""Plot the throughput of each format and the copy bandwidth from existing results.
 
 ``python -m benchmarks.plot [--quick] [--output DIR]``
 """
@@ -27,7 +27,7 @@ BAR, FLOOR, LINE = "#4477aa", "#222222", "#cc3311"
 
 
 def chosen(found: Report) -> tuple[str, list[Row]]:
-    """The largest size of bfloat16, and its rows with rowwise data and default options."""
+    """Return the largest bfloat16 size, and its rows with rowwise data and default options."""
     rows = [row for row in found.rows if row["dtype"] == DTYPE and "(" not in row["case"]]
     size = max((row["size"] for row in rows), key=_elements, default="")
     return size, [row for row in rows if row["size"] == size]
@@ -39,7 +39,7 @@ def _elements(size: str) -> int:
 
 
 def draw(panel: Any, found: Report, title: str, label: str) -> None:
-    """Bars by format, the bound of each as a mark, the copy as a line."""
+    """Draw bars by format, with the bound of each as a mark and the copy as a line."""
     size, rows = chosen(found)
     names = [row["case"] for row in rows]
     panel.barh(names, [row["throughput_gbs"] for row in rows], color=BAR, label="measured")
@@ -60,10 +60,10 @@ def draw(panel: Any, found: Report, title: str, label: str) -> None:
 
 
 def make(folder: Path, quick: bool) -> list[Path]:
-    """PNG and SVG of what is there.
+    """Write a PNG and an SVG of the available results.
 
     Raises:
-        FileNotFoundError: no results of either benchmark.
+        FileNotFoundError: there are no results of either benchmark.
     """
     names = [
         panel for panel in PANELS if (folder / f"{report.stem(panel[0], quick)}.json").exists()
@@ -87,7 +87,7 @@ def make(folder: Path, quick: bool) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw, say where."""
+    """Draw the plot and print its path."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="from the results of a quick run")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")

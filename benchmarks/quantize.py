@@ -1,6 +1,7 @@
-"""Quantizing: every format and its main options, beside the copy that bounds it and the same job in peers.
+"""Benchmark of quantize: every format and its main options, with a copy and with peers.
 
-``python -m benchmarks.quantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``
+``python -m benchmarks.quantize [--quick] [--peers NAMES] [--sizes SIZES] [--threads N]
+[--output DIR]``
 """
 
 from __future__ import annotations
@@ -18,19 +19,26 @@ from benchmarks.suite import COPY, Call, Cell
 
 TITLE = "Quantizing on a CPU"
 TEXT = (
-    "Median microseconds a call, all functions of a row in turns. *fresh*: `qtensor.quantize(x, ...)`, "
-    "which allocates its outputs; *reused*: `quantizer.quantize(x, out=q)`. *copy*: GB/s, read and written, of "
-    "`Tensor.copy_` between buffers of the input's size, in turns with the row; *input*: GB/s of input, reused. "
-    "*share*: time of moving the bytes that must move at that bandwidth / time taken, reused outputs; formats "
-    "with a maximum over the tensor (`fp8`, `nvfp4`) are charged two reads of the input, *share, 1 read* "
-    "charges one (`benchmarks/floor.py`). *x peer*: the peer's time / ours, both with fresh outputs: above 1 "
-    "we are faster. A copy of 16x32 values is all call, and one of 1024x1024 stays in the cache: shares "
+    "Median microseconds a call, all functions of a row in turns. *fresh*: `qtensor.quantize(x, "
+    "...)`, "
+    "which allocates its outputs; *reused*: `quantizer.quantize(x, out=q)`. *copy*: GB/s, read "
+    "and written, of "
+    "`Tensor.copy_` between buffers of the input's size, in turns with the row; *input*: GB/s of "
+    "input, reused. "
+    "*share*: time of moving the bytes that must move at that bandwidth / time taken, reused "
+    "outputs; formats "
+    "with a maximum over the tensor (`fp8`, `nvfp4`) are charged two reads of the input, *share, "
+    "1 read* "
+    "charges one (`benchmarks/floor.py`). *x peer*: the peer's time / ours, both with fresh "
+    "outputs: above 1 "
+    "we are faster. A copy of 16x32 values is all call, and one of 1024x1024 stays in the cache: "
+    "shares "
     "compare with that. Quartiles are in the JSON."
 )
 
 
 def build(spec: Spec, settings: Settings) -> Cell:
-    """Copy, fresh, reused, and the peers."""
+    """Return the calls of a row: copy, fresh, reused, and peers."""
     quantizer = spec.quantizer
     x = cases.random_input(spec.shape, spec.dtype)
     given = cases.call_arguments(quantizer)
@@ -51,7 +59,7 @@ def _call(job: Job, compiled: bool, x: Tensor) -> Call:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write."""
+    """Measure and write the results."""
     settings = parse("quantize", __doc__, arguments)
     plan = cases.grid(settings.quick)
     results = suite.collect(

@@ -1,4 +1,4 @@
-"""Results as data and as a document: rows of named values, the columns that show them."""
+"""Results as data and as a document: rows of named values, and the columns that show them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import machine
 
 Row = dict[str, Any]
-"""Values by column key, and others (quartiles) that no column shows. None: not measured."""
+"""Values by column key, and others (quartiles) without a column. None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Column:
     key: str
     title: str
     digits: int | None = None
-    """After the point; None for text."""
+    """Digits after the decimal point; None for text."""
     percent: bool = False
 
     def show(self, row: Row) -> str:
-        """The cell; empty for what was not measured."""
+        """Return the cell's text; empty for None."""
         value = row.get(self.key)
         if value is None:
             return ""
@@ -37,29 +37,29 @@ class Column:
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found."""
+    """The results of one benchmark."""
 
     name: str
-    """Stem of the files."""
+    """Stem of the file names."""
     title: str
     text: str
-    """What was measured and how the columns are to be read, in Markdown."""
+    """Markdown that explains the measurement and the columns."""
     environment: Mapping[str, Any]
     columns: tuple[Column, ...]
     groups: tuple[str, ...]
-    """Keys whose values make the heading of a table of their own."""
+    """Keys that divide the rows into tables; their values are the heading."""
     rows: tuple[Row, ...]
     absent: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """Cases that were not measured, with the reason."""
 
 
 def to_json(report: Report) -> str:
-    """Everything, readable back."""
+    """Return everything as JSON, for ``from_json``."""
     return json.dumps(dataclasses.asdict(report), indent=1) + "\n"
 
 
 def from_json(text: str) -> Report:
-    """The report that ``to_json`` wrote."""
+    """Return the report that ``to_json`` wrote."""
     data = json.loads(text)
     data["columns"] = tuple(Column(**column) for column in data["columns"])
     for key in ("groups", "rows", "absent"):
@@ -68,14 +68,14 @@ def from_json(text: str) -> Report:
 
 
 def markdown(report: Report) -> str:
-    """The document: environment, a table for each group, what is absent."""
+    """Return the document: environment, a table for each group, missing cases."""
     lines = [f"# {report.title}", "", machine.sentence(report.environment), "", report.text, ""]
     for heading, rows in _grouped(report):
         lines += [f"## {heading}", ""] if heading else []
         lines += [*table(report.columns, rows), ""]
     if report.absent:
         lines += [
-            "Not measured, or measured by what stands in:",
+            "Not measured, or measured with a substitute:",
             "",
             *(f"- {text}" for text in report.absent),
             "",
@@ -85,7 +85,7 @@ def markdown(report: Report) -> str:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """Lines of Markdown; columns that are empty in all rows are left out."""
+    """Return a table as lines of Markdown, without columns that are empty in all rows."""
     shown = [column for column in columns if any(column.show(row) for row in rows)]
     align = ("---" if column.digits is None and not column.percent else "---:" for column in shown)
     lines = [_line(column.title for column in shown), f"|{'|'.join(align)}|"]
@@ -97,7 +97,7 @@ def _line(cells: Any) -> str:
 
 
 def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
-    """(heading, rows), in the order in which the groups first appear."""
+    """Return (heading, rows) in the order in which the groups first appear."""
     found: dict[str, list[Row]] = {}
     for row in report.rows:
         found.setdefault(", ".join(str(row[key]) for key in report.groups), []).append(row)
@@ -105,12 +105,12 @@ def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
 
 
 def stem(name: str, quick: bool) -> str:
-    """Of the files of a report; a quick run never overwrites a full one."""
+    """Return the stem of a report's files; a quick run never overwrites a full one."""
     return f"{name}_cpu_quick" if quick else f"{name}_cpu"
 
 
 def write(report: Report, folder: Path, quick: bool) -> Path:
-    """JSON and Markdown beside each other; the path of the Markdown."""
+    """Write JSON and Markdown files, and return the path of the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem(report.name, quick)}.md"
     path.with_suffix(".json").write_text(to_json(report))
@@ -119,5 +119,5 @@ def write(report: Report, folder: Path, quick: bool) -> Path:
 
 
 def read(folder: Path, name: str, quick: bool) -> Report:
-    """What ``write`` wrote."""
+    """Read a report that ``write`` wrote."""
     return from_json((folder / f"{stem(name, quick)}.json").read_text())

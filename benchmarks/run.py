@@ -1,7 +1,8 @@
-"""All benchmarks, each in a process of its own, then the plot.
+"""Run all benchmarks, each in its own process, then the plot.
 
-``python -m benchmarks.run [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``. Quick: within three
-minutes on two cores, files ``*_quick``, which are not committed. ``--seconds`` is for each benchmark.
+``python -m benchmarks.run [--quick] [--peers NAMES] [--sizes SIZES] [--threads N] [--output DIR]``.
+A quick run takes at most three minutes on two cores and writes files ``*_quick``, which are not
+committed. ``--seconds`` applies to each benchmark.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from benchmarks.settings import parser
 
 MODULES = ("overhead", "quantize", "dequantize", "linear", "compile_time")
 QUICK_SECONDS = {"quantize": 30, "dequantize": 18, "linear": 18, "compile_time": 20}
-"""For the rows of each in a quick run; imports and the first compilation come on top."""
+"""Seconds for the rows of a benchmark in a quick run, without imports and first compilation."""
 
 
 def command(name: str, options: Any) -> list[str]:
-    """Of one benchmark."""
+    """Return the command line of one benchmark."""
     seconds = options.seconds
     if seconds is None and options.quick:
         seconds = QUICK_SECONDS.get(name)
@@ -33,13 +34,13 @@ def command(name: str, options: Any) -> list[str]:
         return words
     words += ["--peers", options.peers]
     words += ["--sizes", options.sizes] if options.sizes else []
-    # Overhead is that of one thread unless asked otherwise; the others take all cores.
+    # Overhead is measured with one thread unless --threads is given; the others use all cores.
     words += ["--threads", str(options.threads)] if options.threads else []
     return words + (["--seconds", str(seconds)] if seconds is not None else [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all; the exit status is the number of those that failed."""
+    """Run all benchmarks; the exit status is the number of those that failed."""
     options = parser("run", __doc__).parse_args(arguments)
     failed = []
     with tempfile.TemporaryDirectory(prefix="qtensor-bench-") as cache:

@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share."""
+"""The command line that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -15,62 +15,64 @@ from benchmarks.peer import Peer
 
 RESULTS = Path(__file__).parent / "results"
 BURSTS = {True: 20, False: 100}
-"""At most, quick or not."""
+"""Largest number of bursts, by whether the run is quick."""
 FUNCTION_SECONDS = {True: 0.05, False: 0.6}
-"""For each function of a row."""
+"""Seconds for each function of a row, by whether the run is quick."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure."""
+    """The settings of a run."""
 
     quick: bool = False
     threads: int = 1
     peers: tuple[Peer, ...] = ()
     absent_peers: Mapping[str, str] = field(default_factory=dict)
-    """Name to reason."""
+    """Name of each missing peer -> the reason."""
     output: Path = RESULTS
     seconds: float | None = None
-    """For all rows; those that would begin later are named as not measured."""
+    """Time limit for all rows; rows that would begin later are reported as not measured."""
     began: float = field(default_factory=time.monotonic)
     sizes: tuple[str, ...] = ()
-    """The only ones that are measured; all of them if empty."""
+    """Sizes to measure; all of them if empty."""
 
     @property
     def bursts(self) -> int:
-        """Of each function, at most."""
+        """Largest number of bursts of each function."""
         return BURSTS[self.quick]
 
     @property
     def function_seconds(self) -> float:
-        """For each function of a row."""
+        """Seconds for each function of a row."""
         return FUNCTION_SECONDS[self.quick]
 
     def out_of_time(self) -> bool:
-        """Whether no further row may begin."""
+        """True if no further row may begin."""
         return self.seconds is not None and time.monotonic() > self.began + self.seconds
 
 
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """With the options that every benchmark takes."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
-    made.add_argument(
+    """Return a parser with the options that every benchmark takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
+    parser.add_argument(
         "--peers",
         default="torchao",
         help=f"comma-separated, or none; known: {', '.join(peer.MODULES)} (default: %(default)s)",
     )
-    made.add_argument("--quick", action="store_true", help="fewer sizes and repeats, files *_quick")
-    made.add_argument(
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer sizes and repeats, files *_quick"
+    )
+    parser.add_argument(
         "--threads", type=int, default=None, help="of torch (default: one a core; overhead: 1)"
     )
-    made.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    made.add_argument("--seconds", type=float, default=None, help="begin no row after this long")
-    made.add_argument("--sizes", default="", help="these alone, comma-separated: 8192x8192")
-    return made
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=None, help="begin no row after this long")
+    parser.add_argument("--sizes", default="", help="these alone, comma-separated: 8192x8192")
+    return parser
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """From parsed arguments. Sets the threads of torch, which compiled code keeps.
+    """Return the settings of parsed arguments, and set torch's threads, which compiled code keeps.
 
     Raises:
         SystemExit: an unknown peer.
@@ -93,10 +95,10 @@ def settings(options: argparse.Namespace) -> Settings:
 
 
 def peer_names(text: str) -> list[str]:
-    """Of a comma-separated list; ``none`` is an empty one."""
+    """Return the items of a comma-separated list; ``none`` is an empty list."""
     return [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
 
 
 def parse(name: str, text: str | None, arguments: Sequence[str] | None = None) -> Settings:
-    """The settings of a command line."""
+    """Parse a command line and return its settings."""
     return settings(parser(name, text).parse_args(arguments))

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows measured one by one beside a copy, what is absent gathered with its reason."""
+"""Shared parts of the benchmarks: measuring row after row with a copy, collecting missing cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.timer import Timing, measure
 
 COPY = "copy"
 QUICK_COMPILE = (cases.MIDDLE, torch.bfloat16)
-"""The rows for which a quick run compiles the peers."""
+"""Sizes of the rows for which a quick run compiles the peers."""
 Call = Callable[[], Any]
 NO_TRAFFIC = Traffic(0, 0)
 
@@ -33,32 +33,32 @@ class Cell:
     """One row, ready to be measured."""
 
     values: Row
-    """What is known before."""
+    """Values of the row that are known before measuring."""
     functions: dict[str, Call]
-    """Name to call: ``copy``, ours, and ``<peer> eager``, ``<peer> compiled``."""
+    """Name -> call: ``copy``, our functions, ``<peer> eager`` and ``<peer> compiled``."""
     copied: Tensor
-    """What ``copy`` copies."""
+    """The tensor that ``copy`` copies."""
     traffic: Traffic = NO_TRAFFIC
-    """What ours has to move."""
+    """The bytes that our function must move."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Name of a peer's function to the reason why it is not there."""
+    """Name of a missing function of a peer -> the reason."""
 
 
 @dataclass
 class Results:
-    """Rows, and what is missing among them."""
+    """The measured rows, and the missing cases."""
 
     rows: list[Row] = field(default_factory=list)
     missing: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Reason to the cases that it concerns, each with its sizes and dtypes."""
+    """Reason -> the missing cases, each with its sizes and dtypes."""
 
     def note(self, reason: str, labels: Row) -> None:
-        """One more row that lacks something for that reason."""
+        """Note another row that lacks a case for this reason."""
         where = f"{labels['size']} {labels['dtype']}"
         self.missing.setdefault(reason, {}).setdefault(labels["case"], []).append(where)
 
     def lines(self) -> list[str]:
-        """For the end of a report: reason, cases, where; cases that share their places together."""
+        """Return (reason, cases, rows) for the report; cases of the same rows share a line."""
         lines = []
         for reason, cases_of in self.missing.items():
             shared: dict[str, list[str]] = {}
@@ -78,10 +78,10 @@ def collect(
     """Build, measure and drop one row after the other.
 
     Args:
-        plan: what to measure.
-        build: the functions of an item.
-        ratios: what follows from the timings of a row.
-        settings: threads, repeats, time.
+        plan: rows to measure.
+        build: returns the functions of a row.
+        ratios: returns the values that follow from a row's timings.
+        settings: threads, repeats, time limit.
     """
     results = Results()
     for spec in plan:
@@ -110,25 +110,26 @@ def collect(
 
 
 def key(name: str, unit: str) -> str:
-    """``torchao eager`` in ``us``: ``torchao_eager_us``."""
+    """Return the key of a function's time: ``torchao eager`` gives ``torchao_eager_us``."""
     return f"{name.replace(' ', '_').replace('-', '_')}_{unit}"
 
 
 def peer_names(peer: Peer) -> tuple[str, str]:
-    """Names of its two functions in a cell."""
+    """Return the names of a peer's eager and compiled function."""
     return f"{peer.name} eager", f"{peer.name} compiled"
 
 
 def add_peers(
     cell: Cell, spec: Spec, settings: Settings, make: Callable[[Job, bool], Call | str]
 ) -> None:
-    """The functions of every peer that run.
+    """Add the functions of all peers that can run.
 
     Args:
-        cell: to be extended; a function that is not there is noted with the reason.
-        spec: of the row.
-        settings: the peers; a quick run leaves them out of large rows.
-        make: from the peer's job and whether to compile it: the call, or the reason why there is none.
+        cell: row to extend; a missing function is noted with the reason.
+        spec: description of the row.
+        settings: names the peers; a quick run skips them in large rows.
+        make: takes the peer's job and whether to compile it; returns the call, or the reason why
+            there is none.
     """
     forget_compiled()
     for peer in settings.peers:
@@ -159,24 +160,24 @@ def _try(peer: Peer, spec: Spec, compiled: bool, make: Callable[[Job, bool], Cal
 
 
 def first_line(error: BaseException) -> str:
-    """Type and message, short."""
+    """Return the type and the message of an error, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
 def compile_static(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for the sizes of its call, the best case of a compiler."""
+    """Compile for the sizes of the call, which is a compiler's best case."""
     return torch.compile(function, dynamic=False)
 
 
 def forget_compiled() -> None:
-    """No graph of another row counts against this one's limits."""
+    """Reset the compiler, so that graphs of another row do not count against its limits."""
     torch._dynamo.reset()
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Without warnings of libraries and the compiler's log of what it cannot compile."""
+    """Suppress warnings of libraries and the compiler's log of failures."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -191,14 +192,14 @@ def silent() -> Iterator[None]:
 
 
 def faster(timings: dict[str, Timing], ours: str, settings: Settings) -> Row:
-    """How many times faster our function is than each of the peers'."""
+    """Return how many times faster our function is than each peer's."""
     mine = timings[ours].median_us
     names = [name for peer in settings.peers for name in peer_names(peer) if name in timings]
     return {key(name, "ratio"): timings[name].median_us / mine for name in names}
 
 
 def bounded(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
-    """Throughput of the high-precision side, shares of the floor, ratios: for quantize and dequantize."""
+    """Return throughput, shares of the lower bound and ratios, for quantize and dequantize."""
     bandwidth = floor.copy_gbs(cell.copied, timings[COPY].median_us)
     us = timings["reused" if "reused" in timings else "fresh"].median_us
     return {
@@ -212,7 +213,7 @@ def bounded(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
 
 
 def bounded_columns(settings: Settings, throughput: str) -> list[Column]:
-    """Of such rows, ratios last."""
+    """Return the columns of such rows; ratios come last."""
     return [
         Column("case", "case"),
         Column("copy_gbs", "copy GB/s", 1),
@@ -227,7 +228,7 @@ def bounded_columns(settings: Settings, throughput: str) -> list[Column]:
 
 
 def labels(spec: Spec) -> Row:
-    """What names a row."""
+    """Return the columns that name a row."""
     return {
         "size": spec.size,
         "dtype": cases.dtype_name(spec.dtype),
@@ -236,7 +237,7 @@ def labels(spec: Spec) -> Row:
 
 
 def peer_columns(settings: Settings, unit: str, title: str, digits: int) -> list[Column]:
-    """One column for each function of each peer; ``title`` has its name for ``{}``."""
+    """Return a column for each function of each peer; ``{}`` in ``title`` becomes its name."""
     names = [name for peer in settings.peers for name in peer_names(peer)]
     return [Column(key(name, unit), title.format(name), digits) for name in names]
 
@@ -244,7 +245,7 @@ def peer_columns(settings: Settings, unit: str, title: str, digits: int) -> list
 def report(
     name: str, texts: tuple[str, str], columns: list[Column], results: Results, settings: Settings
 ) -> Report:
-    """Around results; ``texts`` are the title and what is to be said about the table."""
+    """Return a report of results; ``texts`` are its title and the explanation of the table."""
     absent = [f"{name}, {reason}" for name, reason in settings.absent_peers.items()]
     absent += [f"{peer.name}: {note}" for peer in settings.peers for note in peer.notes]
     mode = " Quick run: few repeats, for orientation only." if settings.quick else ""
@@ -265,6 +266,6 @@ def _elements(row: Row) -> int:
 
 
 def finish(made: Report, settings: Settings) -> int:
-    """Write, say where."""
+    """Write the report and print its path."""
     print(write(made, settings.output, settings.quick))
     return 0

@@ -1,4 +1,4 @@
-"""The one timer: medians of many short bursts, what is compared measured in turns."""
+"""The timer of all benchmarks: medians of many short bursts, measured in turns."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any
 import torch
 
 BURST_US = 300.0
-"""Length of a burst: long against the clock's 0.05 us, short against a time slice of the scheduler."""
+"""Length of a burst: long compared with the clock's 0.05 us, short compared with a time slice."""
 SLOW_US = 20_000.0
-"""A call this long is a burst of its own and needs no warm-up: what is in the caches does not count."""
+"""A call of this length is a burst of its own and needs no warm-up of caches."""
 FIRST_US = 100_000.0
-"""A first call this long, loading and page faults included, is taken for slow at once."""
+"""A first call of this length, loading and page faults included, counts as slow at once."""
 MAX_CALLS = 2000
 WARM_UP_CALLS = 20
 MIN_BURSTS = 3
-"""Of each function, however slow; two with a limit below ``HASTE`` seconds."""
+"""Smallest number of bursts of each function; two if the limit is below ``HASTE`` seconds."""
 HASTE = 0.1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call, over all bursts."""
+    """Median microseconds a call, over all bursts."""
 
     median_us: float
     low_us: float
-    """First quartile of the bursts: what the median would be on a quieter machine."""
+    """First quartile of the bursts: near the median on a quieter machine."""
     high_us: float
-    """Third quartile."""
+    """Third quartile of the bursts."""
     bursts: int
     calls: int
-    """In each burst."""
+    """Calls in each burst."""
     least_us: float
-    """The shortest burst: what the machine does where nothing else runs."""
+    """The shortest burst: the time when nothing else runs."""
 
 
 def measure(
@@ -48,18 +48,19 @@ def measure(
     threads: int = 1,
     seconds: float | None = None,
 ) -> dict[str, Timing]:
-    """Time functions against each other.
+    """Time several functions in turns.
 
-    Each round runs one burst of every function, so that a slow phase of the machine falls on all of
-    them; a burst that another process interrupts is an outlier, which the median drops. A burst of
-    fast calls begins with one that is not counted: the caches are then as the function itself leaves
-    them, not as the one before it.
+    Each round runs one burst of every function, so that a slow phase of the machine affects all of
+    them. A burst that another process interrupts is an outlier, which the median ignores. A burst
+    of fast calls starts with one call that is not counted, so that the caches hold the function's
+    own data and not that of the function before it.
 
     Args:
-        functions: name to a call without arguments.
-        bursts: of each function, at most.
-        threads: of torch, during the measurement.
-        seconds: for each function, on average; no new round begins when they are over, after ``MIN_BURSTS``.
+        functions: name -> a call without arguments.
+        bursts: largest number of bursts of each function.
+        threads: number of torch threads during the measurement.
+        seconds: average time for each function. After it no new round begins, except for the first
+            ``MIN_BURSTS``.
     """
     with quiet(threads):
         counts = {name: _calibrate(function) for name, function in functions.items()}
@@ -76,7 +77,7 @@ def measure(
 
 @contextmanager
 def quiet(threads: int) -> Iterator[None]:
-    """That many threads, no garbage collection."""
+    """Set the number of threads and turn off garbage collection inside the block."""
     before, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(threads)
     gc.collect()
@@ -90,13 +91,13 @@ def quiet(threads: int) -> Iterator[None]:
 
 
 def summary(samples: list[float], calls: int = 1) -> Timing:
-    """Median and quartiles; a single sample is all three."""
+    """Return median and quartiles; a single sample stands for all three."""
     low, median, high = statistics.quantiles(samples * (1 + (len(samples) == 1)), n=4)
     return Timing(median, low, high, len(samples), calls, min(samples))
 
 
 def _calibrate(function: Callable[[], Any]) -> int:
-    """Calls in a burst; 0 is a single one without another before it."""
+    """Return the calls in a burst; 0 means a single call without a warm-up."""
     if _burst(function, 0) > FIRST_US or (once := _burst(function, 0)) > SLOW_US:
         return 0
     for _ in range(min(WARM_UP_CALLS, int(5 * SLOW_US / max(once, 0.01)))):
@@ -106,7 +107,7 @@ def _calibrate(function: Callable[[], Any]) -> int:
 
 
 def _burst(function: Callable[[], Any], calls: int) -> float:
-    """Microseconds a call."""
+    """Run a burst and return the microseconds a call."""
     if calls:
         function()
     else:

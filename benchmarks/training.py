@@ -1,4 +1,4 @@
-"""Cases of the overhead benchmark that train: a tiny linear layer, and how long a small MLP compiles."""
+"""Cases of the overhead benchmark that train: a tiny linear layer, and compiling a small MLP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS_US = {
     "compiled forward": 75.0,
     "compiled forward + backward": 170.0,
 }
-"""For Float8CurrentScaling; the other recipes have no target."""
+"""Target for Float8CurrentScaling in microseconds; the other recipes have no target."""
 RECIPES = (
     recipes.Float8CurrentScaling(),
     recipes.DelayedScaling(),
@@ -31,13 +31,16 @@ RECIPES = (
 
 Call = Callable[[], Any]
 Job = tuple[str, str, Call, Call | None, Call | None, float | None]
-"""(recipe, what is timed, ours, torchao's, ``nn.Linear``'s, limit in microseconds)."""
+"""(recipe, timed part, our call, torchao's, ``nn.Linear``'s, limit in microseconds)."""
 
 
 def peer_layer(module: nn.Module) -> nn.Module | None:
-    """The module with torchao's float8 training linears, emulated where there is no FP8 hardware; None without torchao."""
+    """Convert the module with torchao's float8 training linears; None without torchao.
+
+    They are emulated if there is no FP8 hardware.
+    """
     try:
-        # An extra.
+        # torchao is optional.
         from torchao.float8 import (  # noqa: PLC0415
             Float8LinearConfig,
             convert_to_float8_training,
@@ -49,14 +52,14 @@ def peer_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Call, Call]:
-    """Forward, and forward with backward."""
+    """Return the calls: forward, and forward with backward."""
     x = torch.randn(SIZE, SIZE, requires_grad=True)
     dy = torch.ones(SIZE, SIZE)
     return (lambda: layer(x)), (lambda: layer(x).backward(dy))
 
 
 def jobs(quick: bool) -> Iterator[Job]:
-    """Every timed call; quick: compiled ones of the first recipe alone."""
+    """Return every timed call. Quick: compiled calls of the first recipe only."""
     other = peer_layer(nn.Sequential(nn.Linear(SIZE, SIZE)))
     for compiled in (False, True):
         wrap = suite.compile_static if compiled else (lambda f: f)
@@ -85,7 +88,7 @@ class _Residual(nn.Module):
 
 
 def blocks() -> dict[str, nn.Module]:
-    """RMSNorm, fc1, SwiGLU, fc2 and the residual: the module, the sequence, and the sequence without fusions."""
+    """Return an MLP block with residual as the module, the sequence, and the unfused sequence."""
     options: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
 
     def sequence(fuse: bool) -> nn.Module:
@@ -107,7 +110,7 @@ def blocks() -> dict[str, nn.Module]:
 
 
 def block_jobs() -> Iterator[tuple[str, str, Call]]:
-    """(recipe and block, what is timed, call) of every timed call of the blocks."""
+    """Return (recipe and block, timed part, call) of every timed call of the blocks."""
     for recipe in RECIPES[:3]:
         region = qtensor.autocast(recipe=recipe)
         for name, block in blocks().items():
@@ -118,7 +121,7 @@ def block_jobs() -> Iterator[tuple[str, str, Call]]:
 
 
 def compile_seconds(make: Callable[[], nn.Module | None]) -> tuple[float, float] | None:
-    """Cold seconds of the forward and of the backward of a module, inductor, with an empty cache."""
+    """Return the cold compile seconds of a module's forward and backward, with an empty cache."""
     module = make()
     if module is None:
         return None
@@ -133,7 +136,7 @@ def compile_seconds(make: Callable[[], nn.Module | None]) -> tuple[float, float]
 
 
 def mlps() -> dict[str, Callable[[], nn.Module | None]]:
-    """Two layers of each kind."""
+    """Return an MLP of two layers for each library."""
 
     def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(SIZE, 64), nn.ReLU(), nn.Linear(64, SIZE))

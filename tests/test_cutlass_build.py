@@ -390,7 +390,9 @@ def test_autotune_prefers_what_is_fastest(nvcc: Path) -> None:
         assert autotune.read("A GPU") == 0
         autotune.path_for("A GPU").write_text("{")
         assert autotune.read("A GPU") == 0
-        with pytest.raises(QTensorError, match="a built kernel must be able to compute at least one"):
+        with pytest.raises(
+            QTensorError, match="a built kernel must be able to compute at least one"
+        ):
             autotune.autotune([want], [(32, 64, 24)], where, name="A GPU", timer=timer)
     finally:
         tuning.forget()

@@ -58,7 +58,10 @@ def test_values() -> None:
         ({"schedule": "fast"}, "schedule must be one of"),
         ({"layout": "NN"}, "layout must be one of TN; got 'NN'"),
         ({"d": "e4m3"}, "d must be one of bf16, f16, f32"),
-        ({"block": (1, 128, 128)}, "fp8_blockwise needs a block of three sizes, and other recipes need an empty block"),
+        (
+            {"block": (1, 128, 128)},
+            "fp8_blockwise needs a block of three sizes, and other recipes need an empty block",
+        ),
         ({"recipe": "fp8_blockwise"}, "fp8_blockwise needs a block of three sizes"),
         ({"arch": "sm_100a", "fast": True}, "fast accumulation exists for fp8 on sm_90a"),
     ],

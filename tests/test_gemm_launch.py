@@ -142,9 +142,7 @@ def test_a_launch_that_fails_says_what_cutlass_says() -> None:
 def test_a_product_that_the_library_refuses() -> None:
     kernel, standin = loaded()
     standin.set(workspace=-7)
-    with pytest.raises(
-        QTensorError, match="must support the sizes; got m=5, n=16, k=32: Error"
-    ):
+    with pytest.raises(QTensorError, match="must support the sizes; got m=5, n=16, k=32: Error"):
         Launcher(kernel, (1, M, N, K), CPU, processors=1)
 
 
@@ -157,7 +155,9 @@ def test_a_product_that_the_library_refuses() -> None:
 def test_another_interface_is_never_called(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, (9, 0))
     path = install(SPEC, compiled(*flags.split()))
-    with pytest.raises(OSError, match=r"has interface \(.*\) \(version, size\), but this qtensor has \(1,"):
+    with pytest.raises(
+        OSError, match=r"has interface \(.*\) \(version, size\), but this qtensor has \(1,"
+    ):
         Kernel(str(path), SPEC.name)
     assert "has interface" in str(library.load(SPEC))
     assert Standin(path).calls == 0
