@@ -96,8 +96,11 @@ def _encode_e2m1(magnitude: Tensor) -> Tensor:
 
 @functools.cache
 def _values(element: Element, device: torch.device) -> Tensor:
-    """Return the value of every code as a cached float32 tensor (codes,)."""
-    return table(code_values(element), device)
+    """Return the value of every byte as a cached float32 tensor (256,).
+
+    Bits above the element's own are ignored.
+    """
+    return table(code_values(element) * (256 >> element.bits), device)
 
 
 @functools.cache
@@ -110,7 +113,8 @@ def _pairs(element: Element, device: torch.device) -> Tensor:
 def decode(codes: Tensor, element: Element) -> Tensor:
     """Return the exact float32 values of codes (uint8, one a byte, any shape).
 
-    The table lookup is several times faster than torch's FP8 casts on a CPU.
+    Bits of a byte above the element's own are ignored. The table lookup is several times faster
+    than torch's FP8 casts on a CPU.
     """
     return _values(element, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
@@ -134,8 +138,8 @@ def pack_pairs(codes: Tensor) -> Tensor:
     """
     if codes.shape[-1] % 2:
         codes = F.pad(codes, (0, 1))
-    # A little-endian pair is low | high << 8. After a shift by 4 its low byte is low >> 4 | high <<
-    # 4, and or-ing the pair itself adds low.
+    # A little-endian pair is low | high << 8. Shifted right by 4, its low byte is high << 4; or-ing
+    # the pair itself adds low.
     # Flatten first: contiguous() keeps the strides of dims of size 1, and view refuses them.
     flat = codes.reshape(-1).contiguous()
     pairs = flat.view(torch.int16).view(*codes.shape[:-1], codes.shape[-1] // 2)
