@@ -39,6 +39,8 @@ class Codec(Protocol):
     """One factor for the whole tensor, which a GEMM can apply at its end."""
     returns_amax: bool
     """The op returns the tensor's amax after the buffers (delayed scaling)."""
+    stochastic_rounding: bool
+    """A call must bring ``seed=``."""
     needs_scale: bool
     """A call must bring ``scale=`` (delayed scaling)."""
 

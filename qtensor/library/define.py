@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from qtensor.errors import fail
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
@@ -17,6 +20,19 @@ BODIES: dict[str, Callable[..., Any]] = {}
 
 FILLS: dict[str, Callable[[Any, Any], None]] = {}
 """Op name -> ``fill(outputs, args)``. A test or a backend may replace an entry; schema and fake stay."""
+
+
+ON_THE_CPU = frozenset({
+    "cell_step",
+    "draws",
+    "report",
+    "splits",
+    "step",
+    "steps",
+    "ticket",
+    "token",
+})
+"""Names of the arguments that are on the CPU whatever device an op computes on."""
 
 
 class Shortcuts(NamedTuple):
@@ -59,6 +75,7 @@ def leaf_op(
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
+    check_devices = _device_check(name, arguments)
     FILLS[name], ARGUMENTS[name] = fill, arguments
     at_once, learn = shortcuts or (None, None)
 
@@ -67,6 +84,7 @@ def leaf_op(
             outputs = at_once(args)
             if outputs is not None:
                 return outputs
+        check_devices(args)
         outputs = allocate(args)
         FILLS[name](outputs, args)
         return outputs
@@ -81,12 +99,64 @@ def leaf_op(
         return outputs
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return allocate(arguments(*args, **kwargs))
+        # A single meta tensor among real ones brings the whole call here.
+        bound = arguments(*args, **kwargs)
+        check_devices(bound)
+        return allocate(bound)
 
     BODIES[name] = body
     LIBRARY.impl(name, body if learn is None else body_and_learn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.qtensor, name).default
+
+
+def _device_check(name: str, arguments: type[Any]) -> Callable[[Any], None]:
+    """Return a function that refuses arguments of ``qtensor::name`` on different devices.
+
+    The arguments in ``ON_THE_CPU`` must not be meta tensors beside others; they may be on another
+    device otherwise.
+    """
+    kinds = [
+        (i, field, "list" in str(arguments.__annotations__[field]))
+        for i, field in enumerate(arguments._fields)
+        if "Tensor" in str(arguments.__annotations__[field])
+    ]
+    single = tuple(i for i, field, many in kinds if not many and field not in ON_THE_CPU)
+    lists = tuple(i for i, field, many in kinds if many and field not in ON_THE_CPU)
+    counters = tuple(i for i, field, _ in kinds if field in ON_THE_CPU)
+
+    def all_on_the_cpu(args: Any) -> bool:
+        for i in single:
+            if args[i] is not None and not args[i].is_cpu:
+                return False
+        for i in lists:
+            for tensor in args[i] or ():
+                if not tensor.is_cpu:
+                    return False
+        return all([args[i] is None or args[i].is_cpu for i in counters])
+
+    def check_devices(args: Any) -> None:
+        if all_on_the_cpu(args):
+            return
+        values = [args[i] for i in single] + [t for i in lists for t in args[i] or ()]
+        states = [args[i] for i in counters if args[i] is not None]
+        if any(t is not None and t.is_meta for t in values) or any(t.is_meta for t in states):
+            values += states
+        check_one_device(name, *values)
+
+    return check_devices
+
+
+def check_one_device(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors on different devices; None stands for no tensor.
+
+    Raises:
+        QTensorError: the message names the devices.
+    """
+    devices = dict.fromkeys(str(t.device) for t in tensors if t is not None)
+    if len(devices) > 1:
+        rule = "all tensors must be on one device"
+        fail(op, rule, " and ".join(devices), "Move them with .to(device)")
 
 
 def no_outputs(args: Any) -> None:

@@ -11,6 +11,7 @@ from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
+from qtensor.library.checks import check_buffers
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import FILLS, LIBRARY, Shortcuts, below_autograd, leaf_op, no_outputs
 from qtensor.library.denormals import denormals_kept
@@ -75,6 +76,7 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     codec = parse(args.quantizer)
     if table.dequantize_(codec, args.buffers, args.shape, out):
         return
+    check_buffers("dequantize", args.buffers, args.quantizer, args.shape)
     values = decode_turned(codec, args.buffers, tuple(args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
@@ -113,6 +115,9 @@ class DequantizeInPlaceArgs(NamedTuple):
 
 def _dequantize_inplace_fill(_: None, args: DequantizeInPlaceArgs) -> None:
     _check_dtype(args.out.dtype, args.quantizer)
+    if args.out.shape != tuple(args.shape):
+        rule = f"out must have the shape {tuple(args.shape)}"
+        fail("dequantize_", rule, tuple(args.out.shape), "Pass a tensor of that shape")
     same = DequantizeArgs(args.buffers, args.quantizer, args.shape, args.out.dtype)
     _dequantize_fill(args.out, same)
 

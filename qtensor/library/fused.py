@@ -10,15 +10,19 @@ from torch import Tensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu.floats import Target
 from qtensor.library.activation import ActivationArgs, activated_shape, check_kind
+from qtensor.library.checks import check_seed
 from qtensor.library.codec import alloc_slots, parse
 from qtensor.library.define import FILLS, leaf_op
 from qtensor.library.norm import NormArgs, alloc_stats, check_norm
 from qtensor.library.quantize import QuantizeArgs
 
 
-def _alloc_quantized(shape: tuple[int, ...], quantizer: str, device: torch.device) -> list[Tensor]:
+def _alloc_quantized(
+    op: str, shape: tuple[int, ...], quantizer: str, seed: Tensor | None, device: torch.device
+) -> list[Tensor]:
     """Buffers in slot order, and the amax of delayed scaling."""
     codec = parse(quantizer)
+    check_seed(op, codec, seed)
     outputs = alloc_slots(codec.slots, shape, device)
     if codec.returns_amax:
         outputs.append(torch.empty(1, dtype=torch.float32, device=device))
@@ -45,7 +49,9 @@ class NormQuantizeArgs(NamedTuple):
 def _norm_quantize_alloc(args: NormQuantizeArgs) -> list[Tensor]:
     check_norm("norm_quantize", args.x, args.weight, args.bias, args.kind, args.dtype)
     outputs = [
-        *_alloc_quantized(tuple(args.x.shape), args.quantizer, args.x.device),
+        *_alloc_quantized(
+            "norm_quantize", tuple(args.x.shape), args.quantizer, args.seed, args.x.device
+        ),
         *alloc_stats(args.x, args.kind),
     ]
     if args.keep:
@@ -93,7 +99,9 @@ class ActivationQuantizeArgs(NamedTuple):
 
 def _activation_quantize_alloc(args: ActivationQuantizeArgs) -> list[Tensor]:
     shape = activated_shape("activation_quantize", args.x, args.kind)
-    outputs = _alloc_quantized(shape, args.quantizer, args.x.device)
+    outputs = _alloc_quantized(
+        "activation_quantize", shape, args.quantizer, args.seed, args.x.device
+    )
     if args.keep:
         outputs.append(torch.empty(shape, dtype=args.x.dtype, device=args.x.device))
     return outputs

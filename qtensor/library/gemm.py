@@ -13,8 +13,9 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
 from qtensor.library import small, tiles
+from qtensor.library.checks import check_buffers
 from qtensor.library.codec import Codec, by_name, parse
-from qtensor.library.define import LIBRARY, below_autograd, leaf_op
+from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
 from qtensor.library.dequantize import decode_turned, turned
 from qtensor.reference.gemm import matmul, matmul_
 
@@ -47,14 +48,37 @@ class GemmArgs(NamedTuple):
 
 
 def _gemm_alloc(args: GemmArgs) -> Tensor:
-    return torch.empty(
-        output_shape(args.a_shape, args.b_shape, args.layout),
-        dtype=args.dtype,
-        device=args.a[0].device,
-    )
+    check_layout(args.layout)
+    check(bool(args.a and args.b), "gemm", "operands have buffers", "none", "Pass their buffers")
+    try:
+        shape = output_shape(args.a_shape, args.b_shape, args.layout)
+    except IndexError:
+        check_operands(None, args.a_shape, None, args.b_shape, args.layout)
+        raise
+    return torch.empty(shape, dtype=args.dtype, device=args.a[0].device)
+
+
+def check_product(args: Any) -> None:
+    """Refuse the arguments of a product whose operands, sizes or bias do not fit each other.
+
+    Args:
+        args: ``GemmArgs`` on real tensors, or arguments with the same fields.
+
+    Raises:
+        QTensorError: the message names what does not fit.
+    """
+    left, right = (parse(q) if q else None for q in (args.a_quantizer, args.b_quantizer))
+    check_operands(left, args.a_shape, right, args.b_shape, args.layout)
+    check_buffers("gemm", args.a, args.a_quantizer, args.a_shape)
+    check_buffers("gemm", args.b, args.b_quantizer, args.b_shape)
+    if args.bias is not None:
+        check_bias(args.bias.shape, output_shape(args.a_shape, args.b_shape, args.layout))
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
+    if out.is_cpu and small.multiply_(out, *args[:7], args.bias):
+        return
+    check_product(args)
     if not out.is_cpu:
         # Only products on other devices need what chooses among their kernels.
         from qtensor.library import backends  # noqa: PLC0415
@@ -62,8 +86,6 @@ def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
         with below_autograd(), torch._C._DisableAutocast():
             if backends.multiply_(out, *args[:7], args.bias):
                 return
-    elif small.multiply_(out, *args[:7], args.bias):
-        return
     fill_by_decoding(out, *args)
 
 
@@ -223,6 +245,16 @@ def _refuse(
     fail(f"gemm[{formats}]" if formats else "gemm", rule, got, fix)
 
 
+def check_layout(layout: str) -> None:
+    """Refuse a layout that does not exist.
+
+    Raises:
+        QTensorError: the message lists the layouts.
+    """
+    if layout not in LAYOUTS:
+        refuse_layout(layout)
+
+
 def refuse_layout(layout: object) -> NoReturn:
     """Say which layouts there are.
 
@@ -291,13 +323,17 @@ def _gemm_plain(
 
 
 LIBRARY.impl("gemm_tensor", _gemm_plain, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "qtensor::gemm_tensor",
-    lambda a, b, layout, dtype=None, bias=None: torch.empty(
-        output_shape(a.shape, b.shape, layout), dtype=dtype or a.dtype, device=a.device
-    ),
-    lib=LIBRARY,
-)
+
+
+def _gemm_tensor_fake(
+    a: Tensor, b: Tensor, layout: str, dtype: torch.dtype | None = None, bias: Tensor | None = None
+) -> Tensor:
+    check_one_device("gemm", a, b, bias)
+    shape = output_shape(a.shape, b.shape, layout)
+    return torch.empty(shape, dtype=dtype or a.dtype, device=a.device)
+
+
+torch.library.register_fake("qtensor::gemm_tensor", _gemm_tensor_fake, lib=LIBRARY)
 GEMM_TENSOR = torch.ops.qtensor.gemm_tensor.default
 """``gemm`` over tensors themselves, so that one made inside a compiled region can be an operand."""
 

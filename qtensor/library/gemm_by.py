@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.layout import Shape
 from qtensor.library.define import below_autograd, leaf_op
-from qtensor.library.gemm import fill_by_decoding, output_shape
+from qtensor.library.gemm import check_layout, check_product, fill_by_decoding, output_shape
 
 
 class GemmByArgs(NamedTuple):
@@ -29,6 +29,7 @@ class GemmByArgs(NamedTuple):
 
 
 def _alloc(args: GemmByArgs) -> Tensor:
+    check_layout(args.layout)
     return torch.empty(
         output_shape(args.a_shape, args.b_shape, args.layout),
         dtype=args.dtype,
@@ -37,6 +38,7 @@ def _alloc(args: GemmByArgs) -> Tensor:
 
 
 def _fill(out: Tensor, args: GemmByArgs) -> None:
+    check_product(args)
     product = args[:7]
     if args.backend != "auto" or not out.is_cpu:
         from qtensor.library import backends  # noqa: PLC0415 - as in gemm.py

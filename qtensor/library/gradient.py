@@ -12,6 +12,7 @@ from torch import Tensor
 from qtensor.errors import fail
 from qtensor.layout import Shape
 from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
+from qtensor.library.gemm import check_layout, output_shape
 
 Operand = tuple[list[Tensor], str, tuple[int, ...]]
 """(buffers, canonical text of the quantizer or "", logical shape)."""
@@ -51,6 +52,13 @@ class GemmAccumulateArgs(NamedTuple):
 def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
     target = args.out.data
+    check_layout(args.layout)
+    shape = output_shape(args.a_shape, args.b_shape, args.layout)
+    if target.shape != shape or not target.is_floating_point():
+        rule = f"out must be floating, of the shape {tuple(shape)} of the product"
+        fail(
+            "gemm_accumulate_", rule, f"{target.dtype} {tuple(target.shape)}", "Pass such a tensor"
+        )
     if not target.is_cpu:
         operands = args[1:8]
         if _accumulated_in_place(target, operands, args.overwrite):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.layout import Shape
+from qtensor.library.checks import check_seed
 from qtensor.library.codec import parse
 from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op, no_outputs
 from qtensor.library.gemm import GemmArgs, output_shape
@@ -97,6 +98,15 @@ An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op
 """
 
 
+def _read_groups(op: str, args: Any) -> list[int]:
+    """Return the sizes of the groups as numbers, one for each group."""
+    known = read_sizes(args.sizes, args.splits)
+    rule = f"there must be {args.groups} group sizes, one for each group, none negative"
+    fits = len(known) == args.groups > 0 and all(type(n) is int and n >= 0 for n in known)
+    check(fits, op, rule, known, "Pass sizes, or int64 splits")
+    return known
+
+
 # ---- quantize ---------------------------------------------------------------------------------------------
 
 
@@ -115,6 +125,7 @@ class GroupedQuantizeArgs(NamedTuple):
 def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
     codec = parse(args.quantizer)
     check_input(args.x, codec.format)
+    check_seed("grouped_quantize", codec, args.seed, args.groups)
     outputs = alloc_flat(
         codec, args.x.shape, args.sizes if args.splits is None else None, args.groups, args.x.device
     )
@@ -125,7 +136,7 @@ def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
 
 def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
     codec = parse(args.quantizer)
-    known = read_sizes(args.sizes, args.splits)
+    known = _read_groups("grouped_quantize", args)
     with below_autograd():
         buffers = group_buffers(outputs, args.quantizer, known, args.x.shape[1])
         for i, rows in enumerate(args.x.split(known)):
@@ -176,7 +187,11 @@ def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
 
 
 def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
-    known, count = read_sizes(args.sizes, args.splits), len(args.b) // args.groups
+    known = _read_groups("grouped_gemm", args)
+    count = len(args.b) // args.groups
+    rule = f"b must hold as many buffers for each of the {args.groups} groups, bias one tensor"
+    fits = count * args.groups == len(args.b) and len(args.bias or known) == args.groups
+    check(fits, "grouped_gemm", rule, len(args.b), "Pass the buffers of one group after the other")
     with below_autograd():
         left = group_buffers(args.a, args.a_quantizer, known, args.a_shape[1])
         for i, part in enumerate(out.split(known)):
@@ -210,11 +225,8 @@ GROUPED_GEMM = leaf_op(
 
 def _pairs(args: Any) -> list[Pair]:
     """Return the six operand arguments of ``gemm`` for each group of two ragged operands."""
-    known, a_columns, b_columns = (
-        read_sizes(args.sizes, args.splits),
-        args.a_shape[1],
-        args.b_shape[1],
-    )
+    known = _read_groups("grouped_wgrad", args)
+    a_columns, b_columns = args.a_shape[1], args.b_shape[1]
     left = group_buffers(args.a, args.a_quantizer, known, a_columns)
     right = group_buffers(args.b, args.b_quantizer, known, b_columns)
     return [
@@ -352,9 +364,8 @@ def _bias_grad_alloc(args: GroupedBiasGradArgs) -> list[Tensor]:
 
 def _bias_grad_fill(outputs: list[Tensor], args: GroupedBiasGradArgs) -> None:
     with below_autograd():
-        for out, part in zip(
-            outputs, args.dy.split(read_sizes(args.sizes, args.splits)), strict=True
-        ):
+        known = _read_groups("grouped_bias_grad", args)
+        for out, part in zip(outputs, args.dy.split(known), strict=True):
             FILLS["bias_grad"](out, BiasGradArgs(part))
 
 

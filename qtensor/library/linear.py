@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.errors import fail
 from qtensor.layout import Shape
 from qtensor.library import small
+from qtensor.library.checks import check_seed
 from qtensor.library.codec import alloc_outputs, alloc_slots, parse
 from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
 from qtensor.library.gemm import GEMM, GemmArgs
@@ -38,8 +40,11 @@ def places(canonical: str, kept: str) -> tuple[int, ...]:
     """Where the buffers of ``kept`` lie among those of ``canonical``; () where nothing is kept."""
     if not kept:
         return ()
-    names = [slot.name for slot in parse(canonical).slots]
-    return tuple(names.index(slot.name) for slot in parse(kept).slots)
+    slots = parse(canonical).slots
+    if not set(parse(kept).slots) <= set(slots):
+        rule = "only buffers of the quantizer can be kept"
+        fail("linear_forward", rule, f"{kept} of {canonical}", "Name one of its usages")
+    return tuple(slots.index(slot) for slot in parse(kept).slots)
 
 
 def usable(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
@@ -52,8 +57,10 @@ def _matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> T
     return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device)
 
 
-def _alloc_part(x: Tensor, quantizer: str, kept: str) -> list[Tensor]:
+def _alloc_part(x: Tensor, quantizer: str, kept: str, seed: Tensor | None) -> list[Tensor]:
     codec = parse(quantizer)
+    check_seed("linear_forward", codec, seed)
+    places(quantizer, kept)
     check_input(x, codec.format)
     return alloc_outputs(parse(kept), x) if kept else []
 
@@ -84,8 +91,8 @@ class LinearForwardArgs(NamedTuple):
 def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
     return [
         _matrix(args.x.shape[0], args.weight.shape[0], args.dtype, args.x.device),
-        *_alloc_part(args.x, args.x_quantizer, args.x_kept),
-        *_alloc_part(args.weight, args.weight_quantizer, args.weight_kept),
+        *_alloc_part(args.x, args.x_quantizer, args.x_kept, args.x_seed),
+        *_alloc_part(args.weight, args.weight_quantizer, args.weight_kept, args.weight_seed),
         *alloc_amax(args.x, args.x_quantizer),
         *alloc_amax(args.weight, args.weight_quantizer),
     ]
@@ -233,6 +240,7 @@ class LinearBackwardArgs(NamedTuple):
 
 def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
     check_input(args.dy, parse(args.quantizer).format)
+    check_seed("linear_backward", parse(args.quantizer), args.seed)
     outputs = []
     if args.weight:
         outputs.append(_matrix(args.dy.shape[0], args.weight_shape[1], args.dtype, args.dy.device))

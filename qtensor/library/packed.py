@@ -16,9 +16,10 @@ from torch import Tensor
 
 from qtensor.layout import Shape, buffer_shapes, round_up
 from qtensor.library import small
+from qtensor.library.checks import check_seed
 from qtensor.library.codec import contiguous_strides, parse
 from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
-from qtensor.library.linear import LinearBackwardArgs, LinearForwardArgs, alloc_amax
+from qtensor.library.linear import LinearBackwardArgs, LinearForwardArgs, alloc_amax, places
 from qtensor.library.quantize import check_input
 
 _ALIGNED = 16
@@ -126,6 +127,12 @@ class LinearForwardPackedArgs(NamedTuple):
 
 def _forward_alloc(args: LinearForwardPackedArgs) -> list[Tensor]:
     p = Forward(*args.plan.split("|"))
+    for text, kept, seed in (
+        (p.x_quantizer, p.x_kept, args.x_seed),
+        (p.weight_quantizer, p.weight_kept, args.weight_seed),
+    ):
+        check_seed("linear_forward_packed", parse(text), seed)
+        places(text, kept)
     for t, text in ((args.x, p.x_quantizer), (args.weight, p.weight_quantizer)):
         check_input(t, parse(text).format)
     size = (args.x.shape[0], args.weight.shape[0])
@@ -209,6 +216,7 @@ class LinearBackwardPackedArgs(NamedTuple):
 def _backward_alloc(args: LinearBackwardPackedArgs) -> list[Tensor]:
     p = Backward(*args.plan.split("|"))
     check_input(args.dy, parse(p.quantizer).format)
+    check_seed("linear_backward_packed", parse(p.quantizer), args.seed)
     rows, width = args.dy.shape
     sizes: list[tuple[tuple[int, ...], torch.dtype]] = []
     if p.weight_kept:

@@ -10,8 +10,9 @@ from torch import Tensor
 from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
+from qtensor.library.checks import check_buffers, check_one, check_seed
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
-from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op, no_outputs
+from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
 from qtensor.library.denormals import denormals_kept
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,7 @@ class QuantizeArgs(NamedTuple):
 def _quantize_alloc(args: QuantizeArgs) -> list[Tensor]:
     codec = parse(args.quantizer)
     check_input(args.x, codec.format)
+    check_seed("quantize", codec, args.seed)
     outputs = alloc_outputs(codec, args.x)
     if codec.returns_amax:
         outputs.append(torch.empty(1, dtype=torch.float32, device=args.x.device))
@@ -84,7 +86,10 @@ def _quantize_fill(outputs: list[Tensor], args: QuantizeArgs) -> None:
 
 
 def _quantize_at_once(args: QuantizeArgs) -> list[Tensor] | None:
-    return table.quantized(parse(args.quantizer), args.x, args.scale, args.amax, args.seed)
+    codec = parse(args.quantizer)
+    if codec.stochastic_rounding and args.seed is None:
+        return None
+    return table.quantized(codec, args.x, args.scale, args.amax, args.seed)
 
 
 def _quantize_learn(outputs: list[Tensor], args: QuantizeArgs) -> None:
@@ -104,9 +109,22 @@ class QuantizeInPlaceArgs(NamedTuple):
     noop_flag: Tensor | None = None
 
 
-def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
+def _quantize_inplace_check(args: QuantizeInPlaceArgs) -> None:
     codec = parse(args.quantizer)
     check_input(args.x, codec.format)
+    check_seed("quantize_", codec, args.seed)
+
+
+def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
+    codec = parse(args.quantizer)
+    count = len(codec.slots)
+    check_buffers("quantize_", args.out[:count], args.quantizer, args.x.shape)
+    if len(args.out) > count:
+        op, extra = f"quantize_[{codec.format}]", len(args.out) - count
+        rule = f"out must hold {count} buffers{' and an amax' * codec.returns_amax}"
+        check(extra == codec.returns_amax, op, rule, len(args.out), "Pass the buffers alone")
+        check_one(op, "amax", args.out[-1], torch.float32)
+    check_one("quantize_", "noop_flag", args.noop_flag, None)
     if args.noop_flag is None:
         _encode(codec, args.out, args.x, args.scale, args.amax, args.seed)
         return
@@ -185,7 +203,7 @@ QUANTIZE_ = leaf_op(
     "quantize_(Tensor x, str quantizer, Tensor(a!)[] out, Tensor? scale=None, Tensor[]? amax=None, "
     "Tensor? seed=None, Tensor? noop_flag=None) -> ()",
     QuantizeInPlaceArgs,
-    no_outputs,
+    _quantize_inplace_check,
     _quantize_inplace_fill,
 )
 """The same into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""

@@ -109,10 +109,12 @@ def _decoded(operand: Operand, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
     factor = None
     for i, slot in enumerate(codec.slots[: len(buffers)]):
         if slot.name == "_scale_inv" and getattr(codec, "axis", -1) == -1:
-            factor, buffers[i] = buffers[i].reshape(-1), torch.ones_like(buffers[i])
+            factor = buffers[i].reshape(-1).contiguous()
+            buffers[i] = torch.ones_like(buffers[i])
         elif slot.name == "_amax_rowwise":
             top = 6.0 * codec.e4m3_max  # type: ignore[attr-defined]
-            factor, buffers[i] = quotient(buffers[i], top), torch.full_like(buffers[i], top)
+            factor = quotient(buffers[i], top).contiguous()
+            buffers[i] = torch.full_like(buffers[i], top)
     values = torch.empty(tuple(operand.shape), dtype=dtype)
     part = native.Part(columnwise=False)
     if not table.dequantize_(codec, buffers, operand.shape, values, part):

@@ -163,7 +163,7 @@ def operands(
         fail(
             "gemm",
             "operands must be on one device",
-            f"{a.device} and {b.device}",
+            " and ".join(dict.fromkeys(str(t.device) for t in (a, b, bias) if t is not None)),
             "Move one with .to(device)",
         )
     check_operands(left, a.shape, right, b.shape, layout)

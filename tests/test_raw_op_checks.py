@@ -1,0 +1,204 @@
+"""Raw ops refuse tensors on different devices, of other sizes or dtypes, and missing seeds."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from formats import BY_NAME
+
+import qtensor
+
+OPS = torch.ops.qtensor
+STOCHASTIC = "nvfp4(stochastic_rounding=True)"
+
+
+def meta(*shape, **options):
+    return torch.empty(*shape, device="meta", **options)
+
+
+# ---- devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_gemm_refuses_a_meta_operand(position):
+    operands = [torch.randn(4, 8), torch.randn(3, 8)]
+    operands[position] = operands[position].to("meta")
+    with pytest.raises(qtensor.QTensorError, match="on one device; got"):
+        qtensor.gemm(*operands, "TN")
+
+
+def test_gemm_refuses_a_meta_bias():
+    with pytest.raises(qtensor.QTensorError, match="cpu and meta"):
+        qtensor.gemm(torch.randn(4, 8), torch.randn(3, 8), "TN", bias=meta(3))
+
+
+def test_linear_refuses_a_meta_bias():
+    layer = qtensor.Linear(64, 32)
+    layer.bias = torch.nn.Parameter(meta(32))
+    refusal = pytest.raises(qtensor.QTensorError, match="one device; got cpu and meta")
+    with qtensor.autocast(recipe=qtensor.recipes.MXFP8BlockScaling()), refusal:
+        layer(torch.randn(32, 64))
+
+
+def test_a_quantized_linear_names_the_device_of_the_bias():
+    weight = qtensor.quantize(torch.randn(4, 32), "mxfp8")
+    with pytest.raises(qtensor.QTensorError, match="cpu and meta"):
+        F.linear(torch.randn(2, 32), weight, meta(4))
+
+
+def test_quantize_refuses_a_meta_input_for_a_real_output():
+    q = qtensor.quantize(torch.ones(4, 32), "mxfp8")
+    with pytest.raises(qtensor.QTensorError, match="one device"):
+        q.quantizer.quantize(meta(4, 32), out=q)
+
+
+def test_quantize_refuses_a_meta_noop_flag():
+    q = qtensor.quantize(torch.ones(4, 32), "mxfp8")
+    with pytest.raises(qtensor.QTensorError, match="one device"):
+        q.quantizer.quantize(torch.zeros(4, 32), out=q, noop_flag=meta(1))
+    assert (q.dequantize() == 1).all()
+
+
+def test_an_op_on_meta_tensors_alone_answers():
+    buffers = OPS.quantize(meta(4, 32), "mxfp8")
+    assert all(buffer.is_meta for buffer in buffers)
+    assert OPS.dequantize(buffers, "mxfp8", (4, 32), torch.float32).is_meta
+
+
+def test_counters_on_the_cpu_pass_beside_another_device():
+    history = meta(4, 2)
+    steps, step = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(qtensor.QTensorError, match="one device"):
+        OPS.merged_history(history, steps, torch.zeros(1), step, 4)
+
+
+# ---- sizes and dtypes --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weight():
+    return qtensor.quantize(torch.randn(1024, 512), "mxfp8")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1 << 12])
+def test_gemm_refuses_rows_that_its_shape_does_not_name(weight, rows):
+    x = torch.randn(rows, 512).bfloat16()
+    arguments = weight.buffers(), "mxfp8", (1024, 512), "TN", torch.bfloat16
+    with pytest.raises(qtensor.QTensorError, match=r"one tensor of shape \(4, 512\)"):
+        OPS.gemm([x], "", (4, 512), *arguments)
+    with pytest.raises(qtensor.QTensorError, match="plain operand"):
+        OPS.gemm_accumulate_(torch.zeros(4, 1024), [x], "", (4, 512), *arguments[:-1])
+
+
+def test_grouped_gemm_refuses_rows_that_its_shape_does_not_name(weight):
+    x = torch.randn(64, 1 << 12).bfloat16()
+    with pytest.raises(qtensor.QTensorError, match="plain operand"):
+        OPS.grouped_gemm(
+            *([x], "", (64, 512), weight.buffers(), "mxfp8", (1024, 512)),
+            *([64], None, 1, "TN", torch.bfloat16),
+        )
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_gemm_refuses_buffers_of_another_tensor(name):
+    quantizer = qtensor.quantizer(name)
+    scale = {"scale": torch.ones(1)} if quantizer.needs_scale else {}
+    small, large = (quantizer.quantize(torch.randn(n, 128), **scale) for n in (32, 640))
+    x, text = torch.randn(8, 128), quantizer.canonical
+    for q, shape in ((small, (640, 128)), (large, (32, 128))):
+        with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+            OPS.gemm([x], "", (8, 128), q.buffers(), text, shape, "TN", torch.float32)
+        with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+            OPS.dequantize(q.buffers(), text, shape, torch.float32)
+
+
+def test_gemm_reads_the_factors_of_strided_rows():
+    """A view of every second row: its factors are not side by side."""
+    weight = qtensor.quantize(torch.randn(1024, 512), "fp8_rowwise")
+    q = qtensor.quantize(torch.randn(64, 512) * torch.arange(1, 65).unsqueeze(1), "fp8_rowwise")
+    codes, factors = (buffer[::2] for buffer in q.buffers())
+    text = q.quantizer.canonical
+    right = weight.buffers(), text, (1024, 512), "TN", torch.float32
+    got = OPS.gemm([codes.contiguous(), factors], text, (32, 512), *right)
+    want = OPS.gemm([codes.contiguous(), factors.contiguous()], text, (32, 512), *right)
+    assert torch.equal(got, want)
+
+
+def test_quantize_writes_the_amax_into_a_float_alone():
+    quantizer = qtensor.quantizer("fp8_delayed")
+    out, memory = quantizer.make_empty((4, 4)).buffers(), torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(qtensor.QTensorError, match=r"amax must hold 1 value of torch\.float32"):
+        OPS.quantize_(torch.randn(4, 4), "fp8_delayed", [*out, memory[60:61]], torch.ones(1))
+    assert not memory.any()
+
+
+def test_quantize_refuses_buffers_of_another_tensor():
+    out = qtensor.quantize(torch.ones(32, 128), "mxfp8").buffers()
+    before = [buffer.clone() for buffer in out]
+    with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+        OPS.quantize_(torch.randn(4, 128), "mxfp8", out)
+    with pytest.raises(qtensor.QTensorError, match="has 2 buffers"):
+        OPS.quantize_(torch.randn(32, 128), "mxfp8", out[:1])
+    assert all(map(torch.equal, out, before))
+
+
+def test_a_linear_op_keeps_no_buffers_of_another_format():
+    """The kernels would write bytes of codes into memory for half as many."""
+    x = torch.randn(32, 64)
+    with pytest.raises(qtensor.QTensorError, match="only buffers of the quantizer"):
+        OPS.linear_forward(x, "mxfp8", "mxfp4", x, "mxfp8", "", None, torch.float32)
+
+
+# ---- seeds -------------------------------------------------------------------------------------
+
+
+def calls_without_a_seed():
+    x = torch.randn(32, 64)
+    out = qtensor.quantizer("nvfp4").make_empty((32, 64)).buffers()
+    quantized = (STOCHASTIC, None, None, None)
+    return {
+        "quantize": lambda: OPS.quantize(x, STOCHASTIC),
+        "quantize_": lambda: OPS.quantize_(x, STOCHASTIC, out),
+        "grouped_quantize": lambda: OPS.grouped_quantize(x, STOCHASTIC, [16, 16], None, 2),
+        "activation_quantize": lambda: OPS.activation_quantize(x, "relu", *quantized),
+        "norm_quantize": lambda: OPS.norm_quantize(
+            *(x, None, None, "rmsnorm", 1e-5, False, torch.float32), *quantized
+        ),
+        "linear_forward": lambda: OPS.linear_forward(*(
+            x,
+            STOCHASTIC,
+            "",
+            x,
+            "nvfp4",
+            "",
+            None,
+            torch.float32,
+        )),
+        "linear_backward": lambda: OPS.linear_backward(
+            *(x, STOCHASTIC, [], "", (0,), [], "", (0,)),
+            *(torch.float32, torch.float32, True),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls_without_a_seed())
+def test_stochastic_rounding_needs_a_seed(name):
+    """More than once: a later call may take another way."""
+    call = calls_without_a_seed()[name]
+    for _ in range(4):
+        with pytest.raises(qtensor.QTensorError, match="stochastic rounding needs a seed"):
+            call()
+
+
+def test_a_call_with_a_seed_teaches_none_without():
+    x, seed = torch.randn(32, 64), torch.ones(1, dtype=torch.int64)
+    for _ in range(4):
+        OPS.quantize(x, STOCHASTIC, None, None, seed)
+    with pytest.raises(qtensor.QTensorError, match="needs a seed"):
+        OPS.quantize(x, STOCHASTIC)
+
+
+def test_a_seed_is_one_number():
+    x = torch.randn(32, 64)
+    for seed in (torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(0)):
+        with pytest.raises(qtensor.QTensorError, match="seed must hold 1 value"):
+            OPS.quantize(x, STOCHASTIC, None, None, seed)
