@@ -1,4 +1,4 @@
-"""Adversarial inputs, and the comparison of the library with the numpy oracle on any of them."""
+"""Adversarial inputs, and their comparison with the numpy oracle."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ KINDS: dict[str, Callable[[tuple[int, ...], torch.dtype], Tensor]] = {
 
 
 def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An input of one kind; float16 overflows to its largest finite value unless the kind holds infinities."""
+    """Return an input of one kind; float16 saturates unless the kind contains infinities."""
     x = KINDS[kind](shape, dtype)
     if not kind.endswith(("nan", "inf")):
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
@@ -154,19 +154,20 @@ def philox_bytes(seed: int, count: int, stream: int) -> np.ndarray:
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The float32 values; every float16 and bfloat16 value is one."""
+    """Return the values in float32, which holds every float16 and bfloat16 value."""
     return x.detach().float().numpy()
 
 
 def oracle_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The oracle's spelling: 0 for ``e4m3_max`` means its default."""
+    """Return the options as the oracle spells them: an ``e4m3_max`` of 0 means the oracle's
+    default."""
     return {k: v for k, v in options.items() if not (k == "e4m3_max" and v == 0)}
 
 
 def expected(
     x: Tensor, case: FormatCase, seed: int = SEED, scale: float = 32.0, **options: Any
 ) -> dict[str, np.ndarray]:
-    """What the oracle says of ``x``, by buffer name."""
+    """Return the oracle's buffers for ``x``, by name."""
     shape = tuple(x.shape)
     rows, cols = math.prod(shape[:-1]), (shape[-1] if shape else 1)
     extra: dict[str, Any] = {}
@@ -183,7 +184,7 @@ def expected(
 
 
 def call_of(case: FormatCase, options: Mapping[str, Any], seed: int = SEED) -> dict[str, Any]:
-    """The arguments of a call that ``expected`` assumes."""
+    """Return the arguments of a call that ``expected`` assumes."""
     call: dict[str, Any] = case.call()
     if options.get("stochastic_rounding"):
         call["generator"] = torch.tensor([seed])
@@ -191,7 +192,7 @@ def call_of(case: FormatCase, options: Mapping[str, Any], seed: int = SEED) -> d
 
 
 def assert_buffers(q: Any, want: Mapping[str, np.ndarray]) -> None:
-    """The buffers of ``q`` are those of the oracle: names, shapes, dtypes, bytes."""
+    """Assert that the buffers of ``q`` equal those of the oracle: names, shapes, dtypes, bytes."""
     names = [slot.name for slot in q.quantizer.slots]
     assert set(names) == set(want) - {"amax"}
     for name in names:
@@ -203,7 +204,8 @@ def assert_buffers(q: Any, want: Mapping[str, np.ndarray]) -> None:
 
 
 def assert_same_values(got: Tensor, want: np.ndarray) -> None:
-    """Equal shape, NaN in the same places, equal bytes (signs of zero included) elsewhere."""
+    """Assert equal shapes, NaN in the same places, and equal bytes (signs of zero included)
+    elsewhere."""
     got = got.float()
     other = torch.from_numpy(np.ascontiguousarray(want).reshape(want.shape))
     assert tuple(got.shape) == tuple(other.shape)

@@ -1,4 +1,4 @@
-"""What the compile tests share: compiling with a count of graphs, inputs that hurt, comparison of results by bytes."""
+"""Helpers of the compile tests: a compiler that counts graphs, inputs, comparison by bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERAL_SHAPE = (33, 72)
 
 
 class Compiled:
-    """A function compiled in one piece in a fresh compiler; knows how many graphs were made."""
+    """A function that a fresh compiler compiles in one piece. It counts the graphs."""
 
     def __init__(self, function: Callable[..., Any], backend: str = "aot_eager", **options: Any):
         torch._dynamo.reset()
@@ -43,11 +43,12 @@ class Compiled:
 
     @property
     def graphs(self) -> int:
-        """Graphs handed to the backend so far."""
+        """The number of graphs that the backend has compiled so far."""
         return self.counter.frame_count
 
     def check_graphs(self, expected: int) -> None:
-        """Exactly ``expected`` graphs, each of a whole frame, by the backend's count and by Dynamo's."""
+        """Assert ``expected`` graphs, each of a whole frame, by the backend's and Dynamo's
+        counts."""
         assert self.graphs == expected, (
             f"{self.graphs} graphs, wanted {expected}; {recompile_reasons()}"
         )
@@ -56,12 +57,12 @@ class Compiled:
 
 
 def recompile_reasons() -> str:
-    """What Dynamo counted, for messages."""
+    """Return Dynamo's counters as text for messages."""
     return str({k: dict(v) for k, v in counters.items() if k in ("frames", "graph_break", "stats")})
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Equal structure and bytes: of plain tensors, quantized ones, and collections of both."""
+    """Assert equal structure and bytes of plain tensors, quantized tensors and collections."""
     got_leaves, got_spec = pytree.tree_flatten(got)
     want_leaves, want_spec = pytree.tree_flatten(want)
     assert got_spec == want_spec, f"{got_spec}, wanted {want_spec}"
@@ -99,7 +100,7 @@ def adversarial(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal values with rows of different size."""
+    """Return normal values; each row has another size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(
@@ -109,7 +110,7 @@ def ordinary(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: i
 
 
 def usages_of(case: FormatCase, **options: Any) -> list[qtensor.Quantizer]:
-    """The quantizer with each combination of usages."""
+    """Return the quantizer with each combination of usages."""
     return [
         case.quantizer(rowwise=row, columnwise=column, **options)
         for row, column in ((True, False), (False, True), (True, True))
@@ -117,5 +118,5 @@ def usages_of(case: FormatCase, **options: Any) -> list[qtensor.Quantizer]:
 
 
 def seeded(quantizer: qtensor.Quantizer, seed: Tensor) -> dict[str, Tensor]:
-    """``generator=`` for quantizers that draw random bytes."""
+    """Return a ``generator=`` argument for quantizers that draw random bytes."""
     return {"generator": seed} if quantizer.stochastic_rounding else {}

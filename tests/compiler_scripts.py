@@ -1,4 +1,4 @@
-"""Small sources, and compilers that are shell scripts around the real one."""
+"""Small C++ sources, and stand-in compilers: shell scripts around the real one."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def write_source(folder: Path, text: str = 'extern "C" int answer() { return 42;
 
 
 def recipe(source: Path, compiler: Compiler | Path, *flags: str, **more) -> Recipe:
-    """A library ``answer`` of one unit."""
+    """Return the description of a library ``answer`` with one unit."""
     if isinstance(compiler, Path):
         compiler = Compiler(str(compiler), "script 1.0")
     return Recipe("answer", (Unit(source, flags, "only"),), compiler, **more)
 
 
 def script(folder: Path, body: str = "", *, name: str = "cxx") -> Path:
-    """A compiler that logs each run to ``runs`` beside it, does ``body`` and then runs the real one."""
+    """Return a compiler that logs each run to ``runs``, does ``body`` and runs the real one."""
     path = folder / name
     real = shlex.join(find_cxx().command)
     path.write_text(
@@ -62,30 +62,30 @@ def script(folder: Path, body: str = "", *, name: str = "cxx") -> Path:
 
 
 def waiting(event: str) -> str:
-    """Lines of a script that wait until a file appears beside it."""
+    """Return lines of a script that wait until a file appears beside it."""
     return (
         f'n=0; while [ ! -e "$here/{event}" ] && [ $n -lt 6000 ]; do sleep 0.02; n=$((n + 1)); done'
     )
 
 
 def runs(folder: Path) -> list[str]:
-    """The arguments of each run of ``script(folder)``."""
+    """Return the arguments of each run of ``script(folder)``."""
     log = folder / "runs"
     return log.read_text().splitlines() if log.exists() else []
 
 
 def answer(library: Path) -> int:
-    """What the built function returns."""
+    """Return the result of the built function."""
     return ctypes.CDLL(str(library)).answer()
 
 
 def entries(libraries: Path) -> list[str]:
-    """What lies in the cache, locks aside."""
+    """Return the entries of the cache without the locks."""
     return sorted(p.name for p in libraries.iterdir() if p.suffix != ".lock")
 
 
 def start(source: Path, compiler: Path, told: Path, before: str = "") -> subprocess.Popen[str]:
-    """``PROCESS`` after the lines ``before``."""
+    """Start ``PROCESS`` after the lines ``before``."""
     command = [sys.executable, "-c", before + PROCESS, str(source), str(compiler), str(told)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -104,7 +104,7 @@ def wait_for(condition) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that ended and that nobody asked after does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What the tests of ``convert_`` share: a nested model, and names for its layers."""
+"""A nested model for the tests of ``convert_``, and names for its layers."""
 
 from __future__ import annotations
 

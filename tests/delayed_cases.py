@@ -13,7 +13,8 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def delayed_state() -> tuple[Tensor, ...]:
-    """scale, history, steps, cell, cell_step of three tensors, with maxima in it."""
+    """Return scale, history, steps, cell and cell_step of three tensors; the history holds
+    maxima."""
     steps, cell_step = torch.tensor([3, 2]), torch.tensor([3])
     return torch.rand(3) + 1, torch.rand(8, 3), steps, torch.rand(1), cell_step
 

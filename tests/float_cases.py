@@ -1,4 +1,4 @@
-"""What the tests of norms and activations share: shapes, inputs that hurt, calls of the oracle, comparison by bytes."""
+"""Helpers of the norm and activation tests: inputs, oracle calls, comparison by bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ EMPTY = ((0,), (0, 8), (4, 0), (2, 0, 6))
 
 
 def hurting(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values of many sizes, with signed zeros, subnormals, largest finite values; rows with inf and NaN."""
+    """Return values of many sizes, with signed zeros, subnormals, largest finite values, inf and
+    NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-8, 6, shape, generator=generator).float())
@@ -47,26 +48,26 @@ def hurting(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
 
 
 def strided(x: Tensor) -> list[Tensor]:
-    """The same values with other strides."""
+    """Return the same values with other strides."""
     wide = torch.stack((x, x), -1)[..., 0]
     padded = torch.cat((x, x), -1)[..., : x.shape[-1]]
     return [wide, padded, x.movedim(-1, 0).contiguous().movedim(0, -1)]
 
 
 def floats(t: Tensor | None) -> Any:
-    """As a float32 (M, K) array, or the vector itself."""
+    """Return a tensor as a float32 array of shape (M, K), or (K,) for a vector."""
     return None if t is None else t.float().reshape(-1, t.shape[-1]).numpy()
 
 
 def rounded(values: Any, like: Tensor) -> Tensor:
-    """An array in the shape and dtype of ``like``; NaN has one pattern."""
+    """Return an array in the shape and dtype of ``like``; all NaN get one bit pattern."""
     t = torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(like.shape)
     nan = t.isnan()
     return t.masked_fill(nan, 0).to(like.dtype).masked_fill_(nan, torch.nan)
 
 
 def expect_norm(x, weight, bias, kind, eps, zero_centered, like):
-    """y, mean and rstd by the oracle, in the shapes and dtypes of ``like``."""
+    """Return the oracle's y, mean and rstd, in the shapes and dtypes of ``like``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         gamma = gain(weight, zero_centered)
@@ -75,7 +76,7 @@ def expect_norm(x, weight, bias, kind, eps, zero_centered, like):
 
 
 def expect_norm_backward(dy, x, weight, stats, zero_centered, like):
-    """dx, dweight and dbias by the oracle."""
+    """Return the oracle's dx, dweight and dbias."""
     mean, rstd = (t.reshape(-1, 1).numpy() if t.numel() else None for t in stats)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -91,7 +92,7 @@ def gain(weight, zero_centered):
 
 
 def expect_activation(x, gate, kind, dy, like):
-    """The activation and the gradient of its input, by the oracle."""
+    """Return the oracle's activation and the gradient of its input."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         values, grad = floats(x), floats(dy)
@@ -115,7 +116,7 @@ GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", *CLAMPED)
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """The ops compute by the reference."""
+    """Let the reference compute every op."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "FLOATS", {})
         yield
@@ -123,7 +124,7 @@ def without_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_only() -> Iterator[None]:
-    """A call that the kernels leave to the reference fails."""
+    """Fail on a call that the kernels leave to the reference."""
 
     def checked(name: str, device: str, *args: Any) -> bool:
         assert table.FLOATS[device][name](*args), f"{name} was not served"
@@ -139,7 +140,7 @@ def outputs_of(result: Any) -> list[Tensor]:
 
 
 def check_kernels(op: Any, *args: Any) -> list[Tensor]:
-    """The same bytes from the kernels as from the reference; inputs stay as they were."""
+    """Assert that kernels and reference give equal bytes and leave the inputs unchanged."""
     given = [a.clone() for a in args if isinstance(a, Tensor)]
     with kernels_only():
         got = outputs_of(op(*args))
@@ -153,7 +154,7 @@ def check_kernels(op: Any, *args: Any) -> list[Tensor]:
 
 
 def draw_floats(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values of a kind and strides drawn at random."""
+    """Return random values of a random kind with random strides."""
     seed = rng.randint(0, 1 << 30)
     generator = torch.Generator().manual_seed(seed)
     if rng.random() < 0.5:
@@ -164,7 +165,7 @@ def draw_floats(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def check_random(seed: int) -> None:
-    """Every op once on a random shape, by the kernels and by the reference."""
+    """Run every op once on a random shape, with the kernels and with the reference."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     rows, cols = rng.choice([

@@ -1,4 +1,4 @@
-"""The FORMATS table: one row a format, read by every parametrised test. A registered format without a row fails a test."""
+"""The FORMATS table: one row for each format. Most parametrized tests read it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import qtensor
 
 @dataclass(frozen=True)
 class FormatCase:
-    """What tests need to know of a format."""
+    """Facts about one format that tests need."""
 
     name: str
     rel_step: float
@@ -33,7 +33,7 @@ class FormatCase:
         return qtensor.quantizer(self.name, **options)
 
     def call(self, device: str = "cpu") -> dict[str, Tensor]:
-        """Arguments that a call of this format must bring."""
+        """Return the arguments that a call of this format needs."""
         return {"scale": torch.tensor([32.0], device=device)} if self.name == "fp8_delayed" else {}
 
     def quantize(self, x: Tensor, **options: Any) -> Any:
@@ -42,7 +42,8 @@ class FormatCase:
     def slice_multiples(
         self, *, rowwise: bool = True, columnwise: bool = False, **options: Any
     ) -> tuple[int, int]:
-        """(rows, cols) that the bounds of a slice must be multiples of, from docs/numerics.md."""
+        """Return (rows, columns): the bounds of a slice are multiples of these
+        (docs/numerics.md)."""
         block, swizzled = self.col_multiple, options.get("swizzled", False)
         row_tile, col_tile = (128, 4 * block) if swizzled else (1, block)
         rows = max(row_tile if rowwise else 1, col_tile if columnwise else 1)
@@ -52,7 +53,7 @@ class FormatCase:
         return rows, cols
 
     def every_option(self) -> Iterator[dict[str, Any]]:
-        """Every legal combination of options (usages not among them)."""
+        """Yield every legal combination of options, usages excepted."""
         for values in itertools.product(*self.options.values()):
             chosen = dict(zip(self.options, values, strict=True))
             try:
@@ -62,7 +63,7 @@ class FormatCase:
             yield chosen
 
     def each_option(self) -> Iterator[dict[str, Any]]:
-        """The defaults, then each non-default value of each option on its own."""
+        """Yield the defaults, then each other value of each option on its own."""
         yield {}
         for name, values in self.options.items():
             for value in values[1:]:
@@ -146,7 +147,8 @@ _LAYOUTS = {
 
 
 def _each_layout() -> Iterator[Any]:
-    """Each format with its defaults, then with each option that moves bytes, then with two of them."""
+    """Yield each format with its defaults, with each option that moves bytes, and with pairs of
+    them."""
     for case in FORMATS:
         moved = [{name: value} for name, value in _LAYOUTS.items() if name in case.options]
         both = [{"swizzled": True, other: True} for other in ("with_2d_quantization", "packed")]
@@ -162,7 +164,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
 
 
 def assert_same_bytes(got: Tensor, want: Tensor, name: str = "buffer") -> None:
-    """Equal shape, dtype and bytes; a failure says how many differ, where first, and both values."""
+    """Assert equal shapes, dtypes and bytes; a failure names the first byte that differs."""
     assert tuple(got.shape) == tuple(want.shape), (
         f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
     )
@@ -182,7 +184,7 @@ def assert_same_bytes(got: Tensor, want: Tensor, name: str = "buffer") -> None:
 
 
 def assert_same_tensor(got: Any, want: Any) -> None:
-    """Equal class, flatten context, shape, buffer names and bytes."""
+    """Assert equal classes, flatten contexts, shapes, buffer names and bytes."""
     assert type(got) is type(want), f"{type(got).__name__}, wanted {type(want).__name__}"
     names, context = got.__tensor_flatten__()
     wanted_names, wanted_context = want.__tensor_flatten__()
@@ -194,23 +196,23 @@ def assert_same_tensor(got: Any, want: Any) -> None:
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal values that do not depend on the global generator."""
+    """Return normal values that do not depend on the global generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def requantized(q: Any, values: Tensor) -> Any:
-    """``values`` through the quantizer of ``q``; delayed scaling keeps its scale."""
+    """Return ``values`` quantized by the quantizer of ``q``; delayed scaling keeps its scale."""
     call = {"scale": q._scale_inv.reciprocal()} if q.quantizer.needs_scale else {}
     return q.quantizer.quantize(values, **call)
 
 
 def snapshot(q: Any) -> Any:
-    """A copy to compare with later: proof that an op left its input alone."""
+    """Return a copy, to prove later that an op left its input unchanged."""
     return q.quantizer.assemble([b.clone() for b in q.buffers()], q.shape, q.dtype)
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The message of the QTensorError that ``call`` raises; empty where it does not."""
+    """Return the message of the QTensorError that ``call`` raises, or "" if it raises none."""
     try:
         call()
     except qtensor.QTensorError as error:
@@ -219,5 +221,5 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers lie in one storage."""
+    """Return whether two buffers share a storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

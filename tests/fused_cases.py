@@ -1,4 +1,4 @@
-"""Fused ops beside the two that they stand for."""
+"""Fused ops compared with the pairs of ops that they replace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pair_of_activation(x: Tensor, kind: str, q: str, call: Any, keep: bool) -> A
 
 
 class Watched:
-    """``table.floats_``, with a note of what fused kernels answered."""
+    """Records the calls that fused kernels served in ``table.floats_``."""
 
     def __init__(self) -> None:
         self.real, self.answers = table.floats_, list[bool]()
@@ -50,7 +50,7 @@ class Watched:
 
 
 def check(x: Tensor, q: Any, call: Any, keep: bool, seed: int = 0) -> None:
-    """Both fused ops on ``x`` against the pairs; a kernel serves them but for ``UNFUSED``."""
+    """Compare both fused ops on ``x`` with the pairs; a kernel serves all but ``UNFUSED``."""
     weight = torch.randn(x.shape[-1])
     kind = ("rmsnorm", "layernorm")[seed % 2]
     settings = (kind, 1e-5, seed % 3 == 0, (x.dtype, torch.bfloat16)[seed % 2])

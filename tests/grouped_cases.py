@@ -1,4 +1,4 @@
-"""What the tests of GroupedLinear share: recipes, and the separate layers whose bytes it must have."""
+"""Helpers of the GroupedLinear tests: recipes, and separate layers that give the expected bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ K, N = 64, 96
 
 
 def _mixed(role: recipes.Role) -> Any:
-    """Stochastic inputs and weights, delayed gradients: every kind of live argument at once."""
+    """Return stochastic inputs and weights with delayed gradients: every kind of live argument."""
     if role.tensor == "grad_output":
         return qtensor.Float8Quantizer(dtype="e5m2")
     return qtensor.NVFP4Quantizer(stochastic_rounding=True)
 
 
 def _rows(role: recipes.Role) -> Any:
-    """A factor a row: of a shape that depends on the group."""
+    """Return one factor for each row, so that its shape depends on the group."""
     return qtensor.Float8RowwiseQuantizer(axis=-1)
 
 
@@ -57,7 +57,7 @@ MAIN = ("high_precision", "current", "delayed", "block", "mxfp8", "nvfp4")
 
 
 def inputs(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """(x, dy) with rows of different size."""
+    """Return (x, dy); each row has another size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, K, generator=generator)
     x = x * torch.exp2(torch.randint(-6, 6, (rows, 1), generator=generator).float())
@@ -65,7 +65,7 @@ def inputs(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def separate(grouped: Any, **options: Any) -> list[Any]:
-    """A ``qtensor.Linear`` for each group, with its parameters."""
+    """Return one ``qtensor.Linear`` for each group, with the parameters of the group."""
     layers = []
     for i in range(grouped.num_gemms):
         bias = getattr(grouped, f"bias{i}")
@@ -89,7 +89,7 @@ def separate(grouped: Any, **options: Any) -> list[Any]:
 def run_grouped(
     module: Any, x: Tensor, dy: Tensor, m_splits: Any, seed: int = 0, **call: Any
 ) -> tuple[Tensor, Tensor]:
-    """(y, gradient of x) of one forward and backward."""
+    """Return (y, gradient of x) of one forward and backward."""
     x = x.detach().clone().requires_grad_()
     torch.manual_seed(seed)
     y = module(x, m_splits, **call)
@@ -100,7 +100,7 @@ def run_grouped(
 def run_separate(
     layers: Sequence[Any], x: Tensor, dy: Tensor, sizes: Sequence[int], seed: int = 0, **call: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same by separate layers on the parts of x."""
+    """Return (y, gradient of x) of separate layers on the parts of x."""
     x = x.detach().clone().requires_grad_()
     torch.manual_seed(seed)
     y = torch.cat([
@@ -111,7 +111,7 @@ def run_separate(
 
 
 def assert_same_gradients(grouped: Any, layers: Sequence[Any]) -> None:
-    """Parameter gradients of both, byte for byte."""
+    """Assert that parameter gradients are equal byte for byte."""
     for i, layer in enumerate(layers):
         for name in ("weight", "bias"):
             own, other = getattr(grouped, f"{name}{i}"), getattr(layer, name)
@@ -124,6 +124,6 @@ def assert_same_gradients(grouped: Any, layers: Sequence[Any]) -> None:
 
 
 def assert_same_pair(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """(y, dx) of both, byte for byte."""
+    """Assert that two (y, dx) pairs are equal byte for byte."""
     for name, a, b in zip(("y", "dx"), got, want, strict=True):
         assert_same_bytes(a, b, name)

@@ -1,4 +1,4 @@
-"""Calls of the ops of a linear layer as a whole."""
+"""Arguments for the ops that compute a whole linear layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def kept_text(q: Any, usage: str) -> str:
-    """Canonical text of one direction of a quantizer, "" for none."""
+    """Return the canonical text of one direction of a quantizer, "" for none."""
     if not usage:
         return ""
     rowwise, columnwise = usage != "columnwise", usage != "rowwise"
@@ -24,7 +24,8 @@ def kept_text(q: Any, usage: str) -> str:
 
 
 def call_values(q: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Scales of input, weight and gradient, and a seed, where the quantizer takes them."""
+    """Return scales of input, weight and gradient, and a seed, for the quantizers that take
+    them."""
     scales = torch.tensor([0.5, 3.0, 40.0]) if q.needs_scale else None
     return scales, torch.tensor([7]) if q.stochastic_rounding else None
 

@@ -1,4 +1,4 @@
-"""Native kernels beside the reference arithmetic: what a test asks both, and the comparison of every byte."""
+"""Native kernels compared with the reference arithmetic, byte by byte."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def call_of(case: FormatCase | str, options: dict[str, Any]) -> dict[str, Any]:
-    """What a call of that format must bring, as the kernels take it."""
+    """Return the arguments that a call of a format needs, in the form that the kernels take."""
     call: dict[str, Any] = {}
     if (case if isinstance(case, str) else case.name) == "fp8_delayed":
         call["scale"] = torch.tensor([32.0])
@@ -70,7 +70,7 @@ def call_of(case: FormatCase | str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def dirty(codec: Any, shape: tuple[int, ...]) -> list[Tensor]:
-    """New buffers. What the kernels have to write is not yet right in any byte; padding is zero."""
+    """Return new buffers in which every byte that a kernel must write is wrong; padding is zero."""
     buffers = alloc_slots(codec.slots, shape, torch.device("cpu"))
     for slot, buffer in zip(codec.slots, buffers, strict=True):
         if not has_padding(slot, shape) and buffer.numel():
@@ -87,7 +87,7 @@ def by_reference(
     amax: list[Tensor] | None = None,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """The buffers by the reference arithmetic, and the amax where the op returns it."""
+    """Return the buffers of the reference, and the amax for ops that return it."""
     buffers = dirty(codec, x.shape)[: len(codec.slots)]
     codec.encode_(by_name(codec, buffers), x, scale, amax, seed)
     return [*buffers, codec.amax(x)[0].reshape(1)] if codec.returns_amax else buffers
@@ -101,7 +101,7 @@ def by_kernels(
     seed: Tensor | None = None,
     out: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """The buffers by the native kernels, which must have served the call."""
+    """Return the buffers of the native kernels; fail if the kernels did not serve the call."""
     buffers = dirty(codec, x.shape) if out is None else out
     served = table.quantize_(codec, buffers, x, scale, amax, seed)
     assert served is True, f"not served: {table.explain(codec, x.dtype, 'cpu')}"
@@ -109,7 +109,8 @@ def by_kernels(
 
 
 def assert_same_floats(got: Tensor, want: Tensor, name: str) -> None:
-    """NaN in the same places, every other byte the same. Which NaN it is, no format says."""
+    """Assert NaN in the same places and equal bytes elsewhere; no format fixes the payload of
+    NaN."""
     nan = want.isnan()
     assert torch.equal(got.isnan(), nan), f"{name}: NaN in other places"
     assert_same_bytes(got.masked_fill(nan, 0), want.masked_fill(nan, 0), name)
@@ -122,7 +123,8 @@ def assert_same_buffers(codec: Any, got: list[Tensor], want: list[Tensor]) -> No
 
 
 def decoded(codec: Any, buffers: list[Tensor], shape: tuple[int, ...], **part: Any) -> Tensor:
-    """Values by the kernels; ``dtype`` and the fields of ``native.Part`` by name."""
+    """Return values that the kernels decode; the options are ``dtype`` and fields of
+    ``native.Part``."""
     dtype = part.pop("dtype", torch.float32)
     asked = native.Part(**part)
     size = tuple(shape) if asked.count is None else (asked.count, shape[-1])
@@ -132,7 +134,7 @@ def decoded(codec: Any, buffers: list[Tensor], shape: tuple[int, ...], **part: A
 
 
 def assert_same_values(codec: Any, buffers: list[Tensor], shape: tuple[int, ...]) -> None:
-    """Decoded from each direction to each dtype."""
+    """Compare the values decoded from each direction to each dtype."""
     named = by_name(codec, buffers)
     both = codec.rowwise and codec.columnwise and not codec.per_tensor
     shares = codec.spec.transpose_shares_bytes
@@ -144,7 +146,7 @@ def assert_same_values(codec: Any, buffers: list[Tensor], shape: tuple[int, ...]
 
 
 def check(codec: Any, x: Tensor, **call: Any) -> None:
-    """Quantize ``x`` and decode it, by kernels and by reference; the input stays as it was."""
+    """Compare kernels and reference on quantizing and decoding ``x``; the input stays unchanged."""
     before = x.clone()
     want = by_reference(codec, x, **call)
     assert_same_buffers(codec, by_kernels(codec, x, **call), want)
@@ -154,7 +156,7 @@ def check(codec: Any, x: Tensor, **call: Any) -> None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """That many threads, whatever the size of a tensor."""
+    """Use this number of threads for tensors of any size."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "ONE_THREAD", 0 if count > 1 else 1 << 62)
@@ -167,7 +169,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loaded(library: native.Library) -> Iterator[None]:
-    """The kernels of that library serve."""
+    """Let the kernels of ``library`` serve."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "library", lambda: library)
         yield
@@ -177,7 +179,7 @@ def loaded(library: native.Library) -> Iterator[None]:
 
 
 def draw_codec(rng: random.Random, case: FormatCase) -> Any:
-    """A legal combination of options and usages; half of the options keep their defaults."""
+    """Return a random legal combination of options and usages; half of the options are defaults."""
     while True:
         values = {
             name: rng.choice(values) if rng.random() < 0.5 else values[0]
@@ -208,7 +210,7 @@ def draw_shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def draw_input(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
-    """Of any kind and dtype, some with a stride of their own."""
+    """Return an input of random kind and dtype, at times with other strides."""
     kind = "randn" if rng.random() < 0.4 else rng.choice(list(INPUTS))
     x = data(kind, shape, rng.choice(DTYPES))
     if x.ndim == 2 and rng.random() < 0.2:
@@ -222,7 +224,7 @@ def draw_input(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
 
 
 def draw_call(rng: random.Random, codec: Any, x: Tensor) -> dict[str, Any]:
-    """The arguments of a call: a scale, maxima or a seed, where the format takes them."""
+    """Return the arguments that a random call needs: a scale, maxima or a seed."""
     call: dict[str, Any] = {}
     if codec.needs_scale:
         call["scale"] = torch.tensor([rng.choice([1.0, 3.7, 32.0, 1e30, 1e-30])])
@@ -235,7 +237,7 @@ def draw_call(rng: random.Random, codec: Any, x: Tensor) -> dict[str, Any]:
 
 
 def check_random(seed: int, names: list[str] | None = None) -> str:
-    """One random case; its description, for a failure to be told by."""
+    """Run one random case and return its description for messages."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     case = BY_NAME[rng.choice(names or [case.name for case in FORMATS])]

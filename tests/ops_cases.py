@@ -1,4 +1,4 @@
-"""Sequences that the tests of operations share: every basic operation in one that trains, every fusion on its pattern."""
+"""Sequences for the tests of operations: each basic operation, and each fusion on its pattern."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = 3
 
 
 class Case(NamedTuple):
-    """A sequence, and the extra inputs that it takes beside (rows, WIDTH)."""
+    """A sequence, and the extra inputs that it takes beside x of shape (rows, WIDTH)."""
 
     build: Callable[[], list[Any]]
     extra: Callable[[int], list[Tensor]] = lambda rows: []
@@ -108,7 +108,7 @@ def _mlp(bias: bool) -> list[Any]:
 
 
 class Fused(NamedTuple):
-    """A sequence, and the fused operations that its plan must have."""
+    """A sequence, and the fused operations that its plan must contain."""
 
     case: Case
     forward: dict[str, tuple[int, int]]
@@ -189,7 +189,7 @@ FUSED: dict[str, Fused] = {
 
 @pytest.fixture
 def handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations hand over quantized tensors however small they are, as they do where they are large."""
+    """Let operations pass on quantized tensors of any size, as they do with large ones."""
     monkeypatch.setattr(fuser, "HAND_OVER_FROM", 0)
 
 
@@ -206,7 +206,7 @@ def step(
     extra: list[Tensor] | tuple[()] = (),
     seed: int = 0,
 ) -> list[Tensor]:
-    """Outputs, and the gradients of inputs and parameters, of one forward and backward."""
+    """Return outputs and the gradients of inputs and parameters of one forward and backward."""
     torch.manual_seed(seed)
     x = x.detach().clone().requires_grad_()
     extra = [
@@ -231,5 +231,5 @@ def step(
 
 
 def assert_same_steps(first: Any, second: Any, *args: Any, **options: Any) -> None:
-    """Two sequences with equal parameters give the same bytes."""
+    """Assert that two sequences with equal parameters give equal bytes."""
     assert_same(step(second, second, *args, **options), step(first, first, *args, **options))

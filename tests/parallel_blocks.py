@@ -1,4 +1,5 @@
-"""LayerNormLinear and LayerNormMLP split over two ranks, beside oracles put together from those of their layers."""
+"""LayerNormLinear and LayerNormMLP split over two ranks, and oracles composed from those of their
+layers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ RECIPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Block:
-    """Which block: an activation makes it an MLP; ``norm`` is layernorm or rmsnorm."""
+    """Options of a block: an activation makes it an MLP; ``norm`` is layernorm or rmsnorm."""
 
     norm: str
     activation: str | None
@@ -41,7 +42,7 @@ class Block:
         return self.activation is not None and self.activation.endswith("glu")
 
     def local(self, x: Tensor, rank: int) -> Tensor:
-        """What a rank holds of a tensor outside of the layers."""
+        """Return the part of a tensor outside of the layers that a rank holds."""
         return part(x, rank, 0) if self.sequence else x
 
     @property
@@ -63,7 +64,7 @@ BLOCKS = [
 
 @dataclass
 class Tensors:
-    """Of an unsharded block. A gated fc1 has the part that is activated first, then the gate."""
+    """Tensors of an unsharded block. A gated fc1 holds the activated half first, then the gate."""
 
     x: Tensor
     dy: Tensor
@@ -95,7 +96,7 @@ def tensors(block: Block, step: int = 0) -> Tensors:
 
 
 def ranked(t: Tensor | None, gated: bool) -> Tensor | None:
-    """Rows of fc1 in the order of ranks: a rank has its part of both halves."""
+    """Return the rows of fc1 in the order of ranks: a rank holds its part of both halves."""
     if t is None or not gated:
         return t
     halves = [h.chunk(SIZE) for h in t.chunk(2)]
@@ -146,12 +147,13 @@ def block_oracle(
 
 
 def joined(layers: list[Result]) -> Result:
-    """The result of a block from those of its layers."""
+    """Return the result of a block from the results of its layers."""
     return Result(layers[-1].y, layers[0].dx, [g for r in layers for g in r.gradients])
 
 
 def build(block: Block, t: Tensors, rank: int | None, group: Any, **options: Any) -> Any:
-    """The block with a rank's part of the parameters, or (rank None) the whole."""
+    """Return the block with a rank's part of the parameters, or with all of them if rank is
+    None."""
     norm = {"normalization": "LayerNorm" if block.norm == "layernorm" else "RMSNorm"}
     options = {**norm, "bias": block.bias, **options}
     if rank is not None:
@@ -178,7 +180,7 @@ def build(block: Block, t: Tensors, rank: int | None, group: Any, **options: Any
 
 
 def step(module: Any, call: Any, x: Tensor, dy: Tensor) -> Result:
-    """One forward and backward."""
+    """Run one forward and backward."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = call(x)

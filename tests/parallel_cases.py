@@ -1,4 +1,4 @@
-"""Sharded layers beside oracles written by hand: what a rank computes, from the whole tensors."""
+"""Sharded layers, and oracles written by hand: the result of a rank, from the whole tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LOCAL = ("high_precision", "blockwise", "mxfp8")
 
 
 def part(t: Tensor, rank: int, dim: int) -> Tensor:
-    """A rank's part of a tensor."""
+    """Return a rank's part of a tensor."""
     size = t.shape[dim] // SIZE
     return t.narrow(dim, rank * size, size).contiguous()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Which layer: ``row``, ``sequence`` and ``bias`` as the module's arguments."""
+    """Options of a layer: ``row``, ``sequence`` and ``bias`` as in the arguments of the module."""
 
     mode: str
     sequence: bool
@@ -46,13 +46,13 @@ class Layer:
         return "-".join([self.mode, "sp" * self.sequence or "tp", "bias" * self.bias or "plain"])
 
     def inputs(self, x: Tensor, rank: int) -> Tensor:
-        """What a rank is given of the whole input."""
+        """Return the part of the whole input that a rank gets."""
         if self.mode == "row":
             return part(x, rank, -1)
         return part(x, rank, 0) if self.sequence else x
 
     def outputs(self, y: Tensor, rank: int) -> Tensor:
-        """What a rank holds of the whole output, and of its gradient."""
+        """Return the part of the whole output, or of its gradient, that a rank holds."""
         if self.mode == "column":
             return part(y, rank, -1)
         return part(y, rank, 0) if self.sequence else y
@@ -100,7 +100,7 @@ def whole(bias: bool, dtype: torch.dtype = torch.float32, step: int = 0) -> Whol
 
 @dataclass
 class Result:
-    """What a rank ends with."""
+    """The output and the gradients of one rank."""
 
     y: Tensor
     dx: Tensor
@@ -116,7 +116,7 @@ Scales = dict[str, Tensor]
 def quantized(
     recipe: Any, role: str, x: Tensor, seed: Tensor | None, scales: Scales
 ) -> tuple[Any, Tensor | None]:
-    """An operand in both directions, and its amax where the recipe scales by those of earlier steps."""
+    """Return an operand quantized in both directions, and its amax for delayed scaling."""
     quantizer = None if recipe is None else recipe.quantizer(Role(role))
     if quantizer is None:
         return x, None
@@ -172,7 +172,7 @@ def oracle(
 
 
 def build(layer: Layer, t: Whole, rank: int, group: Any, **options: Any) -> qtensor.Linear:
-    """The sharded layer with its part of the parameters."""
+    """Return the sharded layer with a rank's part of the parameters."""
     module = qtensor.Linear(
         t.w.shape[1],
         t.w.shape[0],
@@ -193,7 +193,8 @@ def build(layer: Layer, t: Whole, rank: int, group: Any, **options: Any) -> qten
 def step(
     module: Any, call: Any, layer: Layer, t: Whole, rank: int, unsharded: bool = False
 ) -> Result:
-    """One forward and backward of a layer by ``call``, from the random state that ``draws`` reads."""
+    """Run one forward and backward of a layer by ``call``, from the random state that ``draws``
+    reads."""
     torch.manual_seed(100 + rank)
     module.zero_grad()
     x = layer.inputs(t.x, rank).clone().requires_grad_()
@@ -206,7 +207,7 @@ def step(
 
 
 class Mlp(torch.nn.Module):
-    """Two sharded layers around the activation that a rank computes on its own features."""
+    """Two sharded layers, and between them the activation of a rank's own features."""
 
     def __init__(self, layers: list[Layer], tensors: list[Whole], rank: int, group: Any) -> None:
         super().__init__()
@@ -239,13 +240,13 @@ def mlp_oracle(
 
 
 def ones() -> list[Scales]:
-    """Delayed scaling's first factors."""
+    """Return delayed scaling's first factors."""
     one = dict.fromkeys(("input", "weight", "grad_output"), torch.ones(1))
     return [one] * SIZE
 
 
 def draws(recipe: Any, rank: int, count: int) -> list[Tensor | None]:
-    """The seeds that ``count`` layers draw in turn from the rank's random state."""
+    """Return the seeds that ``count`` layers draw in turn from the rank's random state."""
     quantizer = None if recipe is None else recipe.quantizer(Role("grad_output"))
     if quantizer is None or not quantizer.stochastic_rounding:
         return [None] * count

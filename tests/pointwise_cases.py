@@ -12,7 +12,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def pointwise(name: str) -> Callable[[FormatCase], Iterator[Sample]]:
-    """The small ops of sequences."""
+    """Yield calls of the small ops of sequences."""
 
     def samples(case: FormatCase) -> Iterator[Sample]:
         for x in (torch.randn(6, 40).half(), torch.randn(3, 2, 5), torch.randn(0, 4)):

@@ -1,4 +1,4 @@
-"""Two gloo processes that stay, and run what a test sends them."""
+"""Two gloo processes that stay alive and run the functions that a test sends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
 
 class RankError(AssertionError):
-    """What a rank raised, with its traceback."""
+    """The exception of a rank, with its traceback."""
 
 
 class Ranks:
@@ -89,7 +89,7 @@ class Ranks:
         return [answers[rank][1] for rank in range(self.size)]
 
     def _collect(self) -> dict[int, tuple[bool, Any]]:
-        """Answers by rank; once one has failed, or is gone, the others get two seconds."""
+        """Return answers by rank; after a failure the other ranks get two seconds."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + 5 * PATIENCE
         while len(answers) < self.size and time.monotonic() < deadline:

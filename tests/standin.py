@@ -1,4 +1,4 @@
-"""Kernel libraries that compute on the CPU and remember their calls: what stands in for CUTLASS where there is no GPU."""
+"""Kernel libraries that compute on the CPU and record their calls, in place of CUTLASS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 @functools.cache
 def compiled(*flags: str) -> Path:
-    """The stand-in library; ``flags`` make it one of another interface."""
+    """Return the path of the stand-in library; ``flags`` can give it another interface."""
     folder = Path(tempfile.mkdtemp(prefix="qtensor-standin-"))
     path = folder / "standin.so"
     common = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{emit.FOLDER}"]
@@ -40,7 +40,7 @@ def compiled(*flags: str) -> Path:
 
 
 def install(spec: KernelSpec, source: Path | None = None, *, key: str = "0" * 32) -> Path:
-    """Put a library into the cache as the kernel ``spec``, as a build would."""
+    """Put a library into the cache as the kernel ``spec``, as a build does."""
     name = library.library_name(spec)
     entry = cache.cache_dir() / "libraries" / f"{name}-{key}"
     entry.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Call:
 
 
 class Standin:
-    """Handle of a library that is loaded from ``path``."""
+    """A handle of the library at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._library: Any = ctypes.CDLL(str(path))
@@ -84,7 +84,7 @@ class Standin:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """CPU tensors count as those of a GPU of that compute capability."""
+    """Treat CPU tensors as tensors of a GPU with this compute capability."""
     monkeypatch.setattr(backends, "_device", lambda device: (str(device), capability, 132))
     monkeypatch.setattr(backends, "_PLANS", {})
     monkeypatch.setattr(library, "_LOADED", {})
@@ -93,7 +93,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matmul op chooses a backend for CPU tensors too."""
+    """Let the matmul op choose a backend for CPU tensors too."""
 
     def fill(out: torch.Tensor, args: Any) -> None:
         if not backends.multiply_(out, *args[:7], args.bias):

@@ -121,7 +121,6 @@ LEFT: set[str] = {
     "qtensor.functional.linear._linear_setup_ctx",
     "qtensor.functional.linear._restored",
     "qtensor.kernels.cpu.native._PLAIN",
-    "qtensor.ops.fuser._run",
 }
 """Private names that other files still use. The list only gets shorter."""
 

@@ -1,4 +1,4 @@
-"""What the tests of modules share: recipes, modules, and one step of training."""
+"""Helpers of the module tests: recipes, modules, and one step of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REDRAWN = "torch 2.13: a compiled checkpointed region draws its random numbers a
 
 
 def mixed(role: recipes.Role) -> str | None:
-    """Another format for each role."""
+    """Return another format for each role."""
     return {"input": "mxfp6", "weight": "mxfp4"}.get(role.tensor)
 
 
@@ -52,18 +52,18 @@ every_module = pytest.mark.parametrize("module", MODULES)
 
 
 def region(recipe: recipes.Recipe | None) -> Any:
-    """Where modules compute by a recipe; None: no region at all."""
+    """Enter autocast with a recipe, or no region at all for None."""
     return contextlib.nullcontext() if recipe is None else qtensor.autocast(recipe=recipe)
 
 
 def build(module: str, seed: int = 0, **options: Any) -> nn.Module:
-    """A module with parameters from a seed."""
+    """Return a module with parameters from a seed."""
     torch.manual_seed(seed)
     return MODULES[module](**options)
 
 
 def twins(module: str, count: int = 2, **options: Any) -> list[nn.Module]:
-    """Modules with equal parameters."""
+    """Return two modules with equal parameters."""
     return [build(module, **options) for _ in range(count)]
 
 
@@ -83,7 +83,8 @@ def step(
     seed: int = 0,
     **arguments: Any,
 ) -> list[Tensor]:
-    """Outputs, the input's gradient and those of the parameters, of one forward and backward."""
+    """Return outputs and the gradients of the input and the parameters of one forward and
+    backward."""
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
     with region(recipe):
@@ -98,7 +99,7 @@ def step(
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Equal in every bit, one by one."""
+    """Assert that two lists of tensors are equal in every bit."""
     assert len(ours) == len(theirs)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert a.dtype == b.dtype
@@ -110,6 +111,6 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def compiled(module: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Any:
-    """(the compiled callable, its counter of graphs)."""
+    """Return (the compiled callable, its counter of graphs)."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(module, backend=counter, fullgraph=True, **options), counter

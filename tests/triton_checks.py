@@ -36,7 +36,7 @@ def _interpret() -> None:
 
 
 def child() -> concurrent.futures.ProcessPoolExecutor:
-    """A process whose kernels run in the interpreter; on a machine with a GPU, on that."""
+    """Return a process whose kernels run in the interpreter, or on a GPU if there is one."""
     return concurrent.futures.ProcessPoolExecutor(
         1,
         multiprocessing.get_context("spawn"),
@@ -45,7 +45,8 @@ def child() -> concurrent.futures.ProcessPoolExecutor:
 
 
 def backend() -> Any:
-    """The kernels' entry points, imported here so that no pytest worker does."""
+    """Return the kernels' entry points; the import happens here so that no pytest worker does
+    it."""
     return importlib.import_module("qtensor.kernels.triton.backend")
 
 
@@ -63,14 +64,14 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
 
 
 def call_of(codec: Any, x: Tensor) -> dict[str, Any]:
-    """The tensors beside the input that a call brings."""
+    """Return the tensors beside the input that a call needs."""
     scale = torch.tensor([0.37], device=x.device) if codec.needs_scale else None
     seed = torch.tensor([SEED], device=x.device) if codec.stochastic_rounding else None
     return {"scale": scale, "amax": None, "seed": seed}
 
 
 def compare_quantize(codec: Any, x: Tensor, **call: Any) -> None:
-    """Every buffer that the kernels write, byte for byte."""
+    """Compare every buffer that the kernels write byte for byte."""
     call = call_of(codec, x) | call
     want, got = codec.alloc_tensors(x.shape), codec.alloc_tensors(x.shape, device=x.device)
     codec.encode_(want, x.cpu(), **{name: _to_cpu(value) for name, value in call.items()})
@@ -89,7 +90,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def compare_dequantize(codec: Any, x: Tensor, dtype: torch.dtype) -> None:
-    """The decoded values, bit for bit but for the payload of a NaN."""
+    """Compare decoded values bit for bit, payloads of NaN excepted."""
     call = call_of(codec, x.cpu())
     buffers = codec.alloc_tensors(x.shape)
     codec.encode_(buffers, x.cpu(), **call)
@@ -103,7 +104,7 @@ def compare_dequantize(codec: Any, x: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_quantize(name: str, shape: tuple[int, int], options: dict[str, Any]) -> None:
-    """All kinds of values in every dtype; each usage alone."""
+    """Compare all kinds of values in every dtype, with each usage alone."""
     torch.manual_seed(0)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
     for dtype in DTYPES:
@@ -115,7 +116,7 @@ def check_quantize(name: str, shape: tuple[int, int], options: dict[str, Any]) -
 
 
 def check_shapes(name: str, shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
-    """Other shapes, with both usages."""
+    """Compare other shapes, with both usages."""
     torch.manual_seed(1)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
     for shape in shapes:
@@ -144,7 +145,8 @@ def check_factor_edges(name: str, options: dict[str, Any]) -> None:
 
 
 def check_given_factors(name: str, options: dict[str, Any]) -> None:
-    """Maxima from elsewhere (a process group, say), and what the kernels find themselves."""
+    """Compare maxima given by the caller, as from a process group, and maxima that the kernels
+    find."""
     torch.manual_seed(4)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True, **options)
     for x in (mixed((40, 70), torch.float32), make("nan", (40, 70), torch.float32)):
@@ -169,7 +171,7 @@ def check_given_factors(name: str, options: dict[str, Any]) -> None:
 
 
 def check_strides(name: str) -> None:
-    """Inputs that are not contiguous."""
+    """Compare inputs that are not contiguous."""
     torch.manual_seed(2)
     codec = qtensor.quantizer(name, rowwise=True, columnwise=True)
     base = torch.randn(24, 34, 6, device=device())
@@ -178,7 +180,7 @@ def check_strides(name: str) -> None:
 
 
 def check_dequantize(name: str, shape: tuple[int, int], options: dict[str, Any]) -> None:
-    """Either direction to each dtype."""
+    """Compare either direction decoded to each dtype."""
     torch.manual_seed(3)
     for rowwise, columnwise in USAGES[:2]:
         codec = qtensor.quantizer(name, rowwise=rowwise, columnwise=columnwise, **options)
@@ -188,7 +190,7 @@ def check_dequantize(name: str, shape: tuple[int, int], options: dict[str, Any])
 
 
 def check_reasons() -> None:
-    """Formats of others and other dtypes are refused in a sentence."""
+    """Assert that kernels refuse formats of users and other dtypes with a sentence."""
     codec = qtensor.quantizer("mxfp8")
     assert all(backend().supports(codec, dtype) is None for dtype in DTYPES)
     assert "float64" in backend().supports(codec, torch.float64)
@@ -201,7 +203,7 @@ def check_reasons() -> None:
 
 
 def check_sabotaged() -> None:
-    """A kernel that writes one wrong code must fail the comparison."""
+    """Assert that the comparison fails for a kernel that writes one wrong code."""
     real = backend()
     codec = qtensor.quantizer("mxfp8")
 

@@ -1,4 +1,4 @@
-"""Compiles what the kernels' host code would launch, for targets that need not be there."""
+"""Compile the kernels that host code launches, for targets that need not be present."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORBIDDEN = {
 
 
 def compile_only(folder: str) -> None:
-    """Kernels compile, whatever the parent's environment says."""
+    """Let kernels compile, in any environment of the parent."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = folder
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def _type(value: Any) -> str:
 
 
 def _is_fixed(value: Any) -> bool:
-    """What is None or 1, a constant or a function is a constant to Triton."""
+    """Return whether a value is a constant to Triton: None, 1, a constexpr or a function."""
     kind = type(value).__name__
     return value is None or kind in ("constexpr", "JITFunction") or (kind == "int" and value == 1)
 
@@ -58,7 +58,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> list[str]:
-    """The PTX for each target, specialised as a launch would be."""
+    """Return the PTX for each target, specialised as a launch does."""
     triton = importlib.import_module("triton")
     source_of = importlib.import_module("triton.compiler").ASTSource
     target_of = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -102,7 +102,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> l
 def _round_trip(
     launch: Any, name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    """Quantize and dequantize with ``launch`` in the place of the real one."""
+    """Quantize and dequantize with ``launch`` in place of the real one."""
     for module in MODULES:
         importlib.import_module(f"qtensor.kernels.triton.{module}").launch = launch
     backend = importlib.import_module("qtensor.kernels.triton.backend")
@@ -117,7 +117,7 @@ def _round_trip(
 
 
 def check(name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]) -> int:
-    """Compile all kernels of a round trip; returns how many PTX files there were."""
+    """Compile all kernels of a round trip and return the number of PTX files."""
     texts: list[str] = []
     _round_trip(
         lambda kernel, programs, *args, **constants: texts.extend(
@@ -136,7 +136,7 @@ def check(name: str, options: dict[str, Any], dtype: torch.dtype, shape: tuple[i
 
 
 def unused(cases: list[tuple[str, dict[str, Any]]]) -> set[str]:
-    """Kernels that no round trip of ``cases`` launches."""
+    """Return the kernels that no round trip of ``cases`` launches."""
     used: set[str] = set()
 
     def record(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

@@ -1,4 +1,5 @@
-"""Triton kernels for norms, activations and sums over rows beside the reference; run in the child of triton_checks."""
+"""Triton kernels for norms, activations and row sums compared with the reference, in a child of
+triton_checks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ops = torch.ops.qtensor
 
 
 def compare(op: Any, *args: Any) -> list[torch.Tensor]:
-    """The same bytes from the kernels of the table's row for GPUs as from the reference."""
+    """Compare the kernels of the GPU row of the table with the reference, byte for byte."""
     with without_kernels():
         want = outputs_of(op(*args))
     fused = op in (ops.norm_quantize, ops.activation_quantize)
@@ -42,7 +43,7 @@ def compare(op: Any, *args: Any) -> list[torch.Tensor]:
 
 
 def check_activation(kind: str) -> None:
-    """Every value of 16 bits, many of 32; odd shapes and strides."""
+    """Compare every value of 16 bits and many of 32, with odd shapes and strides."""
     torch.manual_seed(0)
     for dtype in DTYPES:
         if dtype == torch.float32:
@@ -62,7 +63,7 @@ def check_activation(kind: str) -> None:
 
 
 def check_norm(kind: str, seed: int) -> None:
-    """Ragged rows and columns, around the lanes (128) and the rows of a block (64)."""
+    """Compare ragged rows and columns around the lanes (128) and the rows of a block (64)."""
     rng = random.Random(seed)
     for rows, cols in ((1, 1), (3, 127), (65, 130), (130, 40), (6, 400)):
         dtypes = [rng.choice(DTYPES) for _ in range(5)]
