@@ -21,7 +21,11 @@ Value = tuple[str, Hashable]
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
-EVERY_CELL: dict[str, str] = {}
+_BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
+EVERY_CELL = dict.fromkeys(
+    ("test_dequantize.py", "test_gemm.py", "test_golden.py", "test_swizzle.py", "test_usage.py"),
+    _BYTES,
+)
 """``file`` or ``file::test`` -> why the default tier runs all of its cells."""
 
 

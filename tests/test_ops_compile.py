@@ -82,14 +82,15 @@ def run_enabled(call, sequence, x, recipe, extra, counter, seed):
         return step(call, sequence, x, recipe, extra, seed=seed)
 
 
-_PLAIN = ("GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")
-"""Activations that differ from SwiGLU by a name."""
+_OWN = ("Dropout", "ExtraInput", "GroupedLinear", "L2Normalization", "Quantize", "SwiGLU")
+"""Operations whose backward has something of its own: randomness, channels, splits, norms, gates."""
+_FUSED = ("mlp_with_biases", "add_rmsnorm")
 _WIDE = pytest.mark.nightly(reason="test_one_graph_for_all_batch_sizes runs its backward")
 
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[_WIDE] * (name in _PLAIN)) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name in (*_OWN, *_FUSED) else _WIDE) for name in CASES]
 )
 @every_recipe
 def test_compiled_autograd(name, recipe, forward):
