@@ -16,7 +16,7 @@ from torch import Tensor
 
 import qtensor
 from qtensor.kernels import table
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import native, sources
 from qtensor.layout import has_padding
 from qtensor.library.codec import alloc_slots, by_name
 
@@ -50,6 +50,13 @@ INPUTS = {
     "huge": lambda shape, dtype: torch.randn(shape) * (torch.finfo(dtype).max / 8),
     "tiny": lambda shape, dtype: torch.randn(shape) * torch.finfo(dtype).tiny * 4,
 }
+
+
+_TWO_MINUTES = pytest.mark.nightly(reason="it compiles for two minutes; few machines load it")
+ISAS = [
+    pytest.param(isa, marks=[_TWO_MINUTES] if isa == "baseline" else []) for isa in sources.ISAS
+]
+"""Instruction sets, as parameters of a fixture."""
 
 
 def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

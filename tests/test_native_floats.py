@@ -17,7 +17,7 @@ from float_cases import (
     without_kernels,
 )
 from formats import assert_same_bytes
-from native_cases import loaded, threads
+from native_cases import ISAS, loaded, threads
 
 from qtensor.build import build
 from qtensor.kernels.cpu import floats, native, sources
@@ -25,7 +25,7 @@ from qtensor.kernels.cpu import floats, native, sources
 ops = torch.ops.qtensor
 
 
-@pytest.fixture(scope="session", params=sources.ISAS)
+@pytest.fixture(scope="session", params=ISAS)
 def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set; processes that ask at once wait for one build."""
     if request.param not in sources.usable_isas():

@@ -10,6 +10,7 @@ import torch
 from formats import BY_NAME, DTYPES, FormatCase, formats, layouts
 from native_cases import (
     INPUTS,
+    ISAS,
     assert_same_values,
     call_of,
     check,
@@ -24,7 +25,7 @@ from qtensor.build import build
 from qtensor.kernels.cpu import native, sources
 
 
-@pytest.fixture(scope="session", params=sources.ISAS)
+@pytest.fixture(scope="session", params=ISAS)
 def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set; processes that ask at once wait for one build."""
     if request.param not in sources.usable_isas():
