@@ -98,9 +98,11 @@ def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def mixed(shape: tuple[int, int], dtype: torch.dtype, *, finite: bool = True) -> Tensor:
-    """Bands of rows of every kind that keeps a tensor-wide factor useful, and (unless ``finite``) NaN and inf.
+    """Bands of rows of every kind that keeps a tensor-wide factor useful, and (unless ``finite``)
+    NaN and inf.
 
-    One such tensor meets in one call zero blocks, signed zeros, ties, outliers and sixteen binades of ordinary values.
+    One such tensor meets in one call zero blocks, signed zeros, ties, outliers and sixteen binades
+    of ordinary values.
     """
     kinds = [
         "randn",
@@ -125,7 +127,9 @@ def mixed(shape: tuple[int, int], dtype: torch.dtype, *, finite: bool = True) ->
 
 
 def philox_words(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10 (Salmon et al. 2011) in uint64 numpy: (n, 4) counter words to (n, 4) output words."""
+    """Philox4x32-10 (Salmon et al. 2011) in uint64 numpy: (n, 4) counter words to (n, 4) output
+    words.
+    """
     mask = np.uint64(0xFFFFFFFF)
     a, b, c, d = (counter[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = (np.uint64(k) for k in key)
@@ -142,7 +146,9 @@ def philox_words(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def philox_bytes(seed: int, count: int, stream: int) -> np.ndarray:
-    """The bytes of elements 0..count-1: element i takes byte i % 16 of counter (i // 16, 0, 0, stream)."""
+    """The bytes of elements 0..count-1: element i takes byte i % 16 of counter (i // 16, 0, 0,
+    stream).
+    """
     groups = -(-count // 16)
     counter = np.zeros((groups, 4), np.uint32)
     counter[:, 0], counter[:, 3] = np.arange(groups), stream
@@ -218,7 +224,8 @@ def assert_same_values(got: Tensor, want: np.ndarray) -> None:
 
 
 def assert_like_oracle(x: Tensor, case: FormatCase, seed: int = SEED, **options: Any) -> Any:
-    """Quantize ``x``; its buffers and its decoded values must be the oracle's, and ``x`` must be as it was.
+    """Quantize ``x``; its buffers and its decoded values must be the oracle's, and ``x`` must be as
+    it was.
 
     Returns:
         The quantized tensor.

@@ -23,7 +23,9 @@ BACKENDS = ["aot_eager", "inductor"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 INDUCTOR_FORMATS = ("fp8_delayed", "fp8_blockwise", "mxfp6", "nvfp4")
-"""One of each kind of layout: state in, float32 factors in a grid, packed triples, tensor-wide factor and nibbles."""
+"""One of each kind of layout: state in, float32 factors in a grid, packed triples, tensor-wide
+factor and nibbles.
+"""
 
 GENERAL_SHAPE = (33, 72)
 """Ragged against every block (16, 32, 128)."""
@@ -79,7 +81,8 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def adversarial(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal values of many sizes, with zeros, signed zeros, subnormals, the largest finite values, infs and NaN.
+    """Normal values of many sizes, with zeros, signed zeros, subnormals, the largest finite values,
+    infs and NaN.
 
     The bad values sit in some rows, so that blocks with and without them are both there.
     """

@@ -30,7 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cells that ``make test`` leaves out, and select a part of them if one is asked for."""
+    """Mark the cells that ``make test`` leaves out, and select a part of them if one is asked
+    for.
+    """
     nightly.mark(items)
     config.stash[CELLS] = list(items)
     if (wanted := config.getoption("--wide-part")) is not None:
@@ -73,5 +75,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def native_kernels() -> None:
-    """Load the CPU kernels from the user's cache, before a test moves to an empty cache of its own."""
+    """Load the CPU kernels from the user's cache, before a test moves to an empty cache of its
+    own.
+    """
     native.library()

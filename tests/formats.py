@@ -20,7 +20,9 @@ class FormatCase:
 
     name: str
     rel_step: float
-    """Half an ulp of the element relative to its value: the bound of a value's relative error where it is normal."""
+    """Half an ulp of the element relative to its value: the bound of a value's relative error where
+    it is normal.
+    """
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of each option, the default first."""
     row_multiple: int = 1
@@ -177,8 +179,10 @@ def assert_same_bytes(got: Tensor, want: Tensor, name: str = "buffer") -> None:
         first = different[0].item()
         index = first // got.element_size()
         raise AssertionError(
-            f"{name}: {different.numel()} of {a.numel()} bytes differ; first at byte {first} (element {index}): "
-            f"{a[first].item():#04x}, wanted {b[first].item():#04x}; values {got.flatten()[index].item()} and "
+            f"{name}: {different.numel()} of {a.numel()} bytes differ; first at byte {first} "
+            f"(element {index}): "
+            f"{a[first].item():#04x}, wanted {b[first].item():#04x}; values "
+            f"{got.flatten()[index].item()} and "
             f"{want.flatten()[index].item()}"
         )
 

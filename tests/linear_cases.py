@@ -52,7 +52,9 @@ def backward_arguments(
     wanted: tuple[bool, bool, bool] = (True, True, True),
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
 ) -> tuple[Any, ...]:
-    """Arguments of ``linear_backward``: gradients of input, weight and bias where wanted; dtypes of dy and of the first two."""
+    """Arguments of ``linear_backward``: gradients of input, weight and bias where wanted; dtypes of
+    dy and of the first two.
+    """
     m, n, k = sizes
     kept = ("columnwise", "columnwise")
     found = torch.ops.qtensor.linear_forward(*forward_arguments(q, sizes, kept))[1:]

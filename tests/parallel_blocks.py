@@ -75,7 +75,9 @@ class Tensors:
 
 
 def tensors(block: Block, step: int = 0) -> Tensors:
-    """Parts along every dim have maxima of different size, so that a factor of the wrong tensor shows."""
+    """Parts along every dim have maxima of different size, so that a factor of the wrong tensor
+    shows.
+    """
     g = torch.Generator().manual_seed(11 + step)
     fixed = torch.Generator().manual_seed(11)
     x = torch.randn(SEQUENCE, BATCH, K, generator=g) * 2.0**step
@@ -112,7 +114,8 @@ def block_oracle(
 ) -> list[list[Result]]:
     """By rank and layer; the first layer's result has the block's dx, the last one's its output.
 
-    Gradients of the first layer: gamma, beta where there is one, weight, bias. ``scales`` by layer and rank.
+    Gradients of the first layer: gamma, beta where there is one, weight, bias. ``scales`` by layer
+    and rank.
     """
     none = [None] * SIZE
     normed = ops.norm(t.x, t.gamma, t.beta, *settings(block), t.x.dtype)[0]

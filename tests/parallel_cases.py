@@ -25,7 +25,9 @@ RECIPES: dict[str, Any] = {
     "nvfp4": qtensor.recipes.NVFP4BlockScaling(),
 }
 LOCAL = ("high_precision", "blockwise", "mxfp8")
-"""Recipes whose factors see no more than a block: a shard of whole blocks has the codes of the whole."""
+"""Recipes whose factors see no more than a block: a shard of whole blocks has the codes of the
+whole.
+"""
 
 
 def part(t: Tensor, rank: int, dim: int) -> Tensor:
@@ -83,7 +85,9 @@ class Whole:
 
 
 def whole(bias: bool, dtype: torch.dtype = torch.float32, step: int = 0) -> Whole:
-    """Parts along every dim have maxima of different size, so that a factor of the wrong tensor shows."""
+    """Parts along every dim have maxima of different size, so that a factor of the wrong tensor
+    shows.
+    """
     g = torch.Generator().manual_seed(7 + step)
     x = torch.randn(SEQUENCE, BATCH, K, generator=g)
     w = torch.randn(N, K, generator=g) / 16
@@ -130,7 +134,9 @@ def quantized(
 def oracle(
     layer: Layer, recipe: Any, t: Whole, scales: list[Scales], seeds: list[Tensor | None]
 ) -> list[Result]:
-    """By rank, as are ``scales`` and ``seeds``. What a GEMM reads is one tensor: gathered sequences whole, shards of features alone."""
+    """By rank, as are ``scales`` and ``seeds``. What a GEMM reads is one tensor: gathered sequences
+    whole, shards of features alone.
+    """
     parts = []
     for rank in range(SIZE):
         # What meets in this rank's GEMMs, whatever was split along the sequence.
@@ -203,7 +209,7 @@ def step(
     return Result(y.detach(), x.grad, [p.grad for p in module.parameters()])
 
 
-# ---- column -> relu -> row ------------------------------------------------------------------------
+# ---- column -> relu -> row -----------------------------------------------------------------------
 
 
 class Mlp(torch.nn.Module):
@@ -226,7 +232,9 @@ def mlp_layers(sequence: bool, bias: bool) -> tuple[list[Layer], list[Whole]]:
 def mlp_oracle(
     sequence: bool, bias: bool, recipe: Any, seeds: list[list[Tensor | None]]
 ) -> list[Result]:
-    """Layer by layer, each by its own oracle, the whole of what is between them put together from the parts."""
+    """Layer by layer, each by its own oracle, the whole of what is between them put together from
+    the parts.
+    """
     layers, (first, second) = mlp_layers(sequence, bias)
     scales = ones()
     hidden = torch.cat([r.y for r in oracle(layers[0], recipe, first, scales, seeds[0])], -1)

@@ -51,10 +51,11 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """``run(f, *args)`` calls ``f`` on every rank, from the same random state, and returns the results by rank.
+    """``run(f, *args)`` calls ``f`` on every rank, from the same random state, and returns the
+    results by rank.
 
-    Started at the first call. After a failure the processes are ended, since the others may wait for the one that failed,
-    and new ones serve the next call.
+    Started at the first call. After a failure the processes are ended, since the others may wait
+    for the one that failed, and new ones serve the next call.
     """
 
     def __init__(self, folder: Path, size: int = 2) -> None:

@@ -1,4 +1,6 @@
-"""``activation`` and ``activation_backward``: bytes against the oracle, values against float64, refusals."""
+"""``activation`` and ``activation_backward``: bytes against the oracle, values against float64,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +87,12 @@ def test_empty(shape, kind):
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_values_against_torch_in_float64(kind):
-    """Relative to the terms that are summed: 12 roundings, and those of the sigmoid's argument times its size.
+    """Relative to the terms that are summed: 12 roundings, and those of the sigmoid's argument
+    times its size.
 
-    The argument v has up to 6 roundings; sigmoid(v) moves by that times the size of v, relatively. Where exp(-|v|) is
-    subnormal it is off by up to 2^-149; and torch's own gelu cancels in its float64.
+    The argument v has up to 6 roundings; sigmoid(v) moves by that times the size of v, relatively.
+    Where exp(-|v|) is subnormal it is off by up to 2^-149; and torch's own gelu cancels in its
+    float64.
     """
     gated = next(g for g, plain in GATES.items() if plain == kind)
     x = torch.cat((torch.linspace(-30, 30, 200_001), torch.randn(1000) * 1e-6))
@@ -132,7 +136,9 @@ def clamped_in_torch(x, alpha, limit, offset):
     "numbers", [(1.702, 7.0, 1.0), (0.5, 3.0, 0.0), (1.0, 100.0, 2.0)], ids=str
 )
 def test_clamped_values_against_torch_in_float64(numbers):
-    """Relative to the terms that are summed, as above; on the bounds themselves too, where the gradient passes."""
+    """Relative to the terms that are summed, as above; on the bounds themselves too, where the
+    gradient passes.
+    """
     alpha, limit, offset = numbers
     kind = clamped_swiglu(*numbers)
     grid = torch.cat((
@@ -198,8 +204,8 @@ def test_the_numbers_of_clamped_swiglu():
 @pytest.mark.parametrize(
     "numbers",
     [
-        "limit=0", "alpha=-1", "alpha=nan", "limit=inf", "offset=1e39", "beta=1", "limit", "limit=7,limit=7",
-        "alpha=1e-45", "alpha=1e20,limit=1e20", "limit=x", ",", "limit=7,",
+        "limit=0", "alpha=-1", "alpha=nan", "limit=inf", "offset=1e39", "beta=1", "limit",
+        "limit=7,limit=7", "alpha=1e-45", "alpha=1e20,limit=1e20", "limit=x", ",", "limit=7,",
     ],
 )  # fmt: skip
 def test_numbers_that_clamped_swiglu_does_not_take(numbers):

@@ -1,4 +1,6 @@
-"""``grad_added_to_main_grad``: set by the backward that adds, in eager and compiled code, and by nothing else."""
+"""``grad_added_to_main_grad``: set by the backward that adds, in eager and compiled code, and by
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_every_recipe(recipe):
 
 @backends
 def test_microbatches(backend):
-    """The flag holds from the first microbatch on, and comes back after a reset; the weight is quantized once."""
+    """The flag holds from the first microbatch on, and comes back after a reset; the weight is
+    quantized once.
+    """
     fused, plain = ready(build("linear", **FUSED)), build("linear")
     call, counter = traced(fused, backend)
     for first in (True, False, False):

@@ -1,4 +1,6 @@
-"""The named list: every op in it works on dequantized operands, equals the op on them and returns plain tensors."""
+"""The named list: every op in it works on dequantized operands, equals the op on them and returns
+plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def args_of(name: str, q: Any) -> tuple[Any, ...]:
     if name.startswith("_foreach_"):
         others = {
             "neg": (), "sqrt": (), "abs": (), "norm": (), "reciprocal": (), "max": (), "zero": (),
-            "addcmul": ([ROW], [ROW]), "addcdiv": ([ROW], [ROW]), "lerp": ([q.dequantize() + 1], 0.5), "copy": ([q],),
+            "addcmul": ([ROW], [ROW]), "addcdiv": ([ROW], [ROW]),
+            "lerp": ([q.dequantize() + 1], 0.5), "copy": ([q],),
             "maximum": ([ROW],), "pow": (2.0,), "clamp_max": (0.5,), "clamp_min": (0.5,), "exp": (),
         }  # fmt: skip
         return ([q], *others.get(base, (2.0,)))
@@ -250,7 +253,8 @@ def test_out_is_written_or_refused(case: FormatCase, name: str) -> None:
         return
     assert OUT[name](q, out) is out
     if name in ("mm", "addmm", "matmul", "bmm"):
-        # One nonzero product a sum: exact whatever the order of the factors, up to the factors' own rounding.
+        # One nonzero product a sum: exact whatever the order of the factors, up to the factors' own
+        # rounding.
         torch.testing.assert_close(out, want, rtol=2**-22, atol=2**-22)
     else:
         assert_same_bytes(out, want)

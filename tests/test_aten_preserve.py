@@ -1,4 +1,6 @@
-"""Ops that keep the subclass: same class, quantizer and absent buffers, exact bytes, inputs untouched."""
+"""Ops that keep the subclass: same class, quantizer and absent buffers, exact bytes, inputs
+untouched.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_to_an_integer_dtype_gives_plain_values(case: FormatCase) -> None:
 )
 @formats
 def test_float_half_and_the_like_equal_to(case: FormatCase, name: str, dtype: torch.dtype) -> None:
-    """They change the nominal dtype and keep the codes, as torch promises that they equal ``.to(dtype)``."""
+    """They change the nominal dtype and keep the codes, as torch promises that they equal
+    ``.to(dtype)``.
+    """
     for q in (make(case, 33, 130), make(case, 33, 130).to(torch.bfloat16)):
         result = getattr(q, name)()
         assert_same_tensor(result, q.to(dtype))

@@ -1,4 +1,6 @@
-"""Ops outside the tables: an error that names the op, the format and the way out; nothing changed."""
+"""Ops outside the tables: an error that names the op, the format and the way out; nothing
+changed.
+"""
 
 from __future__ import annotations
 

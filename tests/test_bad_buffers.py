@@ -1,4 +1,6 @@
-"""Shapes and buffers that do not make a tensor are refused, by message: ``make_empty``, ``TensorProto``, ``assemble``."""
+"""Shapes and buffers that do not make a tensor are refused, by message: ``make_empty``,
+``TensorProto``, ``assemble``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def refused(error: type[Exception], message: str) -> Any:
 SHAPES = [
     (
         "ab",
-        "a shape is a sequence of sizes, or one size; got 'ab'. Pass a tuple such as (rows, columns).",
+        "a shape is a sequence of sizes, or one size; got 'ab'. Pass a tuple such as (rows, "
+        "columns).",
     ),
     (3.0, "a shape is a sequence of sizes, or one size; got 3.0. Pass"),
     (None, "a shape is a sequence of sizes, or one size; got None. Pass"),
@@ -118,7 +121,9 @@ def test_wrong_number_of_buffers(
 def test_wrong_shape_of_a_buffer(
     case: FormatCase, options: dict[str, Any], rowwise: bool, columnwise: bool
 ) -> None:
-    """Another logical shape is refused where any buffer tells it; so is each buffer with one entry too many."""
+    """Another logical shape is refused where any buffer tells it; so is each buffer with one entry
+    too many.
+    """
     q = case.quantize(rand(40, 64), rowwise=rowwise, columnwise=columnwise, **options)
     made, name = q.buffers(), f"assemble[{case.name}]"
     for shape in ((41, 64), (40, 65), (40, 640), (400, 64), (2, 20, 65), (40,), ()):
@@ -158,7 +163,9 @@ def test_wrong_dtype_or_device_of_a_buffer(case: FormatCase) -> None:
 def test_every_part_is_assembled(
     case: FormatCase, options: dict[str, Any], rowwise: bool, columnwise: bool
 ) -> None:
-    """Scales of a part lack padding, which is no mistake; the shape that the whole had still is one."""
+    """Scales of a part lack padding, which is no mistake; the shape that the whole had still is
+    one.
+    """
     q = case.quantize(rand(384, 512), rowwise=rowwise, columnwise=columnwise, **options)
     for part in (q, q[128:256], q[:, :128], q[:, 384:], q[128:].t(), q[0:0], q.view(2, 192, 512)):
         for bare in (False, True):
@@ -172,7 +179,9 @@ def test_every_part_is_assembled(
 
 
 def test_what_quantize_makes_is_assembled() -> None:
-    """Quantizing checks nothing twice, so its own result has to pass the public check: ragged, empty and 0-d ones."""
+    """Quantizing checks nothing twice, so its own result has to pass the public check: ragged,
+    empty and 0-d ones.
+    """
     for name in qtensor.formats():
         call = {"scale": torch.ones(1)} if qtensor.quantizer(name).needs_scale else {}
         for shape in ((), (0,), (7,), (3, 0), (0, 5), (33, 50), (2, 3, 40)):

@@ -104,7 +104,8 @@ OUTS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         lambda: torch.empty(3, 40),
         {},
-        "update_quantized[mxfp8]: the destination must hold this quantizer's buffers; got Tensor. Pass",
+        "update_quantized[mxfp8]: the destination must hold this quantizer's buffers; got Tensor. "
+        "Pass",
     ),
     (
         lambda: qtensor.quantize(X, "fp8"),
@@ -211,7 +212,10 @@ def test_wrong_delayed_scaling_state(call: Callable[[], Any], message: str) -> N
 def test_wrong_result_dtype(case: FormatCase, dtype: torch.dtype) -> None:
     q = case.quantize(X)
     bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)
-    message = f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or float16; got {dtype}"
+    message = (
+        f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or "
+        f"float16; got {dtype}"
+    )
     out = torch.zeros(3, 40, dtype=dtype)
     for function in (
         q.dequantize,
@@ -227,10 +231,15 @@ def test_wrong_result_dtype(case: FormatCase, dtype: torch.dtype) -> None:
 @formats
 @pytest.mark.parametrize("dtype", ["float32", "", 0, float], ids=repr)
 def test_result_dtype_that_is_none(case: FormatCase, dtype: Any) -> None:
-    """Something that is no dtype: torch would name a schema, and a falsy one would count as not given."""
+    """Something that is no dtype: torch would name a schema, and a falsy one would count as not
+    given.
+    """
     q = case.quantize(X)
     bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)
-    message = f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or float16; got {dtype!r}. Pass torch.float32, say."
+    message = (
+        f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or "
+        f"float16; got {dtype!r}. Pass torch.float32, say."
+    )
     for function in (q.dequantize, bare.dequantize):
         with refused(qtensor.DtypeError, message):
             function(dtype)
@@ -238,6 +247,9 @@ def test_result_dtype_that_is_none(case: FormatCase, dtype: Any) -> None:
 
 @pytest.mark.parametrize("value", [3, None, [1.0], "q"], ids=repr)
 def test_dequantize_of_no_tensor(value: Any) -> None:
-    message = f"dequantize: a quantized tensor or storage is needed; got {type(value).__name__}. Quantize it first."
+    message = (
+        f"dequantize: a quantized tensor or storage is needed; got {type(value).__name__}. "
+        "Quantize it first."
+    )
     with refused(qtensor.DtypeError, message):
         qtensor.dequantize(value)

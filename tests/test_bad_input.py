@@ -55,7 +55,10 @@ def test_wrong_dtype(case: FormatCase, dtype: torch.dtype) -> None:
     """A TypeError too (docs/numerics.md), naming the dtype and those that are taken."""
     x = torch.ones(3, 40).to(dtype)
     before = x.clone()
-    message = f"quantize[{case.name}]: the input must be float32, bfloat16 or float16; got {dtype}. Convert it"
+    message = (
+        f"quantize[{case.name}]: the input must be float32, bfloat16 or float16; got {dtype}. "
+        "Convert it"
+    )
     with refused(TypeError, message) as caught:
         case.quantize(x)
     assert isinstance(caught.value, qtensor.QTensorError)
@@ -86,7 +89,10 @@ def test_wrong_layout(case: FormatCase, layout: str) -> None:
 @formats
 @pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, None, "text"], ids=str)
 def test_no_tensor(case: FormatCase, x: Any) -> None:
-    message = f"quantize[{case.name}]: the input must be a torch.Tensor; got {type(x).__name__}. Convert it"
+    message = (
+        f"quantize[{case.name}]: the input must be a torch.Tensor; got {type(x).__name__}. "
+        "Convert it"
+    )
     with refused(qtensor.DtypeError, message):
         case.quantizer()(x, **case.call())
 
@@ -118,7 +124,10 @@ def test_format_of_a_wrong_type(fmt: Any) -> None:
 def test_unknown_option(case: FormatCase, option: str) -> None:
     """The message lists the options, and only those."""
     known = ", ".join(case.quantizer().option_names())
-    message = f"quantizer[{case.name}]: options must be the format's; got {option}. Choose among: {known}."
+    message = (
+        f"quantizer[{case.name}]: options must be the format's; got {option}. Choose among: "
+        f"{known}."
+    )
     for function in (
         case.quantizer,
         type(case.quantizer()),
@@ -195,7 +204,10 @@ def test_wrong_value(name: str, options: dict[str, Any], message: str) -> None:
 
 @formats
 def test_no_usage(case: FormatCase) -> None:
-    message = f"quantizer[{case.name}]: at least one usage is needed; got rowwise=False, columnwise=False. Ask for"
+    message = (
+        f"quantizer[{case.name}]: at least one usage is needed; got rowwise=False, "
+        "columnwise=False. Ask for"
+    )
     with refused(qtensor.QTensorError, message):
         case.quantizer(rowwise=False)
     with refused(qtensor.QTensorError, message):
@@ -226,7 +238,9 @@ def test_impossible_usage(name: str, missing: str) -> None:
 
 
 def test_errors_are_value_errors() -> None:
-    """One base for user mistakes; a wrong kind of thing is a TypeError, an absent one a NotImplementedError."""
+    """One base for user mistakes; a wrong kind of thing is a TypeError, an absent one a
+    NotImplementedError.
+    """
     assert issubclass(qtensor.QTensorError, ValueError)
     assert issubclass(qtensor.DtypeError, TypeError)
     assert issubclass(qtensor.UnsupportedError, NotImplementedError)

@@ -1,4 +1,6 @@
-"""The pure parts of the benchmarks: the floor, tables, files, peers that are absent. No time is asserted."""
+"""The pure parts of the benchmarks: the floor, tables, files, peers that are absent. No time is
+asserted.
+"""
 
 import dataclasses
 import sys
@@ -76,7 +78,7 @@ MADE = Report(
 )
 
 
-# ---- floor ----------------------------------------------------------------------------------------
+# ---- floor ---------------------------------------------------------------------------------------
 
 
 def test_traffic_charges_each_read():
@@ -117,7 +119,7 @@ def test_the_copy_reuses_its_buffers():
     assert call().tolist() == [0, 1, 2, 3]
 
 
-# ---- plan -----------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 
 
 def test_every_format_is_measured():
@@ -143,7 +145,7 @@ def test_dequantize_takes_one_direction():
     assert not any(s.quantizer.rowwise and s.quantizer.columnwise for s in dequantize.plan(False))
 
 
-# ---- reports --------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 def test_json_round_trip():
@@ -195,7 +197,7 @@ def test_missing_rows_are_grouped_by_reason():
     assert results.lines() == ["fails: `a`, `b` (2x2 d, 4x4 d)", "slow: `a` (8x8 d)"]
 
 
-# ---- peers ----------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
@@ -262,7 +264,7 @@ def test_what_a_peer_cannot_do_is_named(spec, quick, expected):
     assert all(cell.absent[name].startswith(text) for name, text in expected.items())
 
 
-# ---- measuring ------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def test_a_row():
@@ -322,7 +324,7 @@ def test_median_and_quartiles():
     assert summary([7.0]).bursts == 1
 
 
-# ---- run ------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------------------
 
 
 def test_run_passes_the_options_on():

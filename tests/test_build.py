@@ -252,7 +252,9 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, libraries, before):
 
 
 def test_a_library_that_another_process_put_there_first(tmp_path, monkeypatch):
-    """Without a lock that works (some network drives) two may build; the first one in place stays."""
+    """Without a lock that works (some network drives) two may build; the first one in place
+    stays.
+    """
     asked = recipe(write_source(tmp_path), find_cxx())
     entry = library_path(asked).parent
     compile_, first = module._compile, []

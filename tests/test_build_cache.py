@@ -1,4 +1,6 @@
-"""Where compiled kernels are kept: which folder, what stands in for it, what is listed and removed."""
+"""Where compiled kernels are kept: which folder, what stands in for it, what is listed and
+removed.
+"""
 
 import ctypes
 import json
@@ -121,7 +123,7 @@ def test_a_private_folder_of_another_user(tmp_path, monkeypatch):
         build(asked)
 
 
-# ------------------------------------------------------------------------------------ list and clean
+# ----------------------------------------------------------------------------------- list and clean
 
 
 def test_the_list(tmp_path, libraries):

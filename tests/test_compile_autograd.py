@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import qtensor
 
 pytestmark = [
-    # Dynamo makes an instance of every autograd.Function that it traces, and looks at .grad of every input.
+    # Dynamo makes an instance of every autograd.Function that it traces, and looks at .grad of
+    # every input.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -31,7 +32,9 @@ def leaf(x: Tensor) -> Tensor:
 @backends
 @formats
 def test_straight_through_gradient(case: FormatCase, backend: str):
-    """The gradient of dequantize(quantize(x)) is the incoming one, in every bit and in x's dtype, NaN input or not."""
+    """The gradient of dequantize(quantize(x)) is the incoming one, in every bit and in x's dtype,
+    NaN input or not.
+    """
     q = case.quantizer(columnwise=True)
 
     def region(xs, state):
@@ -53,7 +56,9 @@ def test_straight_through_gradient(case: FormatCase, backend: str):
 @backends
 @formats
 def test_quantized_output_with_a_gradient(case: FormatCase, backend: str):
-    """A quantized tensor leaves a region, is decoded outside or in a second region, and the gradient comes back plain."""
+    """A quantized tensor leaves a region, is decoded outside or in a second region, and the
+    gradient comes back plain.
+    """
     q = case.quantizer(columnwise=True)
     x = ordinary((33, 72), torch.bfloat16)
 
@@ -125,7 +130,9 @@ def test_the_amax_has_no_gradient(case: FormatCase):
 
 
 class Block(nn.Module):
-    """Quantize, use, decode: what a layer with fake quantization does. All neighbours are exact or deterministic."""
+    """Quantize, use, decode: what a layer with fake quantization does. All neighbours are exact or
+    deterministic.
+    """
 
     def __init__(self, case: FormatCase):
         super().__init__()
@@ -213,7 +220,9 @@ def test_quantized_output_under_compiled_autograd(case: FormatCase):
 @formats
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_checkpointing(case: FormatCase, reentrant: bool):
-    """Recomputation gives the same gradients: around a compiled block, and inside a compiled region where torch can."""
+    """Recomputation gives the same gradients: around a compiled block, and inside a compiled region
+    where torch can.
+    """
     block, x = Block(case), ordinary((33, 72))
     want = step(block, block, x)
 
@@ -232,7 +241,9 @@ def test_checkpointing(case: FormatCase, reentrant: bool):
 
 
 def test_stochastic_rounding_is_recomputed_alike():
-    """Checkpointing restores the generator, so the recomputed draws are the first ones, in eager and compiled."""
+    """Checkpointing restores the generator, so the recomputed draws are the first ones, in eager
+    and compiled.
+    """
     q = qtensor.NVFP4Quantizer(stochastic_rounding=True)
     x = ordinary((33, 72))
 
@@ -245,7 +256,8 @@ def test_stochastic_rounding_is_recomputed_alike():
         torch.manual_seed(5)
         y = checkpoint(run, mine, use_reentrant=False)
         y.sum().backward()
-        # d(v^2)/dv = 2v at the rounded value: it tells whether the recomputed rounding was the same.
+        # d(v^2)/dv = 2v at the rounded value: it tells whether the recomputed rounding was the
+        # same.
         assert_same(mine.grad.square() / 4, y.detach())
         gradients.append(mine.grad)
     assert_same(gradients[0], gradients[1])

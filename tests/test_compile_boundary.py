@@ -1,4 +1,6 @@
-"""Quantized tensors at the edge of a compiled region: in, out, as a Parameter, made and decoded inside; no breaks."""
+"""Quantized tensors at the edge of a compiled region: in, out, as a Parameter, made and decoded
+inside; no breaks.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_subclass_comes_out(case, backend, rowwise, columnwise):
     assert type(got) is q.tensor_cls
     assert got.dtype == torch.bfloat16
     assert not got.requires_grad
-    # What comes out is as good as one made in eager mode: it decodes, copies and enters the next region.
+    # What comes out is as good as one made in eager mode: it decodes, copies and enters the next
+    # region.
     assert_same(got.clone().dequantize(), q.quantize(x, **case.call()).dequantize())
     compiled.check_graphs(1)
     assert_same(Compiled(lambda t: t.dequantize(), backend)(got), got.dequantize())
@@ -64,7 +67,9 @@ def test_subclass_passes_through(case, backend, rowwise, columnwise):
 @formats
 @usages
 def test_made_and_decoded_inside(case, backend, rowwise, columnwise):
-    """The tensor never leaves; the quantizer is made inside too, from a format's name and from another quantizer."""
+    """The tensor never leaves; the quantizer is made inside too, from a format's name and from
+    another quantizer.
+    """
     name, column = case.name, {"rowwise": rowwise, "columnwise": columnwise}
 
     def region(x, state):
@@ -167,7 +172,9 @@ def test_a_graph_break_does_no_harm(case: FormatCase):
 
 @formats
 def test_eager_state_is_untouched(case: FormatCase):
-    """Neither the input, nor its buffers, nor the quantizer change by passing through a compiled region."""
+    """Neither the input, nor its buffers, nor the quantizer change by passing through a compiled
+    region.
+    """
     q = case.quantizer(columnwise=True)
     t = q.quantize(ordinary(GENERAL_SHAPE), **case.call())
     buffers, copies = t.buffers(), [b.clone() for b in t.buffers()]
@@ -187,7 +194,9 @@ def test_eager_state_is_untouched(case: FormatCase):
 
 
 def test_the_cache_on_disk_tells_tensors_apart():
-    """AOTAutograd's cache: an equal tensor hits, another quantizer or dtype misses; the results are always its own."""
+    """AOTAutograd's cache: an equal tensor hits, another quantizer or dtype misses; the results are
+    always its own.
+    """
 
     def region(t):
         return t.dequantize() + 1

@@ -1,4 +1,6 @@
-"""Eager, aot_eager and inductor give the same bytes: every format, each option, each dtype, all usages."""
+"""Eager, aot_eager and inductor give the same bytes: every format, each option, each dtype, all
+usages.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ def quantizers(case: FormatCase) -> list[qtensor.Quantizer]:
 
 
 def encoded(chosen: list[qtensor.Quantizer], inputs: list[Tensor], state: dict, seed: Tensor):
-    """What a region does with many quantizers for inductor, which lowers each op anew: it quantizes."""
+    """What a region does with many quantizers for inductor, which lowers each op anew: it
+    quantizes.
+    """
     return [q.quantize(x, **state, **seeded(q, seed)) for q in chosen for x in inputs]
 
 
 def sweep(chosen: list[qtensor.Quantizer], inputs: list[Tensor], state: dict, seed: Tensor) -> list:
-    """What a region does with each quantizer and input: quantize, hand out, decode, decode to another dtype."""
+    """What a region does with each quantizer and input: quantize, hand out, decode, decode to
+    another dtype.
+    """
     results = []
     for q in chosen:
         for x in inputs:
@@ -57,7 +63,9 @@ def name_the_first_difference(chosen, inputs, got, want):
 @pytest.mark.parametrize("which", ["adversarial", "ordinary"])
 @formats
 def test_each_option_and_dtype(case: FormatCase, which: str, backend: str):
-    """All options, usages and dtypes of a format in one region; inductor takes a part of it for each input."""
+    """All options, usages and dtypes of a format in one region; inductor takes a part of it for
+    each input.
+    """
     chosen = quantizers(case)
     make = adversarial if which == "adversarial" else ordinary
     dtypes = DTYPES
@@ -92,7 +100,9 @@ def test_every_combination_of_options(case: FormatCase, backend: str):
 
 
 def around(q: qtensor.Quantizer, x: Tensor, state: dict, seed: Tensor) -> tuple:
-    """Exact neighbours that a compiler likes to fuse, reorder or lay out anew: no rounding of theirs is involved."""
+    """Exact neighbours that a compiler likes to fuse, reorder or lay out anew: no rounding of
+    theirs is involved.
+    """
     extra = {**state, **seeded(q, seed)}
     first = q.quantize(torch.relu(x) * 2, **extra)
     turned = q.quantize(x.t(), **extra)

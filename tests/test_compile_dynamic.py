@@ -1,4 +1,6 @@
-"""One graph for all batch sizes; equal fresh quantizers share it; nothing recompiles between steps."""
+"""One graph for all batch sizes; equal fresh quantizers share it; nothing recompiles between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ BATCHES = (40, 100, 130, 300)
 BLOCKWISE_BATCHES = (140, 300, 200, 900)
 """More than one block of 128: Dynamo specialises on sizes of 1, those of inner buffers too."""
 WEIGHT = (200, 72)
-"""Its padded sizes differ from those of every first batch: Dynamo takes equal sizes of a first call for one symbol."""
+"""Its padded sizes differ from those of every first batch: Dynamo takes equal sizes of a first call
+for one symbol.
+"""
 SEED = torch.tensor([7])
 
 
@@ -47,7 +51,9 @@ def test_one_graph_for_four_batch_sizes(case: FormatCase, how: str):
 
 @formats
 def test_each_option_with_a_dynamic_batch(case: FormatCase):
-    """Every option's layout arithmetic holds for symbolic sizes; (B, S, H) with two of them symbolic."""
+    """Every option's layout arithmetic holds for symbolic sizes; (B, S, H) with two of them
+    symbolic.
+    """
     chosen = [case.quantizer(columnwise=True, **options) for options in case.each_option()]
 
     def region(x, state, seed):
@@ -79,7 +85,9 @@ def test_quantized_input_with_a_dynamic_batch(case: FormatCase):
 
 
 def test_a_batch_within_one_block_costs_one_more_graph():
-    """The documented limit of the batches above: a factor's dim of 1 is a constant to Dynamo, once."""
+    """The documented limit of the batches above: a factor's dim of 1 is a constant to Dynamo,
+    once.
+    """
     q = BY_NAME["fp8_blockwise"].quantizer(columnwise=True)
     compiled = Compiled(lambda x: round_trip(q, x, {}))
     for batch, graphs in ((40, 1), (100, 1), (300, 2), (700, 2), (70, 2)):
@@ -130,7 +138,8 @@ def test_equal_quantizers_share_a_graph(case: FormatCase):
     for e in equal:
         assert_same(compiled(x, e, case.call(), SEED), region(x, q, case.call(), SEED))
     compiled.check_graphs(1)
-    # ``e4m3_max`` and ``err_mode`` are read with 4over6 only, yet they are values: they too make another graph.
+    # ``e4m3_max`` and ``err_mode`` are read with 4over6 only, yet they are values: they too make
+    # another graph.
     others = changed_once(q, case)[:6]
     for count, other in enumerate(others, start=2):
         for e in (other, dataclasses.replace(other)):
@@ -142,7 +151,9 @@ def test_equal_quantizers_share_a_graph(case: FormatCase):
 
 @formats
 def test_five_steps_without_a_recompile(case: FormatCase):
-    """Each step makes its quantizers and tensors anew, in the region, outside, and as a closure's cell."""
+    """Each step makes its quantizers and tensors anew, in the region, outside, and as a closure's
+    cell.
+    """
     held = {"q": case.quantizer()}
 
     def step(x, q, t, state):
@@ -167,7 +178,9 @@ def test_five_steps_without_a_recompile(case: FormatCase):
 
 @formats
 def test_another_tensor_recompiles_once(case: FormatCase):
-    """What a graph depends on is guarded: nominal dtype, usages, quantizer; values and scales are not."""
+    """What a graph depends on is guarded: nominal dtype, usages, quantizer; values and scales are
+    not.
+    """
     compiled = Compiled(lambda t: t.dequantize())
     x = ordinary((33, 72))
     kinds = [

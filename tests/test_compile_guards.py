@@ -1,4 +1,6 @@
-"""What a compiled graph asks again at every call: little of the library, since each question costs as much as a small kernel."""
+"""What a compiled graph asks again at every call: little of the library, since each question costs
+as much as a small kernel.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import qtensor
 from qtensor.quantizers.facts import Facts, facts_of
 
 MOST = 12
-"""Guards on names of the library: its modules and functions that a call of ``quantize`` runs through."""
+"""Guards on names of the library: its modules and functions that a call of ``quantize`` runs
+through.
+"""
 
 
 def guarded(function: Callable[..., Any], *args: Any) -> list[str]:
@@ -40,7 +44,9 @@ def of_library(names: list[str]) -> list[str]:
 
 @formats
 def test_a_format_by_name(case: FormatCase) -> None:
-    """Nothing of the quantizer's own is asked: neither options, nor slots, nor attributes of its class."""
+    """Nothing of the quantizer's own is asked: neither options, nor slots, nor attributes of its
+    class.
+    """
     x, name = torch.randn(32, 64), case.name
     call = {"scale": torch.ones(1)} if case.quantizer().needs_scale else {}
     for options in ({}, {"columnwise": True}):

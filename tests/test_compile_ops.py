@@ -1,4 +1,6 @@
-"""What users do to quantized tensors, inside a compiled region: views, matmuls, in-place ops, state, random rounding."""
+"""What users do to quantized tensors, inside a compiled region: views, matmuls, in-place ops,
+state, random rounding.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_nominal_dtype_changes(case: FormatCase, backend: str):
 
 @each_backend
 def test_products(case: FormatCase, backend: str):
-    """Weight-only and both quantized, on either side, with a bias; inputs 2-D and 3-D; bytes as in eager."""
+    """Weight-only and both quantized, on either side, with a bias; inputs 2-D and 3-D; bytes as in
+    eager.
+    """
     q = case.quantizer(columnwise=True)
     weight = q.quantize(ordinary((64, 96), seed=1), **case.call())
 
@@ -198,7 +202,9 @@ def test_in_place_on_an_input(case: FormatCase, backend: str):
 
 @each_backend
 def test_writes_through_a_view(case: FormatCase, backend: str):
-    """Quantized with the same shared factor, with another, and plain: the rest of the tensor stays as it is."""
+    """Quantized with the same shared factor, with another, and plain: the rest of the tensor stays
+    as it is.
+    """
     x = ordinary((256, 256), seed=1)
     sources = {
         "quantized": case.quantize(ordinary((128, 256), seed=2)),
@@ -245,7 +251,9 @@ def test_out_and_noop_flag(case: FormatCase, backend: str, flag: float | None):
 @backends
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_delayed_scaling(backend: str, dtype: str):
-    """Scale and history go in as tensors, the amax comes out; three steps in one graph, state in place and out of place."""
+    """Scale and history go in as tensors, the amax comes out; three steps in one graph, state in
+    place and out of place.
+    """
     q = qtensor.Float8Quantizer(dtype=dtype, columnwise=True)
 
     def step(x, history, scale):
@@ -296,7 +304,9 @@ def test_stochastic_rounding_with_a_seed_tensor(backend: str, options: dict):
 
 @backends
 def test_stochastic_rounding_with_the_default_generator(backend: str):
-    """The same draws as in eager mode after the same ``manual_seed``, in order, and the generator moves as far."""
+    """The same draws as in eager mode after the same ``manual_seed``, in order, and the generator
+    moves as far.
+    """
     q = qtensor.NVFP4Quantizer(stochastic_rounding=True, columnwise=True)
     x = ordinary((33, 72))
 
@@ -335,7 +345,9 @@ def test_bare_storages_live_inside(case: FormatCase):
 
 @formats
 def test_requantizing_what_is_quantized(case: FormatCase):
-    """A tensor that holds what is asked for answers with its own buffers; otherwise its values are quantized."""
+    """A tensor that holds what is asked for answers with its own buffers; otherwise its values are
+    quantized.
+    """
     q, other = case.quantizer(columnwise=True), case.quantizer()
 
     def region(t, state):

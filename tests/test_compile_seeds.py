@@ -1,4 +1,6 @@
-"""Layers that read one tensor draw seeds of their own in compiled code, as they do in eager mode."""
+"""Layers that read one tensor draw seeds of their own in compiled code, as they do in eager
+mode.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ RECIPES = [NVFP4BlockScaling(), CustomRecipe(factory=stochastic_everywhere)]
 @pytest.mark.parametrize("recipe", RECIPES, ids=["gradients", "all_roles"])
 @backends
 def test_siblings_draw_their_own_seeds(recipe: qtensor.recipes.Recipe, backend: str):
-    """Equal calls would be merged into one: AOTAutograd's list of random operators cannot name ours."""
+    """Equal calls would be merged into one: AOTAutograd's list of random operators cannot name
+    ours.
+    """
     model = Siblings(recipe)
     x = torch.randn(32, 32)
 

@@ -33,7 +33,7 @@ ALL = [
 each_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda r: type(r).__name__)
 
 
-# ---- what is swapped ------------------------------------------------------------------------------------
+# ---- what is swapped -----------------------------------------------------------------------------
 
 
 def test_nested_layers_by_recipe_and_name():
@@ -134,7 +134,7 @@ def qtensor_free(plain: nn.Module, source: nn.Module) -> nn.Module:
     return plain
 
 
-# ---- what it computes -----------------------------------------------------------------------------------
+# ---- what it computes ----------------------------------------------------------------------------
 
 
 @each_recipe
@@ -156,7 +156,9 @@ def test_it_computes_as_layers_made_by_hand(recipe: recipes.Recipe, dtype: torch
 
 @each_recipe
 def test_weights_stored_quantized(recipe: recipes.Recipe):
-    """As quantized in each step, but for delayed scaling: weights are stored by their own maxima, as there are no factors yet."""
+    """As quantized in each step, but for delayed scaling: weights are stored by their own maxima,
+    as there are no factors yet.
+    """
     root = model()
     twin, current = copy.deepcopy(root), copy.deepcopy(root)
     convert(twin, recipe)
@@ -225,7 +227,7 @@ def test_in_evaluation_a_transformer_layer_calls_its_layers():
         assert_same_bytes(root(x), plain)
 
 
-# ---- the report -----------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def test_text():

@@ -42,12 +42,15 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r)._
 
 
 def converted(recipe: Recipe, quantized_params: bool) -> nn.Module:
-    """A model after some steps of training, so that delayed scaling has factors; in evaluation mode."""
+    """A model after some steps of training, so that delayed scaling has factors; in evaluation
+    mode.
+    """
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32, bias=False))
     assert len(convert(model, recipe, quantized_params=quantized_params).swapped) == 2
     for _ in range(2):
         model(torch.randn(32, 64)).sum().backward()
-    # torch makes a parameter of each inner buffer, which can need no gradient where it is of integers.
+    # torch makes a parameter of each inner buffer, which can need no gradient where it is of
+    # integers.
     return model.eval().requires_grad_(not quantized_params)
 
 
@@ -68,7 +71,9 @@ def through_a_file(program: torch.export.ExportedProgram) -> torch.export.Export
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("quantized_params", [False, True], ids=["plain", "quantized"])
 def test_export_save_load(recipe: Recipe, strict: bool, quantized_params: bool):
-    """One program for all batches, of our ops, with the bytes of eager mode before and after a file."""
+    """One program for all batches, of our ops, with the bytes of eager mode before and after a
+    file.
+    """
     model = converted(recipe, quantized_params)
     x = torch.randn(BATCHES[0], 64)
     with torch.no_grad():

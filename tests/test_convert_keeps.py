@@ -1,4 +1,6 @@
-"""``convert_`` and ``revert_`` lose nothing: parameters, hooks, modes, ties; what they cannot keep they leave alone."""
+"""``convert_`` and ``revert_`` lose nothing: parameters, hooks, modes, ties; what they cannot keep
+they leave alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch.nn.utils import parametrizations
 import qtensor
 from qtensor.recipes import MXFP8BlockScaling
 
-# ---- what is kept ---------------------------------------------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------------------
 
 
 def test_parameters_are_the_same_objects():
@@ -113,7 +115,7 @@ def test_copies_and_files(tmp_path: Any):
     assert_same_bytes(other(x), want)
 
 
-# ---- shared and tied ------------------------------------------------------------------------------------
+# ---- shared and tied -----------------------------------------------------------------------------
 
 
 def test_a_shared_layer_stays_shared():
@@ -168,7 +170,7 @@ def test_two_layers_of_one_quantized_weight():
     assert type(root[0].weight) is nn.Parameter
 
 
-# ---- what stays -----------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 
 
 class Odd(nn.Linear):
@@ -280,7 +282,7 @@ def test_bad_arguments(call: Any, message: str):
         call()
 
 
-# ---- and back -------------------------------------------------------------------------------------------
+# ---- and back ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantized_params", [False, True], ids=["plain", "quantized"])

@@ -1,4 +1,5 @@
-"""A Llama of Hugging Face transformers, converted: training, generation, and both compiled in one piece.
+"""A Llama of Hugging Face transformers, converted: training, generation, and both compiled in one
+piece.
 
 Random weights from a small configuration; nothing is downloaded.
 """
@@ -86,7 +87,9 @@ def greedy(model: Any, ids: Tensor) -> Tensor:
 
 @each_recipe
 def test_eager(recipe: Recipe):
-    """Every projection is swapped, and the gradients are near those of high precision; a copy trains the same."""
+    """Every projection is swapped, and the gradients are near those of high precision; a copy
+    trains the same.
+    """
     model = llama(layers=2)
     ids = tokens()
     plain = step(model, model, ids)
@@ -98,8 +101,9 @@ def test_eager(recipe: Recipe):
     quantized = step(model, model, ids)
     for name, want in step(twin, twin, ids).items():
         assert_same_bytes(quantized[name], want, name)
-    # No more than the worst case of one product: half a step of each operand, 1/16 (e4m3) or 1/4 (e2m1) relative. Layers
-    # add errors, but in sums these are random, and root-mean-square far below the worst case.
+    # No more than the worst case of one product: half a step of each operand, 1/16 (e4m3) or 1/4
+    # (e2m1) relative. Layers add errors, but in sums these are random, and root-mean-square far
+    # below the worst case.
     error = (quantized["logits"] - plain["logits"]).norm() / plain["logits"].norm()
     assert 0 < error < 2 * (1 / 4 if isinstance(recipe, NVFP4BlockScaling) else 1 / 16)
     qtensor.revert_(model, verbose=False)
@@ -111,7 +115,8 @@ def test_eager(recipe: Recipe):
 def test_compiled_training(recipe: Recipe):
     """One graph; the loss, the logits and every gradient have the bytes of eager mode.
 
-    The backend is aot_eager: it keeps the operators around ours, whose sums inductor orders in its own way.
+    The backend is aot_eager: it keeps the operators around ours, whose sums inductor orders in its
+    own way.
     """
     model = llama()
     convert(model, recipe)
@@ -128,9 +133,11 @@ def test_compiled_training(recipe: Recipe):
 @pytest.mark.nightly(reason="aot_eager trains the same model in the default tier")
 @pytest.mark.slow
 def test_inductor():
-    """Norms, softmax and loss are inductor's: float32 sums in another order, which can carry a code to its neighbour.
+    """Norms, softmax and loss are inductor's: float32 sums in another order, which can carry a code
+    to its neighbour.
 
-    That moves one of at least 2048 elements of an operand by a quarter (e5m2): 2**-2 / 2048**0.5 < 2**-7.
+    That moves one of at least 2048 elements of an operand by a quarter (e5m2): 2**-2 / 2048**0.5 <
+    2**-7.
     """
     model = llama()
     convert(model, Float8CurrentScaling())
@@ -147,7 +154,9 @@ def test_inductor():
 @each_recipe
 @pytest.mark.parametrize("quantized_params", [False, True], ids=["plain", "quantized"])
 def test_generate(recipe: Recipe, quantized_params: bool):
-    """The whole prompt first, then one token at a time over the cache; the same tokens each time."""
+    """The whole prompt first, then one token at a time over the cache; the same tokens each
+    time.
+    """
     model = llama(layers=2).eval()
     convert(model, recipe, quantized_params=quantized_params)
     ids = tokens(2, 5)

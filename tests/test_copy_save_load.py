@@ -169,7 +169,9 @@ def _child(inbox: Any, outbox: Any) -> None:
 
 
 def test_a_queue_to_a_spawned_process() -> None:
-    """Every format arrives as it is, in shared memory: a write over there is seen here. One process for all."""
+    """Every format arrives as it is, in shared memory: a write over there is seen here. One process
+    for all.
+    """
     context = mp.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
     sent = [case.quantize(rand(8, 64), columnwise=True) for case in BY_NAME.values()]

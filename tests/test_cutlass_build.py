@@ -1,4 +1,6 @@
-"""Building kernels: nvcc is found or its absence explained, failures are readable, and a cache is never half made."""
+"""Building kernels: nvcc is found or its absence explained, failures are readable, and a cache is
+never half made.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ SPEC = tuning.specs()[0]
 PROCESS = """
 import sys
 from qtensor.cutlass_gemm import library, tuning
-print(library.build(tuning.specs()[0], notice=lambda text: open(sys.argv[1], "a").write(text + "\\n")))
+
+def notice(text):
+    open(sys.argv[1], "a").write(text + "\\n")
+
+print(library.build(tuning.specs()[0], notice=notice))
 """
 
 
@@ -52,7 +58,8 @@ def fake(folder: Path, body: str = "", release: str = "13.0") -> Path:
         'echo "$*" >>"$here/runs"\n'
         'for word; do [ "$previous" = -o ] && out=$word; previous=$word; done\n'
         f"{body}\n"
-        f'case "$*" in *-shared*) cp {shlex.quote(str(compiled()))} "$out";; *) echo >"$out";; esac\n'
+        f'case "$*" in *-shared*) cp {shlex.quote(str(compiled()))} "$out";;'
+        ' *) echo >"$out";; esac\n'
     )
     path.chmod(0o755)
     return path

@@ -1,4 +1,6 @@
-"""One kernel a recipe and architecture, compiled in full: its instructions, and what CUTLASS says of sizes."""
+"""One kernel a recipe and architecture, compiled in full: its instructions, and what CUTLASS says
+of sizes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ each = pytest.mark.parametrize("spec", BUILT, ids=lambda spec: spec.name)
 
 @pytest.fixture(scope="module", params=BUILT, ids=lambda spec: spec.name)
 def kernel(request: pytest.FixtureRequest) -> tuple[KernelSpec, Path, Kernel]:
-    """A kernel in the user's cache, where a second run finds it. Workers wait for each other's compilers."""
+    """A kernel in the user's cache, where a second run finds it. Workers wait for each other's
+    compilers.
+    """
     spec = request.param
     try:
         emit.cutlass()

@@ -1,4 +1,6 @@
-"""Layouts of block factors: our closed forms, CUTLASS's own code compiled here, a stored table of it, and our storages."""
+"""Layouts of block factors: our closed forms, CUTLASS's own code compiled here, a stored table of
+it, and our storages.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def parse(case: str) -> tuple[str, tuple[int, int, int], tuple[int, int]]:
 
 
 def offsets(kind: str, side: str, shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Our offsets of a (rows, blocks) grid, and the size of the buffer, without leading dims that are rounded up."""
+    """Our offsets of a (rows, blocks) grid, and the size of the buffer, without leading dims that
+    are rounded up.
+    """
     rows, blocks = shape
     found = np.empty(shape, np.int64)
     for row in range(rows):

@@ -119,7 +119,7 @@ def test_select_by_other_spellings() -> None:
         tuning.select(None, "int8")
 
 
-# ------------------------------------------------------------------------------------ the choice of a tile
+# ----------------------------------------------------------------------------- the choice of a tile
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Modules built without data (meta), and filled later: the idioms of torch, of FSDP and of transformers."""
+"""Modules built without data (meta), and filled later: the idioms of torch, of FSDP and of
+transformers.
+"""
 
 from __future__ import annotations
 

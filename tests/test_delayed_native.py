@@ -22,7 +22,9 @@ def _native():
 
 
 def given(rows, gradients, generator):
-    """scale, history, steps, cell, cell_step of three tensors a group, with values of every kind."""
+    """scale, history, steps, cell, cell_step of three tensors a group, with values of every
+    kind.
+    """
     n = 3 * gradients
     history = torch.rand(rows, n, generator=generator)
     special = torch.tensor(SPECIAL)

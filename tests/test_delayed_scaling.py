@@ -1,4 +1,6 @@
-"""Delayed scaling: which factor a step uses, how the history rolls, margins, callables, overflow."""
+"""Delayed scaling: which factor a step uses, how the history rolls, margins, callables,
+overflow.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ FLT_MAX = np.finfo(np.float32).max
 def simulate(
     stream: np.ndarray, length: int, algorithm: str, margin: int, largest: float
 ) -> list[np.ndarray]:
-    """The factor of each step, from the text of docs/numerics.md: ten lines that share nothing with the library."""
+    """The factor of each step, from the text of docs/numerics.md: ten lines that share nothing with
+    the library.
+    """
     history, scale, used = (
         [np.zeros(stream.shape[1], np.float32)] * length,
         np.ones(stream.shape[1], np.float32),
@@ -124,7 +128,8 @@ def test_a_training_run(dtype: torch.dtype, element: str) -> None:
         assert history[0].item() == amax.item()
         history, scale = qtensor.delayed_scaling_update(history, scale, dtype=element)
         if step:
-            # The maxima grow, so the largest is the newest: 448 / amax, but for the rounding of 1 / amax.
+            # The maxima grow, so the largest is the newest: 448 / amax, but for the rounding of 1 /
+            # amax.
             assert scale.item() == pytest.approx(quantizer.element.max / amax.item(), rel=2**-22)
 
 
@@ -191,7 +196,9 @@ def test_quantize_with_and_without_amax_agree() -> None:
 
 
 def test_saturates_under_a_stale_scale() -> None:
-    """A factor too large for the data clamps to the largest finite value, never to infinity or NaN."""
+    """A factor too large for the data clamps to the largest finite value, never to infinity or
+    NaN.
+    """
     x = torch.tensor([1.0, -1.0, 1e30, -1e30, 1e-30])
     for element, code in (("e4m3", 0x7E), ("e5m2", 0x7B)):
         q = qtensor.quantize(x, "fp8_delayed", dtype=element, scale=torch.tensor([1e6]))

@@ -17,7 +17,9 @@ LARGEST = torch.tensor([448.0, 448.0, 57344.0])
 
 
 def simulate(maxima, length, algorithm, margin):
-    """Factors that each step uses, from maxima (steps, 3): ten lines that share nothing with the library."""
+    """Factors that each step uses, from maxima (steps, 3): ten lines that share nothing with the
+    library.
+    """
     history, scale, used = torch.zeros(length, 3), torch.ones(3), []
     for amax in maxima:
         used.append(scale)

@@ -1,4 +1,6 @@
-"""``qtensor demo``, ``formats`` and ``version`` through the command line, on small and real weights."""
+"""``qtensor demo``, ``formats`` and ``version`` through the command line, on small and real
+weights.
+"""
 
 import dataclasses
 import importlib
@@ -330,7 +332,10 @@ def test_no_command_shows_the_help():
 
 def test_the_command_line_imports_nothing_heavy():
     heavy = "{'transformers', 'tokenizers', 'safetensors', 'torch._dynamo', 'rich.progress'}"
-    code = f"import torch, sys; a = set(sys.modules); import qtensor.cli; print({heavy} & (set(sys.modules) - a))"
+    code = (
+        f"import torch, sys; a = set(sys.modules); import qtensor.cli; print({heavy} & "
+        "(set(sys.modules) - a))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
@@ -349,10 +354,11 @@ def needs_model():
 def test_the_real_model(tmp_path, monkeypatch):
     """The main job in two formats, with no way to the network.
 
-    SQNR: rounding to e4m3 (3 mantissa bits) moves a normal value by at most 2^-4 of it, so the noise is at most 2^-8
-    of the signal, 24.1 dB; e2m1 (1 bit) 2^-2, 12.0 dB. Subnormals add less than the average rounding leaves room for.
-    Cosine: a matrix of noise-to-signal power r = 10^(-SQNR / 10) gives outputs of the same r. An input passes the
-    embeddings and 6 layers of 6 matrices, 37 in all, whose independent noises add: cosine >= 1 / sqrt(1 + 37 r).
+    SQNR: rounding to e4m3 (3 mantissa bits) moves a normal value by at most 2^-4 of it, so the
+    noise is at most 2^-8 of the signal, 24.1 dB; e2m1 (1 bit) 2^-2, 12.0 dB. Subnormals add less
+    than the average rounding leaves room for. Cosine: a matrix of noise-to-signal power r =
+    10^(-SQNR / 10) gives outputs of the same r. An input passes the embeddings and 6 layers of 6
+    matrices, 37 in all, whose independent noises add: cosine >= 1 / sqrt(1 + 37 r).
     """
     needs_model()
 

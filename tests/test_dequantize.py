@@ -1,4 +1,6 @@
-"""Decoding: codes written by hand, dtypes in and out, ranks, error bounds, both directions, ``out=``, gradients."""
+"""Decoding: codes written by hand, dtypes in and out, ranks, error bounds, both directions,
+``out=``, gradients.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def hand_made(fmt: str, shape: tuple[int, ...], **buffers: Tensor) -> qtensor.Qu
 
 @pytest.mark.parametrize(("fmt", "one"), [("mxfp8", 0x38), ("mxfp6", 0x08), ("mxfp4", 0x22)])
 def test_every_e8m0_code(fmt: str, one: int) -> None:
-    """Blocks of ones under each of the 256 factors: 0 decodes to 2^-127 (not to zero), 255 to NaN."""
+    """Blocks of ones under each of the 256 factors: 0 decodes to 2^-127 (not to zero), 255 to
+    NaN.
+    """
     q = hand_made(fmt, (256, 32))
     q._rowwise_data.fill_(one)
     q._rowwise_scale_inv[:256, 0] = torch.arange(256)
@@ -57,7 +61,9 @@ def test_every_e8m0_code(fmt: str, one: int) -> None:
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_extreme_scales_meet_extreme_codes(element: str) -> None:
-    """MXFP8 decodes in one float32 product: infinite beyond the range, subnormal below it, as the oracle says."""
+    """MXFP8 decodes in one float32 product: infinite beyond the range, subnormal below it, as the
+    oracle says.
+    """
     q = qtensor.quantize(torch.zeros(256, 256), "mxfp8", dtype=element)
     q._rowwise_data.copy_(torch.arange(256).expand(256, 256))
     q._rowwise_scale_inv.copy_(torch.arange(256)[:, None].expand(256, 8))
@@ -117,9 +123,10 @@ def test_ranks(case: FormatCase, shape: tuple[int, ...], rowwise: bool, columnwi
 def test_error_bound(case: FormatCase, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:
     """Half an ulp: of the value where its code is normal, of the smallest normal code below.
 
-    The smallest normal code stands for the largest value of the block (16) over the element's largest, times the code;
-    twice that where the factor is rounded up to a power of two. What the OCP floor mode saturates stays inside: 16 becomes
-    15 in E2M3 and 12 in E2M1. So does the rounding of NVFP4's factor, up to 2^-4, for the codes are fitted to it.
+    The smallest normal code stands for the largest value of the block (16) over the element's
+    largest, times the code; twice that where the factor is rounded up to a power of two. What the
+    OCP floor mode saturates stays inside: 16 becomes 15 in E2M3 and 12 in E2M1. So does the
+    rounding of NVFP4's factor, up to 2^-4, for the codes are fitted to it.
     """
     x = ((torch.rand(64, 96) * 15 + 1) * torch.randn(64, 96).sign()).to(dtype)
     quantizer = case.quantizer(rowwise=rowwise, columnwise=columnwise)
@@ -167,7 +174,9 @@ def test_mx_sqnr_in_every_scale_mode(fmt: str, element: str, floor: float, mode:
 @pytest.mark.parametrize("shape", [(64, 96), (2, 48, 64)], ids=str)
 @pytest.mark.parametrize("row_scaled", [False, True])
 def test_nvfp4_scales_recover_the_amax(shape: tuple[int, ...], row_scaled: bool) -> None:
-    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8 dB."""
+    """Six times a block's factor is its largest magnitude, to 30 dB; the values come back to 8
+    dB.
+    """
     x = torch.randn(shape)
     rows, blocks = math.prod(shape[:-1]), shape[-1] // 16
     q = qtensor.quantize(x, "nvfp4", row_scaled=row_scaled)

@@ -23,7 +23,9 @@ def blocks(text):
 
 
 def script(path):
-    """One program whose lines are where they are in the document, so that a traceback points into it."""
+    """One program whose lines are where they are in the document, so that a traceback points into
+    it.
+    """
     lines = []
     for first, source in blocks(path.read_text()):
         lines += [""] * (first - 1 - len(lines)) + source.splitlines()

@@ -1,4 +1,6 @@
-"""Narrow element codes: every code's value, the casts at and beside every midpoint, packing of sub-byte codes."""
+"""Narrow element codes: every code's value, the casts at and beside every midpoint, packing of
+sub-byte codes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ E5M2 = [i / 65536 for i in range(4)] + [
     (1 + i / 4) * 2.0**e for e in range(-14, 16) for i in range(4)
 ]
 MAGNITUDES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3[:127], "e5m2": E5M2}
-"""The finite values from 0 up; the index is the code (written from the format definitions, not from the library)."""
+"""The finite values from 0 up; the index is the code (written from the format definitions, not from
+the library).
+"""
 SPECIALS = {
     "e4m3": {0x7F: math.nan},
     "e5m2": {0x7C: math.inf, 0x7D: math.nan, 0x7E: math.nan, 0x7F: math.nan},
@@ -46,7 +50,9 @@ MX = {"e2m3": "mxfp6", "e3m2": "mxfp6", "e2m1": "mxfp4"}
 
 
 def encode(values: Tensor, element: Element, keep_negative_zero: bool = True) -> Tensor:
-    """FP8 under the factor 1; FP6 and FP4 by the cast itself, for their formats choose the factor."""
+    """FP8 under the factor 1; FP6 and FP4 by the cast itself, for their formats choose the
+    factor.
+    """
     if element.dtype is None:
         return encode_narrow(values, element, keep_negative_zero)
     return qtensor.quantize(values, "fp8_delayed", dtype=element.name, scale=torch.ones(1))._data
@@ -118,7 +124,9 @@ def test_midpoints(element: Element, side: str) -> None:
 
 @elements
 def test_overflow_saturates(element: Element) -> None:
-    """Beyond the largest value by an ulp, by the step where a cast would round to infinity, by any amount."""
+    """Beyond the largest value by an ulp, by the step where a cast would round to infinity, by any
+    amount.
+    """
     largest = torch.tensor(element.max)
     beyond = [
         torch.nextafter(largest, torch.tensor(math.inf)).item(),

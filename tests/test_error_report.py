@@ -129,7 +129,9 @@ def test_not_finite_values_are_counted_apart() -> None:
 
 @formats
 def test_nothing_to_compare_is_no_success(case: FormatCase) -> None:
-    """Where every value is NaN or inf there is no ratio: NaN, not the inf of a quantization that loses nothing."""
+    """Where every value is NaN or inf there is no ratio: NaN, not the inf of a quantization that
+    loses nothing.
+    """
     for x in (torch.full((4, 32), math.nan), torch.tensor(math.nan)):
         report = qtensor.error_report(x, case.quantize(x))
         assert report.not_finite == x.numel()
@@ -144,7 +146,9 @@ def test_nothing_to_compare_is_no_success(case: FormatCase) -> None:
 
 @formats
 def test_factors_times_codes_are_the_values(case: FormatCase) -> None:
-    """``decode_factors`` is what a code of 1.0 would decode to: every value over it is a value of the element."""
+    """``decode_factors`` is what a code of 1.0 would decode to: every value over it is a value of
+    the element.
+    """
     element = case.quantizer().element
     x = torch.randn(33, 40)
     for rowwise, columnwise in USAGES:

@@ -1,4 +1,6 @@
-"""torch.export of programs that quantize, decode and multiply; saved, loaded, packaged ahead of time."""
+"""torch.export of programs that quantize, decode and multiply; saved, loaded, packaged ahead of
+time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ DYNAMIC = {"x": {0: torch.export.Dim("batch", min=129, max=4096)}, "scale": None
 
 
 class Program(nn.Module):
-    """Quantizes its input in each way, decodes, multiplies with a weight that it holds quantized or plain.
+    """Quantizes its input in each way, decodes, multiplies with a weight that it holds quantized or
+    plain.
 
     Inside, bare storages: a wrapper made in a program does not export.
     """
@@ -67,7 +70,9 @@ def round_trip(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     ids=["strict-quantized", "non-strict-plain"],
 )
 def test_export_save_load(case: FormatCase, strict: bool, weight: str):
-    """One program for all batches, with the leaf ops in it, gives the bytes of eager mode before and after a file."""
+    """One program for all batches, with the leaf ops in it, gives the bytes of eager mode before
+    and after a file.
+    """
     module = Program(case, weight == "quantized")
     scale = torch.tensor([2.0])
     x = ordinary((BATCHES[0], 72))
@@ -165,7 +170,9 @@ def test_live_state_is_exported():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [BY_NAME["nvfp4"]], ids=lambda c: c.name)
 def test_ahead_of_time_package(case: FormatCase, tmp_path):
-    """AOTInductor: plain op schemas go into the package; the loaded one gives the bytes of eager mode."""
+    """AOTInductor: plain op schemas go into the package; the loaded one gives the bytes of eager
+    mode.
+    """
     module = Program(case, quantized_weight=True)
     module.quantizers = module.quantizers[:2]
     scale = torch.tensor([2.0])

@@ -1,4 +1,6 @@
-"""T30: empty_like, new_empty, zeros_like, new_zeros keep the subclass where they should, on any device, with legal buffers."""
+"""T30: empty_like, new_empty, zeros_like, new_zeros keep the subclass where they should, on any
+device, with legal buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import qtensor
 def assert_described(
     t: Any, q: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
-    """``t`` has the class and quantizer of ``q`` and the buffers that the quantizer describes for ``shape``."""
+    """``t`` has the class and quantizer of ``q`` and the buffers that the quantizer describes for
+    ``shape``.
+    """
     assert type(t) is type(q)
     assert t.quantizer == q.quantizer
     assert (tuple(t.shape), t.dtype, t.device.type) == (shape, dtype, device)
@@ -108,7 +112,9 @@ def test_empty_is_ready_to_be_filled(
 @formats
 @usages
 def test_zeros_like_are_zeros(case: FormatCase, rowwise: bool, columnwise: bool) -> None:
-    """A plain tensor where an optimizer asks for state, else the subclass; zeros of the right kind in either case."""
+    """A plain tensor where an optimizer asks for state, else the subclass; zeros of the right kind
+    in either case.
+    """
     q = case.quantize(rand(33, 130), rowwise=rowwise, columnwise=columnwise)
     for result in (
         torch.zeros_like(q),

@@ -1,4 +1,6 @@
-"""FakeTensorMode and the meta device: everything that allocates is a shape function, symbolic sizes included."""
+"""FakeTensorMode and the meta device: everything that allocates is a shape function, symbolic sizes
+included.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def shape_layout(t) -> list[tuple]:
 @formats
 @usages
 def test_quantize_and_decode_fakes(case: FormatCase, rowwise: bool, columnwise: bool):
-    """Each option: the fake result's buffers are fakes with the real ones' layout, and no data is touched."""
+    """Each option: the fake result's buffers are fakes with the real ones' layout, and no data is
+    touched.
+    """
     for options in case.each_option():
         q = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
         for shape in SHAPES:
@@ -64,7 +68,9 @@ def test_alloc_tensors_gives_fakes(case: FormatCase):
 
 @formats
 def test_symbolic_sizes_flow_through(case: FormatCase):
-    """No guard is put on a symbolic batch, for any option and usage; expressions give the right sizes."""
+    """No guard is put on a symbolic batch, for any option and usage; expressions give the right
+    sizes.
+    """
     for options in case.each_option():
         q = case.quantizer(columnwise=True, **options)
         x = ordinary((300, 72))
@@ -181,7 +187,9 @@ def test_random_rounding_on_meta(case: FormatCase):
 
 @formats
 def test_update_quantized_on_fakes(case: FormatCase):
-    """In place on fakes and meta: nothing to write, nothing raised, the result is the destination."""
+    """In place on fakes and meta: nothing to write, nothing raised, the result is the
+    destination.
+    """
     q = case.quantizer(columnwise=True)
     real = q.quantize(ordinary((33, 72)), **case.call())
     with FakeTensorMode() as mode:

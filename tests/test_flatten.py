@@ -1,4 +1,6 @@
-"""T36: flatten and unflatten keep every byte and the metadata; a corrupted context is a QTensorError."""
+"""T36: flatten and unflatten keep every byte and the metadata; a corrupted context is a
+QTensorError.
+"""
 
 from __future__ import annotations
 

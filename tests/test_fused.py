@@ -1,4 +1,6 @@
-"""``norm_quantize`` and ``activation_quantize``: the bytes of the two ops, whoever computes them."""
+"""``norm_quantize`` and ``activation_quantize``: the bytes of the two ops, whoever computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ops = torch.ops.qtensor
 
 @layouts
 def test_every_layout(case: FormatCase, options: dict[str, Any]) -> None:
-    """Each usage; bands that end inside a block, several of them; 1 and 2 threads; y kept or not."""
+    """Each usage; bands that end inside a block, several of them; 1 and 2 threads; y kept or
+    not.
+    """
     for turn, (rowwise, columnwise) in enumerate(USAGES):
         q = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
         for i, shape in enumerate([(37, 84), (300, 70), (133, 1030)]):

@@ -1,4 +1,6 @@
-"""Fused and foreach optimizers step quantized parameters: decode, update once, write back in place."""
+"""Fused and foreach optimizers step quantized parameters: decode, update once, write back in
+place.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _step(optimizer: Any, pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> Non
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @formats
 def test_fused_is_torchs_step_and_one_rounding(case: FormatCase, name: str) -> None:
-    """Each step equals the fused step on the decoded values, quantized by the parameter's quantizer."""
+    """Each step equals the fused step on the decoded values, quantized by the parameter's
+    quantizer.
+    """
     quantized = nn.Parameter(case.quantize(rand(8, 64)))
     plain = nn.Parameter(quantized.dequantize().detach())
     beside, beside_plain = (nn.Parameter(rand(5, seed=3)) for _ in range(2))

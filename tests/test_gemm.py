@@ -1,9 +1,9 @@
 """Products: the gemm op and every aten matmul against a float64 product of the decoded operands.
 
-The bound is that of float32 accumulation: a sum of K products is off by at most gamma(K) * sum |a||b| with gamma(n) =
-n * u / (1 - n * u), u = 2**-24. Four more roundings are added: one of each decoded operand (the oracle sees the rounded
-value where the factor is applied at the end instead), the product of the factors, the bias. The cast of the result adds
-its own half ulp.
+The bound is that of float32 accumulation: a sum of K products is off by at most gamma(K) * sum
+|a||b| with gamma(n) = n * u / (1 - n * u), u = 2**-24. Four more roundings are added: one of each
+decoded operand (the oracle sees the rounded value where the factor is applied at the end instead),
+the product of the factors, the bias. The cast of the result adds its own half ulp.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def values(t: Any, *, columnwise: bool = False) -> torch.Tensor:
 
 
 def assert_product(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: Any = None) -> None:
-    """``got`` is ``a @ b + bias`` within the bound of the module's docstring; operands are float64."""
+    """``got`` is ``a @ b + bias`` within the bound of the module's docstring; operands are
+    float64.
+    """
     want, size = a @ b, a.abs() @ b.abs()
     if bias is not None:
         want, size = want + bias.double(), size + bias.double().abs()
@@ -149,7 +151,9 @@ X_SHAPES = [(K,), (M, K), (2, 5, K), (2, 3, 4, K), (0, K), (1, K)]
 @pytest.mark.parametrize("shape", X_SHAPES, ids=str)
 @formats
 def test_linear(case: FormatCase, shape: tuple[int, ...], grad: str) -> None:
-    """Weight-only and both quantized, with and without bias; the same bytes in every autograd mode."""
+    """Weight-only and both quantized, with and without bias; the same bytes in every autograd
+    mode.
+    """
     mode = {"no_grad": torch.no_grad, "grad": torch.enable_grad, "inference": torch.inference_mode}[
         grad
     ]
@@ -244,7 +248,9 @@ def test_batched_matmuls(case: FormatCase) -> None:
 
 @formats
 def test_linear_backward(case: FormatCase) -> None:
-    """Gradients of x, of a quantized weight and of the bias: plain, by the values that the forward used."""
+    """Gradients of x, of a quantized weight and of the bias: plain, by the values that the forward
+    used.
+    """
     weight = torch.nn.Parameter(case.quantize(rand(N, K, seed=1), columnwise=False))
     bias, x = torch.nn.Parameter(rand(N, seed=2)), rand(2, 5, K).requires_grad_()
     grad = rand(2, 5, N, seed=3)
@@ -307,7 +313,9 @@ def golden(name: str, key: str) -> torch.Tensor:
     ],
 )
 def test_golden_products(key: str, fmt: str, options: dict) -> None:
-    """x in 1x16 blocks, w in 16x16 (NVFP4); both results are within the bound of the exact product."""
+    """x in 1x16 blocks, w in 16x16 (NVFP4); both results are within the bound of the exact
+    product.
+    """
     want = golden("gemm_ref", key)
     x = qtensor.quantize(golden("inputs", "randn_bf16_64x128"), fmt)
     w = qtensor.quantize(golden("gemm_ref", "w"), fmt, **options)
@@ -389,6 +397,9 @@ def test_a_missing_usage_is_named(name: str) -> None:
     ):
         a = case.quantize(rand(64, 64), **a_usage)
         b = case.quantize(rand(64, 64, seed=1), **b_usage)
-        message = rf"gemm\[{name}\]: operand {operand} needs {needed} data.*Quantize it with {needed}=True"
+        message = (
+            rf"gemm\[{name}\]: operand {operand} needs {needed} data.*Quantize it with "
+            rf"{needed}=True"
+        )
         with pytest.raises(qtensor.QTensorError, match=message):
             qtensor.gemm(a, b, layout)

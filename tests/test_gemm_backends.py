@@ -1,4 +1,6 @@
-"""Who computes a product: the choice, the reasons, the warning, and that every backend computes the same."""
+"""Who computes a product: the choice, the reasons, the warning, and that every backend computes the
+same.
+"""
 
 from __future__ import annotations
 
@@ -73,20 +75,32 @@ def test_the_choice(
 
 
 REASONS = [
-    # capability, name a, shape a, options a, name b, shape b, options b, layout, dtype, reason of cutlass
-    (HOPPER, "fp8", (32, 72), {}, "fp8", (16, 72), {}, "TN", None, "K must be a multiple of 16 .* got K=72"),
-    (HOPPER, "fp8", (32, 64), {}, "fp8", (12, 64), {}, "TN", torch.bfloat16, "N must be a multiple of 8 .* got N=12"),
-    (HOPPER, "fp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None, "no kernel multiplies fp8 by mxfp8"),
-    (HOPPER, "mxfp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None, "there is no kernel mxfp8 .* on sm_90a"),
-    (HOPPER, "fp8", (32, 64), {"dtype": "e5m2"}, "fp8", (16, 64), {"dtype": "e5m2"}, "TN", None, "no kernel fp8 e5m2 x e5m2"),
+    # capability, (name, shape, options) of a and of b, layout, dtype, reason of cutlass
+    (HOPPER, "fp8", (32, 72), {}, "fp8", (16, 72), {}, "TN", None,
+     "K must be a multiple of 16 .* got K=72"),
+    (HOPPER, "fp8", (32, 64), {}, "fp8", (12, 64), {}, "TN", torch.bfloat16,
+     "N must be a multiple of 8 .* got N=12"),
+    (HOPPER, "fp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None,
+     "no kernel multiplies fp8 by mxfp8"),
+    (HOPPER, "mxfp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None,
+     "there is no kernel mxfp8 .* on sm_90a"),
+    (HOPPER, "fp8", (32, 64), {"dtype": "e5m2"}, "fp8", (16, 64), {"dtype": "e5m2"}, "TN", None,
+     "no kernel fp8 e5m2 x e5m2"),
     (HOPPER, "fp8", (0, 64), {}, "fp8", (16, 64), {}, "TN", None, "a product without elements"),
-    (HOPPER, "fp8", (32, 64), {}, "fp8", (16, 64), {}, "TN", torch.float64, "no kernel writes torch.float64"),
-    (HOPPER, "fp8_rowwise", (32, 64), {"axis": 0}, "fp8_rowwise", (16, 64), {}, "TN", None, "factors of a run along the contraction; quantize it with axis=-1"),
-    (HOPPER, "fp8_blockwise", (128, 128), SQUARE, "fp8_blockwise", (128, 128), SQUARE, "TN", None, "1x128 blocks for a"),
-    (BLACKWELL, "nvfp4", (32, 48), {}, "nvfp4", (16, 48), {}, "TN", None, "K must be a multiple of 32"),
-    (BLACKWELL, "mxfp6", (32, 64), {}, "mxfp6", (16, 64), {}, "TN", None, "no kernel multiplies mxfp6"),
-    (BLACKWELL, "mxfp8", (2, 32, 64), {}, "mxfp8", (2, 16, 64), {}, "TN", None, "batched kernels take fp8"),
-    ((12, 1), "mxfp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None, "no kernels for compute capability 12.1"),
+    (HOPPER, "fp8", (32, 64), {}, "fp8", (16, 64), {}, "TN", torch.float64,
+     "no kernel writes torch.float64"),
+    (HOPPER, "fp8_rowwise", (32, 64), {"axis": 0}, "fp8_rowwise", (16, 64), {}, "TN", None,
+     "factors of a run along the contraction; quantize it with axis=-1"),
+    (HOPPER, "fp8_blockwise", (128, 128), SQUARE, "fp8_blockwise", (128, 128), SQUARE, "TN", None,
+     "1x128 blocks for a"),
+    (BLACKWELL, "nvfp4", (32, 48), {}, "nvfp4", (16, 48), {}, "TN", None,
+     "K must be a multiple of 32"),
+    (BLACKWELL, "mxfp6", (32, 64), {}, "mxfp6", (16, 64), {}, "TN", None,
+     "no kernel multiplies mxfp6"),
+    (BLACKWELL, "mxfp8", (2, 32, 64), {}, "mxfp8", (2, 16, 64), {}, "TN", None,
+     "batched kernels take fp8"),
+    ((12, 1), "mxfp8", (32, 64), {}, "mxfp8", (16, 64), {}, "TN", None,
+     "no kernels for compute capability 12.1"),
 ]  # fmt: skip
 
 
@@ -188,7 +202,9 @@ def test_mixed_devices() -> None:
 def test_dequant_computes_the_product(
     case: Any, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values in 16 bits are exact: the product is that of the decoded operands up to the order of the sums."""
+    """Values in 16 bits are exact: the product is that of the decoded operands up to the order of
+    the sums.
+    """
     pretend(monkeypatch, HOPPER)
     axes = ({"axis": 0 if layout == "NT" else -1}, {"axis": -1 if layout == "TN" else 0})
     left, right = axes if case.name == "fp8_rowwise" else ({}, {})
@@ -199,7 +215,8 @@ def test_dequant_computes_the_product(
 
 
 WEIGHT_ONLY = [("fp8", {}), ("fp8_rowwise", {}), ("fp8_blockwise", SQUARE), ("mxfp8", {}),
-               ("mxfp6", {}), ("mxfp4", {}), ("nvfp4", {}), ("nvfp4", {"row_scaled": True})]  # fmt: skip
+               ("mxfp6", {}), ("mxfp4", {}), ("nvfp4", {}),
+               ("nvfp4", {"row_scaled": True})]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -207,7 +224,9 @@ WEIGHT_ONLY = [("fp8", {}), ("fp8_rowwise", {}), ("fp8_blockwise", SQUARE), ("mx
 def test_weight_only(
     name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float16 activations take weights whose values are exact in float16; the range of others needs bfloat16."""
+    """float16 activations take weights whose values are exact in float16; the range of others needs
+    bfloat16.
+    """
     pretend(monkeypatch, HOPPER)
     x, w = rand(48, 160, seed=0).to(dtype), quantize(name, (80, 160), False, 1, **options)
     if dtype == torch.float16 and name not in ("fp8", "fp8_rowwise", "nvfp4"):
@@ -306,7 +325,7 @@ def test_what_scaled_mm_does_not_compute(
         qtensor.gemm(a, b, "TN", added, dtype, backend="scaled_mm")
 
 
-# ------------------------------------------------------------------------------------ missing kernels
+# ---------------------------------------------------------------------------------- missing kernels
 
 
 def test_one_warning_tells_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,8 +431,10 @@ def test_a_dequant_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_choosing_costs_a_cpu_nothing() -> None:
     """Neither the cache of libraries nor CUTLASS is imported by a product on a CPU."""
     code = (
-        "import sys, torch, qtensor; q = qtensor.quantize(torch.ones(16, 32), 'fp8'); qtensor.gemm(q, q, 'TN');"
-        "print([m for m in ('cutlass_library', 'qtensor.cutlass_gemm.library') if m in sys.modules])"
+        "import sys, torch, qtensor; q = qtensor.quantize(torch.ones(16, 32), 'fp8'); "
+        "qtensor.gemm(q, q, 'TN');"
+        "print([m for m in ('cutlass_library', 'qtensor.cutlass_gemm.library') if m in "
+        "sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

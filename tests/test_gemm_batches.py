@@ -1,4 +1,6 @@
-"""Batches of matrices: those of both operands are equal, or torch repeats them; anything else is named."""
+"""Batches of matrices: those of both operands are equal, or torch repeats them; anything else is
+named.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,18 @@ PRODUCTS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "baddbmm with factors": lambda a, b: torch.baddbmm(torch.ones(4, 5), a, b, beta=0.5, alpha=2),
     "gemm": lambda a, b: qtensor.gemm(a, b, "NN"),
 }
-RULE = r"gemm\[.*\]: both operands must have the same batch dims, or b none; got a \(%d, 4, 32\), b \(%d, 32, 5\)\. Use torch.matmul"
+RULE = (
+    r"gemm\[.*\]: both operands must have the same batch dims, or b none; got a \(%d, 4, 32\), b "
+    r"\(%d, 32, 5\)\. Use torch.matmul"
+)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @formats
 def test_unequal_batches_are_refused(case: FormatCase, product: str) -> None:
-    """A batch of one too, which torch's bmm refuses, and which a product used to repeat on one side only."""
+    """A batch of one too, which torch's bmm refuses, and which a product used to repeat on one side
+    only.
+    """
     for (m,), (n,) in itertools.permutations(BATCHES, 2):
         for a, b in operands(case, (m,), (n,)):
             with pytest.raises(qtensor.QTensorError, match=RULE % (m, n)):
@@ -48,7 +55,9 @@ def test_unequal_batches_are_refused(case: FormatCase, product: str) -> None:
 
 @formats
 def test_matmul_repeats_batches(case: FormatCase) -> None:
-    """As torch does, or torch's own error where it does not; it folds some by transposing b, where that can be."""
+    """As torch does, or torch's own error where it does not; it folds some by transposing b, where
+    that can be.
+    """
     batches = [(), *BATCHES, (2, 3), (2, 1), (1, 3)]
     refused = 0
     for m, n in itertools.product(batches, batches):

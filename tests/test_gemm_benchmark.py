@@ -1,4 +1,6 @@
-"""The report of the GEMM benchmark, from times that are made up; the times themselves need a GPU."""
+"""The report of the GEMM benchmark, from times that are made up; the times themselves need a
+GPU.
+"""
 
 from __future__ import annotations
 

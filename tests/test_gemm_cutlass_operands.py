@@ -1,4 +1,6 @@
-"""What kernels get for each format, orientation and option: a stand-in library computes the product from it."""
+"""What kernels get for each format, orientation and option: a stand-in library computes the product
+from it.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,8 @@ def test_rotated_operands_meet_rotated_operands(monkeypatch: pytest.MonkeyPatch)
     a, b = pair("nvfp4", "NT", {"with_rht": True}, {"with_rht": True})
     got = qtensor.gemm(a, b, "NT", dtype=torch.float32, backend="cutlass")
     left, right = oriented(a, b, "NT")
-    # The reference sees rounded values of both operands after they are rotated back; the sums run over other addends.
+    # The reference sees rounded values of both operands after they are rotated back; the sums run
+    # over other addends.
     bound = 32 * K * 2.0**-24 * (left.norm(dim=1)[:, None] * right.norm(dim=0)[None])
     assert ((got.double() - left @ right).abs() <= bound).all()
     plain = quantize("nvfp4", (K, N), True, 1)
@@ -147,7 +150,9 @@ def test_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
 def test_fp8_takes_either_copy_of_the_codes(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-tensor FP8 holds the same bytes in both directions; the other copy is transposed, exactly."""
+    """Per-tensor FP8 holds the same bytes in both directions; the other copy is transposed,
+    exactly.
+    """
     pretend(monkeypatch, HOPPER)
     install_all("sm_90a", "fp8")
     a = quantize("fp8", (K, M) if layout == "NT" else (M, K), layout != "NT", 0)

@@ -1,10 +1,13 @@
-"""GEMM backends on a GPU: exact where sums are exact, and within the bound of the tensor cores' sums elsewhere.
+"""GEMM backends on a GPU: exact where sums are exact, and within the bound of the tensor cores'
+sums elsewhere.
 
-Two kinds of operands. *Integers*: codes are small integers and factors powers of two, so that every partial sum fits the
-14 bits to which Hopper's FP8 instructions keep their sums; the result is then known to the last bit. *Random* data: an FP8
-instruction adds 32 products to its accumulator and drops what lies 2^-13 below the largest of the 33 addends, so it is off
-by less than 33 * 2^-13 * the largest of them; what follows every 128 steps are float32 sums (gamma of their number), float32
-factors and one rounding. Fast accumulation keeps one accumulator for all of K. Other architectures round less.
+Two kinds of operands. *Integers*: codes are small integers and factors powers of two, so that every
+partial sum fits the 14 bits to which Hopper's FP8 instructions keep their sums; the result is then
+known to the last bit. *Random* data: an FP8 instruction adds 32 products to its accumulator and
+drops what lies 2^-13 below the largest of the 33 addends, so it is off by less than 33 * 2^-13 *
+the largest of them; what follows every 128 steps are float32 sums (gamma of their number), float32
+factors and one rounding. Fast accumulation keeps one accumulator for all of K. Other architectures
+round less.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ pytestmark = [
 ]
 SHAPES = [
     (1, 128, 128), (1, 4096, 4096), (2, 136, 256), (7, 1024, 512), (16, 256, 2048), (17, 384, 128),
-    (31, 128, 144), (33, 136, 272), (64, 64, 64), (64, 4096, 1024), (65, 520, 640), (100, 1000, 1008),
+    (31, 128, 144), (33, 136, 272), (64, 64, 64), (64, 4096, 1024), (65, 520, 640),
+    (100, 1000, 1008),
     (127, 128, 256), (128, 128, 128), (129, 257 * 8, 384), (200, 1024, 4096), (255, 512, 1536),
     (256, 8, 512), (1000, 2048, 1024), (2048, 1024, 2048),
 ]  # fmt: skip
@@ -93,9 +97,11 @@ def quantized(
 
 
 def product(a: Any, b: Any, layout: str, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The product by CUTLASS into a poisoned ``out``, or a skip with the reason why there is no kernel.
+    """The product by CUTLASS into a poisoned ``out``, or a skip with the reason why there is no
+    kernel.
 
-    With ``QTENSOR_GPU_CHECK=1`` (scripts/gpu_check.sh has built them all) a kernel that is not there is a failure.
+    With ``QTENSOR_GPU_CHECK=1`` (scripts/gpu_check.sh has built them all) a kernel that is not
+    there is a failure.
     """
     sides = []
     for operand in (a, b):
@@ -127,7 +133,8 @@ def bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, fast: bool = Fal
         x, y = a[:, start : start + STEP], b[:, start : start + STEP]
         largest = torch.maximum(total.abs(), x.abs().amax(1)[:, None] * y.abs().amax(1)[None])
         total += x @ y.t()
-        # The accumulator that is an addend has errors of its own, which 2 covers: they are far below its value.
+        # The accumulator that is an addend has errors of its own, which 2 covers: they are far
+        # below its value.
         error += 2 * (STEP + 1) * KEPT * largest
     steps = k / 128 + 4
     error += steps * 2.0**-24 * (a.abs() @ b.abs().t())
@@ -179,7 +186,9 @@ def test_integers_are_exact(
     right: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    """Every sum is exact, so the result is the rounded product of the decoded operands, bit for bit."""
+    """Every sum is exact, so the result is the rounded product of the decoded operands, bit for
+    bit.
+    """
     if name == "nvfp4":
         reason = "the factor of NVFP4 is no power of two; test_random_data holds its bound"
         pytest.skip(reason=reason)
@@ -193,7 +202,9 @@ def test_integers_are_exact(
 
 
 def integer_codes(rows: int, k: int, element: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (rows, K), two a byte for E2M1, of integers from -2 to 2; and the integers in float64."""
+    """Codes (rows, K), two a byte for E2M1, of integers from -2 to 2; and the integers in
+    float64.
+    """
     x = torch.randint(-2, 3, (rows, k), device="cuda")
     if element == "e2m1":
         table = torch.tensor(
@@ -221,7 +232,9 @@ def built(spec: KernelSpec) -> Kernel:
 )
 @pytest.mark.parametrize("spec", tuning.specs(), ids=lambda spec: spec.name)
 def test_every_kernel_is_exact_on_integers(spec: KernelSpec, size: tuple[int, int, int]) -> None:
-    """Whichever tile a product would take: codes, factors of blocks, rows and columns, bias, accumulation."""
+    """Whichever tile a product would take: codes, factors of blocks, rows and columns, bias,
+    accumulation.
+    """
     kernel = built(spec)
     m, n, k = size
     if (why := spec.refusal(m, n, k)) is not None:

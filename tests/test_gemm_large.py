@@ -1,4 +1,6 @@
-"""Products with a weight that is decoded by tiles: the same bound as small ones, whoever multiplies."""
+"""Products with a weight that is decoded by tiles: the same bound as small ones, whoever
+multiplies.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from qtensor.kernels.cpu import native
 from qtensor.library import tiles
 
 N, K = 515, 1030
-"""More than ``tiles.SMALL`` elements, ragged for every block; K is even, as dot products of pairs need."""
+"""More than ``tiles.SMALL`` elements, ragged for every block; K is even, as dot products of pairs
+need.
+"""
 
 
 @pytest.fixture(params=["dot products", "float32 tiles"])

@@ -202,7 +202,9 @@ def test_rht_sign_mask() -> None:
 
 
 def test_e8m0_table() -> None:
-    """Blocks whose largest value is the table's. For NaN the source says 0 where docs/numerics.md, MX asks for 255."""
+    """Blocks whose largest value is the table's. For NaN the source says 0 where docs/numerics.md,
+    MX asks for 255.
+    """
     amax, want = golden("mxfp8_e8m0_table")["amax"], golden("mxfp8_e8m0_table")["e8m0"]
     x = torch.zeros(len(amax), 32)
     x[:, 7] = -amax

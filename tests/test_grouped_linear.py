@@ -1,4 +1,6 @@
-"""GroupedLinear: the bytes of separate layers, for every recipe, splits of every kind, and every way to call it."""
+"""GroupedLinear: the bytes of separate layers, for every recipe, splits of every kind, and every
+way to call it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def as_form(sizes, form):
 @forms
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_bytes_of_separate_layers(name: str, form: str, bias: bool):
-    """Output and all gradients over four steps, so that delayed factors move; some groups are empty."""
+    """Output and all gradients over four steps, so that delayed factors move; some groups are
+    empty.
+    """
     module = grouped(name, bias=bias)
     layers = separate(module)
     for step, sizes in enumerate(SPLITS):
@@ -84,7 +88,9 @@ def test_any_splits(sizes: list[int], name: str, tensor: bool):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_high_precision_is_a_loop_over_linear(bias: bool):
-    """Float32 sums of K products in another order: a relative error of K ulps of the sum of magnitudes."""
+    """Float32 sums of K products in another order: a relative error of K ulps of the sum of
+    magnitudes.
+    """
     module = grouped("high_precision", bias=bias)
     x, dy = inputs(100, 3)
     y, dx = run_grouped(module, x, dy, SPLITS[0])
@@ -195,7 +201,9 @@ def test_inference(name: str):
 
 @recipe_ids
 def test_microbatches(name: str):
-    """The first quantizes and keeps a workspace for each weight; the others use it, whatever the weights are then."""
+    """The first quantizes and keeps a workspace for each weight; the others use it, whatever the
+    weights are then.
+    """
     module = grouped(name)
     layers = separate(module)
     for step in range(2):

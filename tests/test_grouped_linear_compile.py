@@ -1,4 +1,6 @@
-"""GroupedLinear under torch.compile: the bytes of eager, one graph for all splits, compiled autograd, export."""
+"""GroupedLinear under torch.compile: the bytes of eager, one graph for all splits, compiled
+autograd, export.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from training import REDRAWN
 import qtensor
 
 pytestmark = [
-    # Dynamo makes an instance of every autograd.Function that it traces, and looks at .grad of every input.
+    # Dynamo makes an instance of every autograd.Function that it traces, and looks at .grad of
+    # every input.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -40,7 +43,9 @@ def as_form(sizes, form):
 
 
 def assert_same_training(compiled, module, eager, runs, form):
-    """Forward and backward of both over (rows, sizes), outputs, gradients and delayed state byte for byte."""
+    """Forward and backward of both over (rows, sizes), outputs, gradients and delayed state byte
+    for byte.
+    """
     for step, sizes in enumerate(runs):
         x, dy = inputs(sum(sizes), step)
         got = run_grouped(compiled, x, dy, as_form(sizes, form), seed=step)
@@ -238,7 +243,8 @@ def test_compiled_autograd(name: str, forward: str, form: str, way: str):
             stack.enter_context(torch._dynamo.config.patch(compiled_autograd=True))
         backend = "aot_eager"
         model = Compiled(module, backend, dynamic=True) if forward == "compiled" else module
-        # The option counts where a compiled function runs: there must be one around the backward pass.
+        # The option counts where a compiled function runs: there must be one around the backward
+        # pass.
         backward = torch.compile(lambda y, dy: y.backward(dy), backend=backend)
         counters.clear()
         for step, sizes in enumerate(BATCHES):
@@ -300,7 +306,8 @@ def test_bad_sizes(form: str, bad: str, name: str, backend: str):
     """The error of eager code, raised in the graph; good calls before and after it share theirs."""
     sizes, message = BAD[bad]
     if (form, bad) == ("tensor", "count"):
-        # The shape of a tensor is known, and refused, when Dynamo traces; see test_what_is_refused_at_the_trace.
+        # The shape of a tensor is known, and refused, when Dynamo traces; see
+        # test_what_is_refused_at_the_trace.
         message, sizes = BAD["sum"][1], BAD["sum"][0]
     module = grouped(name, name="moe")
     eager = copy.deepcopy(module)
@@ -338,7 +345,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused_at_the_trace(what: str):
-    """What Dynamo knows before there are values, and no op takes: fullgraph raises Dynamo's error, which names ours.
+    """What Dynamo knows before there are values, and no op takes: fullgraph raises Dynamo's error,
+    which names ours.
 
     Without fullgraph Dynamo leaves the frame to eager code, which raises the error itself.
     """

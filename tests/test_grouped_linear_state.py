@@ -1,4 +1,6 @@
-"""GroupedLinear: where weight gradients go, what is saved, parameters and checkpoints, and what is refused."""
+"""GroupedLinear: where weight gradients go, what is saved, parameters and checkpoints, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def as_form(sizes, form):
     return torch.tensor(sizes) if form == "tensor" else list(sizes)
 
 
-# ---- weight gradients ------------------------------------------------------------------------------------
+# ---- weight gradients ----------------------------------------------------------------------------
 
 
 def give_main_grads(module, layers, frozen=()):
@@ -149,7 +151,7 @@ def test_save_original_input_needs_equal_bytes():
         module(inputs(100, 0)[0], SPLITS[0])
 
 
-# ---- memory ------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def saved_bytes(module, x, *call) -> dict:
@@ -171,7 +173,9 @@ def saved_bytes(module, x, *call) -> dict:
     "name", ["current", "block", "mxfp8", "mxfp8_2d", "nvfp4", "mxfp6", "rows"]
 )
 def test_saved_bytes_are_the_quantized_ones(name: str):
-    """Exactly the columnwise buffers of each group and weight, and never a high-precision matrix."""
+    """Exactly the columnwise buffers of each group and weight, and never a high-precision
+    matrix.
+    """
     module = grouped(name)
     layers = separate(module)
     x, _ = inputs(100, 0)
@@ -200,7 +204,9 @@ def test_saved_bytes_of_a_tensor_are_bounded(name: str):
 @formats
 @pytest.mark.parametrize("columnwise", [False, True], ids=["row", "column"])
 def test_flat_bound(case: FormatCase, columnwise: bool):
-    """No splits need more, and for each number of groups some need all of it: found by trying them all, by period."""
+    """No splits need more, and for each number of groups some need all of it: found by trying them
+    all, by period.
+    """
     for options in case.each_option():
         q = case.quantizer(rowwise=not columnwise, columnwise=columnwise, **options)
         for slot in q.slots:
@@ -232,7 +238,9 @@ def partitions(rows: int, groups: int, step: int):
 
 @formats
 def test_group_buffers_are_those_of_separate_tensors(case: FormatCase):
-    """Group by group the bytes of a quantizer's own tensor, from the flat buffers of either kind of splits."""
+    """Group by group the bytes of a quantizer's own tensor, from the flat buffers of either kind of
+    splits.
+    """
     sizes = [33, 0, 7, 60]
     x, _ = inputs(100, 0)
     for options in case.each_option():
@@ -264,7 +272,7 @@ def test_flat_padding_is_zero():
         assert not buffer.any()
 
 
-# ---- parameters and state ----------------------------------------------------------------------------------
+# ---- parameters and state ------------------------------------------------------------------------
 
 
 def test_parameters_are_named_as_in_transformer_engine():
@@ -388,7 +396,7 @@ def test_autocast():
         assert module(x, SPLITS[0]).dtype == torch.bfloat16
 
 
-# ---- bad input ----------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 BAD = {

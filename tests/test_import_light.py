@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RUNS = 5
 MAX_SHARE = 0.15
-"""Of the time that ``import torch`` takes beside it, about a second: seconds alone would measure the machine."""
+"""Of the time that ``import torch`` takes beside it, about a second: seconds alone would measure
+the machine.
+"""
 MAX_MODULES = 95
 HEAVY = (
     "triton",
@@ -51,7 +53,9 @@ def run(script, path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(share of the import of torch, added modules, CUDA initialised, what was printed) of several fresh processes."""
+    """(share of the import of torch, added modules, CUDA initialised, what was printed) of several
+    fresh processes.
+    """
     path = tmp_path_factory.mktemp("import") / "result.json"
     results = []
     for _ in range(RUNS):

@@ -1,4 +1,6 @@
-"""In-place ops write back through the tensor's own quantizer: what a fresh quantization of the result would be."""
+"""In-place ops write back through the tensor's own quantizer: what a fresh quantization of the
+result would be.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def test_foreach_in_place(case: FormatCase) -> None:
 @formats
 @usages
 def test_writing_a_part_leaves_the_rest(case: FormatCase, rowwise: bool, columnwise: bool) -> None:
-    """A factor that spans the tensor is kept (the part is encoded with it) or the write is refused."""
+    """A factor that spans the tensor is kept (the part is encoded with it) or the write is
+    refused.
+    """
     q = case.quantize(rand(256, 256), rowwise=rowwise, columnwise=columnwise)
     d = q.dequantize()
     other = case.quantize(rand(256, 256, seed=1) * 3, rowwise=rowwise, columnwise=columnwise)
@@ -187,7 +191,9 @@ def test_writing_a_column_part_leaves_the_rest(name: str) -> None:
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
 @usages
 def test_writing_a_part_of_swizzled_factors(name: str, rowwise: bool, columnwise: bool) -> None:
-    """Tile columns of swizzled factors are not a view: a write arrives whole or is refused, never by half."""
+    """Tile columns of swizzled factors are not a view: a write arrives whole or is refused, never
+    by half.
+    """
     case = BY_NAME[name]
     kwargs = {"rowwise": rowwise, "columnwise": columnwise, "swizzled": True}
     q, values = case.quantize(rand(256, 512), **kwargs), rand(256, 512, seed=1)
@@ -261,7 +267,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_optimizer_step_is_the_requantized_high_precision_step(
     case: FormatCase, name: str, foreach: bool
 ) -> None:
-    """Each step writes the parameter once, so it equals requantizing the step on the values; state is plain."""
+    """Each step writes the parameter once, so it equals requantizing the step on the values; state
+    is plain.
+    """
     q = case.quantize(rand(16, 64))
     parameter, master = nn.Parameter(q.clone()), nn.Parameter(q.dequantize())
     steps = [OPTIMIZERS[name]([p], foreach=foreach) for p in (parameter, master)]
@@ -287,7 +295,9 @@ def test_optimizer_step_is_the_requantized_high_precision_step(
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @formats
 def test_decoupled_weight_decay_writes_twice(case: FormatCase, foreach: bool) -> None:
-    """AdamW's decay is a write of its own: the step is the requantized step of the requantized decay."""
+    """AdamW's decay is a write of its own: the step is the requantized step of the requantized
+    decay.
+    """
     q = case.quantize(rand(16, 64))
     parameter = nn.Parameter(q.clone())
     decayed = requantized(q, q.dequantize().mul_(1 - 0.1 * 0.5))

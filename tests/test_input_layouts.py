@@ -1,4 +1,6 @@
-"""Inputs that are not contiguous give the bytes of contiguous ones; gradients pass straight through; inputs stay as they were."""
+"""Inputs that are not contiguous give the bytes of contiguous ones; gradients pass straight
+through; inputs stay as they were.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,8 @@ def test_gradient_tracking_changes_no_byte(case: FormatCase, dtype: torch.dtype)
 def test_sixteen_bit_input_is_read_as_its_float32_values(case: FormatCase) -> None:
     """All arithmetic is float32: a bfloat16 tensor and its float32 copy give the same bytes.
 
-    Where the input dtype has a say (the overflow of a blockwise factor, the rounding of the rotation), it has none here.
+    Where the input dtype has a say (the overflow of a blockwise factor, the rounding of the
+    rotation), it has none here.
     """
     for dtype in DTYPES[1:]:
         x = torch.randn(66, 40).to(dtype)

@@ -173,7 +173,10 @@ def test_explain() -> None:
 
 
 def test_importing_the_module_imports_no_compiler() -> None:
-    code = "import sys, qtensor.kernels; print({'qtensor.build', 'qtensor.compilers'} & set(sys.modules))"
+    code = (
+        "import sys, qtensor.kernels; print({'qtensor.build', 'qtensor.compilers'} & "
+        "set(sys.modules))"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"

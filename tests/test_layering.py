@@ -1,4 +1,5 @@
-"""What import-linter leaves open: rings of imports, private names, and formats that no contract names.
+"""What import-linter leaves open: rings of imports, private names, and formats that no contract
+names.
 
 `make lint` checks the layers themselves (`[tool.importlinter]` in pyproject.toml).
 """

@@ -1,4 +1,6 @@
-"""Forward and backward on fake tensors have the layouts of real ones, slot for slot: one implementation serves both."""
+"""Forward and backward on fake tensors have the layouts of real ones, slot for slot: one
+implementation serves both.
+"""
 
 from __future__ import annotations
 

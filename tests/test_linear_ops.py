@@ -1,4 +1,6 @@
-"""The ops of a linear layer as a whole: the bytes of the single ops, by programs and without them."""
+"""The ops of a linear layer as a whole: the bytes of the single ops, by programs and without
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each GEMM of Linear against products of dequantized operands, written by hand for every recipe."""
+"""Each GEMM of Linear against products of dequantized operands, written by hand for every
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def values(text: str | None, t: Tensor, side: str, seed: Tensor | None) -> Tenso
 
 
 def close(ours: Tensor, product: Tensor, a: Tensor, b: Tensor) -> None:
-    """Within what the order of a float32 sum can change: n roundings of at most the sum of magnitudes."""
+    """Within what the order of a float32 sum can change: n roundings of at most the sum of
+    magnitudes.
+    """
     count = a.shape[1]
     bound = (count + 4) * 2.0**-24 * (a.abs().double() @ b.abs().double())
     assert ((ours.double() - product.double()).abs() <= bound + 1e-30).all()

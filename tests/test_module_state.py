@@ -1,4 +1,6 @@
-"""State of modules: allocated where a recipe asks for it, saved under attribute paths, checked before it is loaded."""
+"""State of modules: allocated where a recipe asks for it, saved under attribute paths, checked
+before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def test_one_graph_serves_layers_with_and_without_state():
     assert len(graphs) == 1
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4"])

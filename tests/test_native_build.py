@@ -1,4 +1,6 @@
-"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes, one warning that says why."""
+"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes,
+one warning that says why.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def falls_back(folder: Path, *reasons: str, **environment: str) -> None:
 
 @pytest.fixture(scope="session")
 def real_library() -> Path:
-    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they take."""
+    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they
+    take.
+    """
     return build(sources.recipe(sources.choose_isa()))
 
 

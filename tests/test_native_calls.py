@@ -32,7 +32,9 @@ def refuse(*args: Any) -> None:
 
 
 def by_cpp(op: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What C++ answers; it may have to be told once or twice (the first call of a process loads it)."""
+    """What C++ answers; it may have to be told once or twice (the first call of a process loads
+    it).
+    """
     op(*args)
     op(*args)
     with monkeypatch.context() as patch:

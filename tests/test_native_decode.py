@@ -1,4 +1,6 @@
-"""The native CPU kernels decode as the reference does: any byte, any rows, without the factor, and inside products."""
+"""The native CPU kernels decode as the reference does: any byte, any rows, without the factor, and
+inside products.
+"""
 
 from __future__ import annotations
 

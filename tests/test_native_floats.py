@@ -1,4 +1,6 @@
-"""Norms, activations and sums over rows by the native kernels: the bytes of the reference, for each instruction set."""
+"""Norms, activations and sums over rows by the native kernels: the bytes of the reference, for each
+instruction set.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_random_cases() -> None:
 
 
 def test_large_outputs_go_around_the_cache() -> None:
-    """More elements than ``STREAMED`` of norm.cpp and activation.cpp, with whole and ragged rows."""
+    """More elements than ``STREAMED`` of norm.cpp and activation.cpp, with whole and ragged
+    rows.
+    """
     for cols in (4096, 4100):
         x = torch.randn((8 << 20) // 4096 + 1, cols).bfloat16()
         weight = torch.randn(cols)
@@ -94,7 +98,9 @@ def test_large_outputs_go_around_the_cache() -> None:
 
 
 def test_what_is_left_to_the_reference() -> None:
-    """Gradients of another dtype than the input's, tensors without elements, a CPU without kernels."""
+    """Gradients of another dtype than the input's, tensors without elements, a CPU without
+    kernels.
+    """
     x = torch.randn(3, 8)
     out = torch.full_like(x, 7.0)
     assert floats.activation_(out, x, "gelu", x.bfloat16()) is False

@@ -1,4 +1,6 @@
-"""Each instruction set that this CPU has gives the same bytes. Each library is built once and stays in the cache."""
+"""Each instruction set that this CPU has gives the same bytes. Each library is built once and stays
+in the cache.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_random_cases() -> None:
 
 
 def test_random_bytes_that_reach_the_next_code_only_by_rounding() -> None:
-    """Encode factors are 1 here. The float32 sum of a value and its random part may round up to 0.5."""
+    """Encode factors are 1 here. The float32 sum of a value and its random part may round up to
+    0.5.
+    """
     steps = torch.arange(1, 256).repeat_interleave(3) / 512
     below = steps - torch.tensor([0.0, 1.0, 2.0]).repeat(255) * 2.0**-26
     x = below.repeat(512 * 512 // below.numel() + 1)[: 512 * 512].reshape(-1, 16)
@@ -97,7 +101,9 @@ def test_random_bytes_that_reach_the_next_code_only_by_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotated_values_around_what_the_quick_ways_take(dtype: torch.dtype) -> None:
-    """Whole tiles, with blocks that are tiny, zero or not finite in one place, and a maximum in the last block."""
+    """Whole tiles, with blocks that are tiny, zero or not finite in one place, and a maximum in the
+    last block.
+    """
     tiny = torch.finfo(dtype).tiny
     for side in ("rowwise", "columnwise"):
         codec = BY_NAME["nvfp4"].quantizer(

@@ -1,4 +1,6 @@
-"""The native CPU kernels write the bytes of the reference arithmetic: every format, option, usage, dtype and kind of input."""
+"""The native CPU kernels write the bytes of the reference arithmetic: every format, option, usage,
+dtype and kind of input.
+"""
 
 from __future__ import annotations
 
@@ -97,14 +99,17 @@ def test_the_ops_ask_the_kernels(case: FormatCase, dtype: torch.dtype, served: l
     # One row: a small product is a program of its own, which asks nobody.
     row = case.quantize(rand(1, 64, dtype=dtype))
     qtensor.gemm(row, q, layout="TN")
-    # One that declines hands over to the next: kernels for small tensors decline what they have not met.
+    # One that declines hands over to the next: kernels for small tensors decline what they have not
+    # met.
     assert served.count(True) == 5
     assert served[-1]
 
 
 @pytest.fixture
 def outside() -> Iterator[type]:
-    """A format that the kernels do not know, though its spec is one of theirs: other factors, so other bytes."""
+    """A format that the kernels do not know, though its spec is one of theirs: other factors, so
+    other bytes.
+    """
     kept = dict(codecs._CODECS)
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +199,9 @@ def test_edges_of_tiles(
 def test_more_than_one_tall_tile(
     case: FormatCase, options: dict[str, Any], dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> None:
-    """Finite values in tiles of 1024 rows and what is left below and beside them, with some blocks of zeros."""
+    """Finite values in tiles of 1024 rows and what is left below and beside them, with some blocks
+    of zeros.
+    """
     codec = case.quantizer(rowwise=rowwise, columnwise=columnwise, **options)
     x = rand(1072, 577, dtype=dtype)
     x[160:192], x[:, 256:288] = 0, 0
@@ -204,7 +211,9 @@ def test_more_than_one_tall_tile(
 @pytest.mark.parametrize("name", ["fp8_blockwise", "mxfp4", "nvfp4"])
 @usages
 def test_codes_that_go_around_the_cache(name: str, rowwise: bool, columnwise: bool) -> None:
-    """More elements than ``STREAMED`` of quantize.cpp; rows and columns are whole lines of memory."""
+    """More elements than ``STREAMED`` of quantize.cpp; rows and columns are whole lines of
+    memory.
+    """
     x = rand((8 << 20) // 2048 + 128, 2048, dtype=torch.bfloat16)
     check(qtensor.quantizer(name, rowwise=rowwise, columnwise=columnwise), x)
 
@@ -215,7 +224,9 @@ def test_codes_that_go_around_the_cache(name: str, rowwise: bool, columnwise: bo
 def test_few_values_that_are_not_finite_in_a_tall_tile(
     case: FormatCase, dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> None:
-    """What a kernel meets late, having quantized the rows before; more rows than any tile of the way that it goes then."""
+    """What a kernel meets late, having quantized the rows before; more rows than any tile of the
+    way that it goes then.
+    """
     x = rand(520, 200, dtype=dtype)
     x[300, 7], x[10, 190] = float("nan"), float("inf")
     for options in case.each_option():

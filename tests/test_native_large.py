@@ -55,9 +55,11 @@ def test_rows_that_lie_far_apart(case: FormatCase, dtype: torch.dtype) -> None:
 
 
 def tail_of(codec: Any, shape: tuple[int, int], rows: int, small: list[Tensor]) -> list[Tensor]:
-    """Buffers of ``shape`` whose last ``rows`` rows are those of ``small``; the others are never touched.
+    """Buffers of ``shape`` whose last ``rows`` rows are those of ``small``; the others are never
+    touched.
 
-    Rows, or tiles of 128 of them, come first in rowwise buffers, so that the last rows are the end of the memory.
+    Rows, or tiles of 128 of them, come first in rowwise buffers, so that the last rows are the end
+    of the memory.
     """
     buffers = alloc_slots(codec.slots, shape, torch.device("cpu"))
     for slot, buffer, part in zip(codec.slots, buffers, small, strict=True):
@@ -124,7 +126,9 @@ _WIDE = pytest.mark.nightly(reason="two more formats write 2^31 elements in the 
     ],
 )
 def test_a_whole_pass(name: str) -> None:
-    """2^31 elements and more are written; the input is one row again and again, which is what each row has to give."""
+    """2^31 elements and more are written; the input is one row again and again, which is what each
+    row has to give.
+    """
     free = _free_memory()
     if free is None or free < 6 << 30:
         pytest.skip(reason="a whole pass takes 3 GiB")
@@ -138,7 +142,9 @@ def test_a_whole_pass(name: str) -> None:
 
 
 def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iterator[bool]:
-    """Whether every line, or tile of 128 lines, is what ``part`` begins with; padding lines aside."""
+    """Whether every line, or tile of 128 lines, is what ``part`` begins with; padding lines
+    aside.
+    """
     if buffer.shape == part.shape:
         yield torch.equal(buffer, part)
     elif name.startswith("_columnwise") and native.make_plan(codec).transposed:
@@ -156,7 +162,9 @@ def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iter
 
 
 def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
-    """What ``native.quantize_`` does, of a row that stands for all: it would copy an input that overlaps."""
+    """What ``native.quantize_`` does, of a row that stands for all: it would copy an input that
+    overlaps.
+    """
     site = native.site_of(codec, torch.Size((rows, ROW)))
     library = native.library()
     assert site is not None

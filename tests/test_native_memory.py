@@ -14,10 +14,14 @@ from qtensor.compilers import _free_memory
 from qtensor.kernels.cpu import native
 
 SHAPE = (1 << 15, 1 << 14)
-"""1 GiB of bfloat16. Zeros that were never written take no memory of their own, so only what a call adds is seen."""
+"""1 GiB of bfloat16. Zeros that were never written take no memory of their own, so only what a call
+adds is seen.
+"""
 MIB = 1 << 20
 SLACK = 24
-"""MiB that a call may hold beside its outputs: a few tiles a thread, and pages that the system hands out in advance."""
+"""MiB that a call may hold beside its outputs: a few tiles a thread, and pages that the system
+hands out in advance.
+"""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("fp8", {}),

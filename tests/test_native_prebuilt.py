@@ -1,4 +1,6 @@
-"""CPU kernels that came with the package: they serve without a compiler, as long as they are those of these sources."""
+"""CPU kernels that came with the package: they serve without a compiler, as long as they are those
+of these sources.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_other_sources_are_compiled(package: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_other_flags_are_compiled(package: Path) -> None:
-    """Each instruction set has its own fingerprint, so that a library under another one's name does not serve."""
+    """Each instruction set has its own fingerprint, so that a library under another one's name does
+    not serve.
+    """
     others = [isa for isa in sources.ISAS if isa != BEST]
     for isa in others:
         assert prebuilt.fingerprint(isa) != prebuilt.fingerprint(BEST)

@@ -1,4 +1,6 @@
-"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: no read or write outside a buffer, no undefined step."""
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: no read or write outside a
+buffer, no undefined step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from native_cases import check, check_random, data, call_of, loaded, threads
 from qtensor.kernels.cpu.native import Library
 
 with loaded(Library(sys.argv[1])):
-    # Each format, usage and option that moves bytes; sizes around tiles, blocks and single elements.
+    # Each format, usage and option that moves bytes; sizes around tiles, blocks and single
+    # elements.
     for case in FORMATS:
         for options in case.each_option():
             for rowwise, columnwise in USAGES:
@@ -101,7 +104,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         # A sanitizer looks for the runtime of C++ at its start, to see exceptions.
         "LD_PRELOAD": f"{sanitizer()} libstdc++.so.6",
         # CPython and torch free little at exit. Torch's allocator asks for huge blocks at times.
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=1",
+        "ASAN_OPTIONS": (
+            "detect_leaks=0:allocator_may_return_null=1:detect_stack_use_after_return=1"
+        ),
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "2",

@@ -119,7 +119,9 @@ def test_an_input_of_any_strides(dtype: torch.dtype, refusing) -> None:
 
 
 def test_what_is_left_to_python() -> None:
-    """Dtypes, sizes, given maxima and turned buffers that no program takes, now and after many calls."""
+    """Dtypes, sizes, given maxima and turned buffers that no program takes, now and after many
+    calls.
+    """
     x = data("wide", (32, 64), torch.float32)
     codec = qtensor.quantizer("fp8")
     text, buffers = codec.canonical, codec(x).buffers()

@@ -1,4 +1,6 @@
-"""Small tensors quantized and decoded in one native call, and calls of a user that leave the dispatcher out."""
+"""Small tensors quantized and decoded in one native call, and calls of a user that leave the
+dispatcher out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writing into existing tensors: ``out=``, ``update_quantized``, ``quantize_``, ``noop_flag``; maxima reduced over a group."""
+"""Writing into existing tensors: ``out=``, ``update_quantized``, ``quantize_``, ``noop_flag``;
+maxima reduced over a group.
+"""
 
 from __future__ import annotations
 
@@ -163,12 +165,15 @@ def test_source_keeps_its_gradient_flag_and_out_gets_none(case: FormatCase) -> N
 
 @formats
 def test_out_refuses_to_drop_a_gradient(case: FormatCase) -> None:
-    """As torch's own ``out=``; every way out that the message names works, and a refused call writes nothing."""
+    """As torch's own ``out=``; every way out that the message names works, and a refused call
+    writes nothing.
+    """
     x = torch.randn(33, 50, requires_grad=True)
     q, want = case.quantize(torch.zeros(33, 50)), case.quantize(x.detach())
     before = case.quantize(torch.zeros(33, 50))
     message = (
-        f"quantize[{case.name}]: out= does not support automatic differentiation; got an input that "
+        f"quantize[{case.name}]: out= does not support automatic differentiation; got an input "
+        "that "
         "requires grad. Pass x.detach(), call under torch.no_grad(), or leave out= away."
     )
     for source in (x, x * 1):
@@ -185,7 +190,9 @@ def test_out_refuses_to_drop_a_gradient(case: FormatCase) -> None:
 
 @formats
 def test_what_writes_inside_keeps_working(case: FormatCase) -> None:
-    """``copy_`` from a leaf that requires grad, and an optimizer's step on a quantized parameter."""
+    """``copy_`` from a leaf that requires grad, and an optimizer's step on a quantized
+    parameter.
+    """
     x = torch.randn(33, 50, requires_grad=True)
     q = case.quantize(torch.zeros(33, 50))
     with torch.no_grad():
@@ -199,8 +206,8 @@ def test_what_writes_inside_keeps_working(case: FormatCase) -> None:
 
 # ---- maxima over a process group ---------------------------------------------------------------
 
-# (format, options, dim along which the ranks hold parts): parts are whole blocks, so that only tensor-wide factors could
-# differ from those of the whole.
+# (format, options, dim along which the ranks hold parts): parts are whole blocks, so that only
+# tensor-wide factors could differ from those of the whole.
 GROUPS: dict[str, tuple[str, dict[str, Any], int]] = {
     "fp8": ("fp8", {"columnwise": True}, 0),
     "fp8_pow2": ("fp8", {"dtype": "e5m2", "force_pow_2_scales": True}, 1),
@@ -297,7 +304,9 @@ def group_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [*GROUPS, *EXTRAS, "every_result_is_waited_for"])
 def test_group_maxima_equal_quantizing_the_whole(group_failures: dict[str, str], name: str) -> None:
-    """Two gloo processes, each with half of the tensor. A NaN on either rank decides as it does in the whole."""
+    """Two gloo processes, each with half of the tensor. A NaN on either rank decides as it does in
+    the whole.
+    """
     assert group_failures.get(name) is None
 
 

@@ -1,4 +1,6 @@
-"""``norm``, ``norm_backward`` and ``bias_grad``: bytes against the oracle, values against float64, refusals."""
+"""``norm``, ``norm_backward`` and ``bias_grad``: bytes against the oracle, values against float64,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +98,10 @@ def test_bias_grad_against_the_oracle(dtype):
 def bounds(x, weight, dy, rstd, mean):
     """(M, K) float64: what float32 can move y and dx by.
 
-    A row sum of K terms adds c = ceil(K / 128) + 7 roundings to each, relative to the sum of their magnitudes (Higham,
-    Accuracy and Stability of Numerical Algorithms, section 4.2); mean and rstd and the few operations around them add
-    less than 8. Normalized values n are then off by e = c u (mean|x| rstd + 2 |n|), and so on through the formulas.
+    A row sum of K terms adds c = ceil(K / 128) + 7 roundings to each, relative to the sum of their
+    magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2); mean and rstd
+    and the few operations around them add less than 8. Normalized values n are then off by e = c u
+    (mean|x| rstd + 2 |n|), and so on through the formulas.
     """
     c = (-(-x.shape[1] // 128) + 15) * U
     gamma = torch.ones(x.shape[1], dtype=torch.float64) if weight is None else weight.abs()

@@ -97,7 +97,9 @@ def test_microbatches_and_quantized_outputs_are_followed():
 
 
 def test_what_changes_is_seen():
-    """Recipe, gradients wanted, and the weight's kind: each makes another program, with the bytes of eager code."""
+    """Recipe, gradients wanted, and the weight's kind: each makes another program, with the bytes
+    of eager code.
+    """
     eager, traced = twins("linear", recipe=recipes.Float8CurrentScaling())
     call = torch.compile(traced, backend="aot_eager", fullgraph=True)
     x = torch.randn(32, WIDTH)
@@ -160,7 +162,9 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 @pytest.mark.nightly(reason="three processes that compile")
 @pytest.mark.slow
 def test_programs_are_cached_by_what_they_compute(tmp_path):
-    """Across processes: equal plans are found again, and functions of one name and number that differ are not mixed up."""
+    """Across processes: equal plans are found again, and functions of one name and number that
+    differ are not mixed up.
+    """
     hits = []
     for text in ("mxfp8", "mxfp4", "mxfp8"):
         environment = {

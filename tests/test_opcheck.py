@@ -1,4 +1,6 @@
-"""``torch.library.opcheck`` on every op of the namespace, found by asking the dispatcher for their names."""
+"""``torch.library.opcheck`` on every op of the namespace, found by asking the dispatcher for their
+names.
+"""
 
 from __future__ import annotations
 
@@ -428,7 +430,9 @@ def test_opcheck(name: str, case: FormatCase):
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_ops_are_sound(name: str):
-    """Plain schemas (AOTInductor and export take nothing else), a fake, and no write that the schema hides."""
+    """Plain schemas (AOTInductor and export take nothing else), a fake, and no write that the
+    schema hides.
+    """
     op = overload(name)
     text = str(op._schema)
     for foreign in ("__torch__", "Any", "PyObject", "Generator"):

@@ -1,4 +1,6 @@
-"""Each basic operation: torch in high precision, the quantized oracle, and the arithmetic of its own ops."""
+"""Each basic operation: torch in high precision, the quantized oracle, and the arithmetic of its
+own ops.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ TORCH = {
 
 
 def close_to_torch(op, function, x, *extra, parameters=()):
-    """Outputs and gradients near those of a function of the input, the extra inputs and the parameters in float64."""
+    """Outputs and gradients near those of a function of the input, the extra inputs and the
+    parameters in float64.
+    """
     doubles = [t.detach().double().requires_grad_() for t in (x, *extra, *parameters)]
     expected = function(*doubles)
     weights = torch.linspace(-1, 1, expected.shape[-1], dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Errors name the operation and its place, whichever layer found them; results of operations have the agreed form."""
+"""Errors name the operation and its place, whichever layer found them; results of operations have
+the agreed form.
+"""
 
 import pytest
 import torch

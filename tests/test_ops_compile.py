@@ -1,4 +1,6 @@
-"""Operations under torch.compile and compiled autograd: one graph, no breaks, and the bytes of eager code."""
+"""Operations under torch.compile and compiled autograd: one graph, no breaks, and the bytes of
+eager code.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def run_enabled(call, sequence, x, recipe, extra, counter, seed):
 
 
 _OWN = ("Dropout", "ExtraInput", "GroupedLinear", "L2Normalization", "Quantize", "SwiGLU")
-"""Operations whose backward has something of its own: randomness, channels, splits, norms, gates."""
+"""Operations whose backward has something of its own: randomness, channels, splits, norms,
+gates.
+"""
 _FUSED = ("mlp_with_biases", "add_rmsnorm")
 _WIDE = pytest.mark.nightly(reason="test_one_graph_for_all_batch_sizes runs its backward")
 
@@ -191,7 +195,7 @@ def test_the_region_inside_of_the_compiled_function():
     assert counter.frame_count == 1
 
 
-# ---- operations of users --------------------------------------------------------------------------------
+# ---- operations of users -------------------------------------------------------------------------
 
 
 class Split(ops.BasicOperation):

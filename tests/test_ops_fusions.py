@@ -1,4 +1,6 @@
-"""The table of fusions: each fires exactly on its pattern and gives the bytes of the operations by themselves."""
+"""The table of fusions: each fires exactly on its pattern and gives the bytes of the operations by
+themselves.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def sharded_block(sequence_parallel: bool, recipe: str, way: str) -> list[Tensor
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])
 def test_a_sequence_parallel_block(ranks: Ranks, recipe: str, way: str) -> None:
-    """Blocks of 32 do not cross ranks, so that quantization is that of the whole; sums differ in their order."""
+    """Blocks of 32 do not cross ranks, so that quantization is that of the whole; sums differ in
+    their order.
+    """
     found = ranks.run(sharded_block, True, recipe, way)
     whole = run(lambda: block(True, False), data(ROWS), recipe, "eager")
     y, dx = (torch.cat([f[i] for f in found]) for i in range(2))

@@ -1,4 +1,6 @@
-"""Sequences as containers: modules that are replaced, copies, sequences inside of sequences, ``torch.autocast``."""
+"""Sequences as containers: modules that are replaced, copies, sequences inside of sequences,
+``torch.autocast``.
+"""
 
 import copy
 import pickle

@@ -267,8 +267,8 @@ CUTLASS_KEYS = [key for key in golden("cutlass_sf_layouts") if not key.endswith(
 
 @pytest.mark.parametrize("key", CUTLASS_KEYS)
 def test_cutlass_scale_layouts(key: str) -> None:
-    """Offsets of the scale of (row, k block) in a CUTLASS operand: the swizzle of docs/numerics.md, or
-    (blockwise) a plain matrix in M- or K-major order.
+    """Offsets of the scale of (row, k block) in a CUTLASS operand: the swizzle of docs/numerics.md,
+    or (blockwise) a plain matrix in M- or K-major order.
     """
     kind, _, block, operand = key.split("/")
     offsets = golden("cutlass_sf_layouts")[key]

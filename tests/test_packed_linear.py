@@ -1,4 +1,6 @@
-"""The packed ops of a linear layer: the bytes of those that keep buffers one by one, and what compiled layers keep."""
+"""The packed ops of a linear layer: the bytes of those that keep buffers one by one, and what
+compiled layers keep.
+"""
 
 from __future__ import annotations
 

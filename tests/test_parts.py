@@ -126,7 +126,9 @@ def test_gemm_has_gradients(case: FormatCase, layout: str, left: tuple, right: t
 
 
 def test_devices_must_agree() -> None:
-    """A tensor on another device would make the op run as its fake and return bytes that nobody wrote."""
+    """A tensor on another device would make the op run as its fake and return bytes that nobody
+    wrote.
+    """
     x = torch.randn(4, 32)
     with pytest.raises(qtensor.QTensorError, match="scale must be on the device"):
         qtensor.quantize(x, "fp8_delayed", scale=torch.ones(1, device="meta"))
@@ -140,7 +142,9 @@ def test_devices_must_agree() -> None:
 
 @pytest.mark.parametrize("case", FORMATS, ids=lambda c: c.name)
 def test_defaults_of_the_caller_do_not_matter(case: FormatCase) -> None:
-    """Tables made at the first call are float32 on the right device, whatever the default dtype or mode is then."""
+    """Tables made at the first call are float32 on the right device, whatever the default dtype or
+    mode is then.
+    """
     from qtensor.reference import constants, elements, hadamard  # noqa: PLC0415
 
     x, call = torch.randn(32, 64), case.call()

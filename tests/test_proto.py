@@ -86,7 +86,9 @@ def every_quantizer() -> list[qtensor.Quantizer]:
 
 EVERY = every_quantizer()
 TRANSPOSED = sorted({q.transposed() for q in EVERY} - set(EVERY), key=lambda q: q.canonical)
-"""What transposes carry: options that only a transpose sets (the side of a rotation, which data to decode)."""
+"""What transposes carry: options that only a transpose sets (the side of a rotation, which data to
+decode).
+"""
 
 
 @st.composite
@@ -235,7 +237,9 @@ def test_to_tensor_proto(case: FormatCase):
 
 @formats
 def test_create_tensor_traces_with_a_symbolic_batch(case: FormatCase):
-    """Each option, in one piece, one graph for four batches (T39). Padding is zero; the rest is not initialised."""
+    """Each option, in one piece, one graph for four batches (T39). Padding is zero; the rest is not
+    initialised.
+    """
     chosen = [case.quantizer(columnwise=True, **options) for options in case.each_option()]
 
     def region(x):

@@ -1,4 +1,6 @@
-"""The library against the independent numpy oracle: every option, usage, dtype, kind of input and shape, byte for byte."""
+"""The library against the independent numpy oracle: every option, usage, dtype, kind of input and
+shape, byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def option_id(value: Any) -> str:
 
 @pytest.mark.parametrize(("case", "options"), GRID, ids=option_id)
 def test_every_option(case: FormatCase, options: dict[str, Any]) -> None:
-    """Usages and dtypes take turns over the grid; NaN and inf where they do not decide the whole tensor's factor."""
+    """Usages and dtypes take turns over the grid; NaN and inf where they do not decide the whole
+    tensor's factor.
+    """
     turn = GRID.index((case, options))
     dtype = DTYPES[turn % 3]
     rowwise, columnwise = USAGES[2 - turn // 3 % 3]
@@ -134,7 +138,9 @@ def test_scale_from_amax(amax: float, element: str) -> None:
 
 
 def test_small_amax_float16() -> None:
-    """The amax whose factor would overflow float16 (torchao's test_small_amax_float16) has a finite factor and is exact."""
+    """The amax whose factor would overflow float16 (torchao's test_small_amax_float16) has a finite
+    factor and is exact.
+    """
     x = torch.full((1, 32), 448 / 65504, dtype=torch.float16)
     for case in FORMATS:
         assert assert_like_oracle(x, case).dequantize().isfinite().all(), case.name
@@ -143,11 +149,14 @@ def test_small_amax_float16() -> None:
 @pytest.mark.parametrize("mode", ["rceil", "floor", "ceil", "even"])
 @pytest.mark.parametrize("k", [-127, -60, -1, 0, 1, 77, 119])
 def test_e8m0_of_known_amax(k: int, mode: str) -> None:
-    """An amax of 448 * 2^k gives code k + 127 (rceil); the OCP text takes the exponent of 448, 8, off its own."""
+    """An amax of 448 * 2^k gives code k + 127 (rceil); the OCP text takes the exponent of 448, 8,
+    off its own.
+    """
     x = torch.zeros(1, 32, dtype=torch.float64)
     x[0, 31] = -448.0 * 2.0**k
     q = qtensor.quantize(x.float(), "mxfp8", scale_mode=mode)
-    # 448 = 1.75 * 2^8, so "ceil" and "even" (which rounds to three bits) differ from the floor only in "ceil".
+    # 448 = 1.75 * 2^8, so "ceil" and "even" (which rounds to three bits) differ from the floor only
+    # in "ceil".
     want = k + 127 + (mode == "ceil")
     assert q._rowwise_scale_inv[0, 0].item() == want
     assert q._rowwise_data[0, 31].item() == (0xFE if mode != "ceil" else 0xF6)
@@ -165,7 +174,9 @@ def test_e8m0_of_known_amax(k: int, mode: str) -> None:
     ],
 )
 def test_e8m0_beside_every_threshold(name: str, element: str, mode: str) -> None:
-    """Block maxima at 32 significands a binade, among them all where a mode turns, and one ulp beside."""
+    """Block maxima at 32 significands a binade, among them all where a mode turns, and one ulp
+    beside.
+    """
     powers = [-149, -140, -133, -128, -127, -126, -125, -119, -60, -1, 0, 1, 63, 119, 126, 127]
     amax = [(1 + i / 32) * 2.0**k for k in powers for i in range(32)]
     exact = torch.tensor(amax)
@@ -219,7 +230,9 @@ def test_one_bad_value_poisons_one_block(name: str, bad: float) -> None:
 def test_transposed_quantizer_on_the_transposed_input(
     case: FormatCase, options: dict[str, Any]
 ) -> None:
-    """Gives the transposed values, from the same blocks; the random bytes belong to a direction, so they do not move."""
+    """Gives the transposed values, from the same blocks; the random bytes belong to a direction, so
+    they do not move.
+    """
     if options.get("stochastic_rounding"):
         options = {**options, "stochastic_rounding": False}
     x = mixed((66, 69), torch.float32, finite=case.name in ("fp8", "nvfp4"))
@@ -233,7 +246,9 @@ def test_transposed_quantizer_on_the_transposed_input(
 @dtypes
 @pytest.mark.parametrize("signs", [True, False])
 def test_rotation_of_the_rowwise_side(signs: bool, dtype: torch.dtype) -> None:
-    """``rht_side`` names the side; rowwise data of x are then the rotated columnwise data of its transpose."""
+    """``rht_side`` names the side; rowwise data of x are then the rotated columnwise data of its
+    transpose.
+    """
     x = mixed((66, 69), dtype)
     options = {"with_rht": True, "with_random_sign_mask": signs}
     want = expected(x, BY_NAME["nvfp4"], rowwise=False, columnwise=True, **options)

@@ -1,4 +1,6 @@
-"""Shapes, values and options drawn by hypothesis; the library must agree with the numpy oracle in every byte."""
+"""Shapes, values and options drawn by hypothesis; the library must agree with the numpy oracle in
+every byte.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ FLOATS = st.one_of(
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A few drawn values tiled over a drawn shape, times a drawn power of two a row, times noise if drawn."""
+    """A few drawn values tiled over a drawn shape, times a drawn power of two a row, times noise if
+    drawn.
+    """
     shape = tuple(draw(SHAPES))
     dtype = draw(st.sampled_from(DTYPES))
     values = draw(st.lists(FLOATS, min_size=1, max_size=40))
@@ -106,7 +110,9 @@ def test_any_tensor_any_options(case: FormatCase) -> None:
 
 @formats
 def test_representable_values_are_kept(case: FormatCase) -> None:
-    """Each block holds the element's largest value times a power of two, half of it, and zeros: nothing is lost."""
+    """Each block holds the element's largest value times a power of two, half of it, and zeros:
+    nothing is lost.
+    """
     largest = case.quantizer().element.max
 
     @settings(exact, max_examples=20)

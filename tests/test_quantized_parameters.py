@@ -1,4 +1,6 @@
-"""Weights stored quantized, quantized outputs and inputs, state dicts, meta construction, and bad input."""
+"""Weights stored quantized, quantized outputs and inputs, state dicts, meta construction, and bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ stored = pytest.mark.parametrize("recipe", STORED)
 
 @stored
 def test_a_quantized_weight_computes_as_the_plain_one(recipe):
-    """The stored bytes are those that the plain weight is quantized to (delayed: by its own maximum)."""
+    """The stored bytes are those that the plain weight is quantized to (delayed: by its own
+    maximum).
+    """
     chosen = RECIPES[recipe]()
     plain = build("linear")
     module = build("linear", quantized_params=True, recipe=chosen)
@@ -145,7 +149,7 @@ def test_meta_then_reset_parameters(module, quantized):
     assert torch.equal(made(x), expected(x))
 
 
-# ---- quantized outputs and inputs -----------------------------------------------------------------------------
+# ---- quantized outputs and inputs ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -202,7 +206,7 @@ def test_an_input_that_is_quantized_already_is_read_as_it_is(recipe):
     assert type(q.grad) is torch.Tensor
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,10 @@ def test_inputs_that_do_not_fit_name_the_layer_and_the_role():
 )
 def test_unaligned_features(recipe, sizes, role, multiple):
     module = qtensor.Linear(*sizes, name="head")
-    message = rf"Linear\[head\] {role}\[.*\]: in_features and out_features must be multiples of {multiple}"
+    message = (
+        rf"Linear\[head\] {role}\[.*\]: in_features and out_features must be multiples of "
+        rf"{multiple}"
+    )
     with region(RECIPES[recipe]()), pytest.raises(QTensorError, match=message):
         module(torch.randn(4, sizes[0]))
     module(torch.randn(4, sizes[0]))

@@ -1,4 +1,6 @@
-"""Quantizers are values: equality, hash, copies, canonical strings, no live state, a user's own subclass."""
+"""Quantizers are values: equality, hash, copies, canonical strings, no live state, a user's own
+subclass.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_equal_options_equal_values(case: FormatCase) -> None:
 
 @formats
 def test_each_option_makes_a_difference(case: FormatCase) -> None:
-    """To equality, to the hash, to the canonical string: one option at a time, from a value where it may vary."""
+    """To equality, to the hash, to the canonical string: one option at a time, from a value where
+    it may vary.
+    """
     base = {"columnwise": True}
     changed = {"rowwise": False, "columnwise": False, "columnwise_value": True}
     for name, values in case.options.items():
@@ -147,19 +151,27 @@ def test_parsed_quantizer_makes_the_same_tensor(case: FormatCase) -> None:
 
 MALFORMED = {
     "mxfp8(": "text must read 'format' or 'format(option=value,...)'; got 'mxfp8('",
-    "mxfp8(columnwise=True": "text must read 'format' or 'format(option=value,...)'; got 'mxfp8(columnwise=True'",
-    "mxfp8(columnwise)": "text must read 'format' or 'format(option=value,...)'; got 'mxfp8(columnwise)'",
+    "mxfp8(columnwise=True": (
+        "text must read 'format' or 'format(option=value,...)'; got 'mxfp8(columnwise=True'"
+    ),
+    "mxfp8(columnwise)": (
+        "text must read 'format' or 'format(option=value,...)'; got 'mxfp8(columnwise)'"
+    ),
     "mxfp8(,)": "text must read 'format' or 'format(option=value,...)'; got 'mxfp8(,)'",
     "mxfp8(rowwise=True,rowwise=False)": "text must read 'format' or 'format(option=value,...)'",
     "": "the format must be a registered one; got ''. Choose one of: fp8, fp8_delayed",
     "mxfp9": "the format must be a registered one; got 'mxfp9'. Choose one of: fp8, fp8_delayed",
     "mxfp8 ": "the format must be a registered one; got 'mxfp8 '",
-    "mxfp8(swizzle=True)": "options must be the format's; got swizzle. Choose among: rowwise, columnwise",
+    "mxfp8(swizzle=True)": (
+        "options must be the format's; got swizzle. Choose among: rowwise, columnwise"
+    ),
     "mxfp8(rowwise=yes)": "quantizer[mxfp8]: rowwise must be a bool; got 'yes'",
     "mxfp8(rowwise=1)": "quantizer[mxfp8]: rowwise must be a bool; got '1'",
     "mxfp8(rowwise=True))": "quantizer[mxfp8]: rowwise must be a bool; got 'True)'",
     "mxfp8(dtype=e2m1)": "quantizer[mxfp8]: dtype must be one of 'e4m3', 'e5m2'; got 'e2m1'",
-    "mxfp8(scale_mode=1)": "quantizer[mxfp8]: scale_mode must be one of 'rceil', 'floor', 'ceil', 'even'; got '1'",
+    "mxfp8(scale_mode=1)": (
+        "quantizer[mxfp8]: scale_mode must be one of 'rceil', 'floor', 'ceil', 'even'; got '1'"
+    ),
     "mxfp8(rowwise=False)": "at least one usage is needed",
     "nvfp4(e4m3_max=240)": "e4m3_max must be one of 448.0, 256.0; got 240.0",
     "fp8(amax_epsilon=nan)": "amax_epsilon must be finite and not negative; got nan",
@@ -357,7 +369,9 @@ def test_text_options_round_trip(tag: str) -> None:
 
 
 def test_a_default_that_depends_on_another_option() -> None:
-    """``qtensor.quantizer`` hands on what was given, ``dataclasses.replace`` every number as it is."""
+    """``qtensor.quantizer`` hands on what was given, ``dataclasses.replace`` every number as it
+    is.
+    """
     plain = qtensor.NVFP4Quantizer()
     assert plain.e4m3_max == 448.0
     chosen = qtensor.quantizer(plain, use_4over6=True)

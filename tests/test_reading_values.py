@@ -1,4 +1,6 @@
-"""Elements, masks, lists and arrays of quantized tensors are plain values; rows stay quantized where that is exact."""
+"""Elements, masks, lists and arrays of quantized tensors are plain values; rows stay quantized
+where that is exact.
+"""
 
 from __future__ import annotations
 

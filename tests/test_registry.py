@@ -1,4 +1,6 @@
-"""The registry: every format has a row, names are unique, and a new format is two classes and a quantizer."""
+"""The registry: every format has a row, names are unique, and a new format is two classes and a
+quantizer.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_unknown_names_list_the_known() -> None:
 
 
 def define_toy() -> types.SimpleNamespace:
-    """A format of one's own: a spec, two class statements, a quantizer. Eight-bit integers and one factor."""
+    """A format of one's own: a spec, two class statements, a quantizer. Eight-bit integers and one
+    factor.
+    """
     spec = FormatSpec(
         name="toy",
         elements=(E4M3,),

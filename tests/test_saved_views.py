@@ -1,6 +1,8 @@
-"""Tensors at an offset within their storage: every op reads the tensor that it is given, whichever memory holds it.
+"""Tensors at an offset within their storage: every op reads the tensor that it is given, whichever
+memory holds it.
 
-Activation pools (offloading, ``saved_tensors_hooks``) hand the buffers of a layer back as views of one large tensor.
+Activation pools (offloading, ``saved_tensors_hooks``) hand the buffers of a layer back as views of
+one large tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ OFFSETS = (4096, 16, 8, 4, 1)
 
 
 def view_at(t: Tensor, offset: int) -> Tensor:
-    """Return a copy of the byte tensor ``t`` (n,) that lies ``offset`` bytes behind the start of its storage."""
+    """Return a copy of the byte tensor ``t`` (n,) that lies ``offset`` bytes behind the start of
+    its storage.
+    """
     memory = torch.full((offset + t.numel() + 64,), 255, dtype=torch.uint8)
     memory[offset : offset + t.numel()].copy_(t)
     return memory[offset : offset + t.numel()]
@@ -60,7 +64,9 @@ def test_forward_reads_views_of_its_tensors(case: FormatCase):
 
 @every_format
 def test_quantize_and_dequantize_read_views(case: FormatCase):
-    """``quantize``, ``dequantize`` and ``gemm`` where every tensor, scales and seeds too, lies at an offset."""
+    """``quantize``, ``dequantize`` and ``gemm`` where every tensor, scales and seeds too, lies at
+    an offset.
+    """
     q = case.quantizer(columnwise=True)
     x = torch.randn(32, 64)
     call = {"scale": torch.tensor([0.5])} if q.needs_scale else {}

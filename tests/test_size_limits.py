@@ -22,17 +22,25 @@ REASONS: dict[str, str] = {
     "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
     "qtensor/library/backends.py::multiply_": _FLAT,
     "qtensor/library/backends.py::accumulate_": _FLAT,
-    "qtensor/storage/compute.py::gemm": "the public product: two operands and what to do with them, by name",
+    "qtensor/storage/compute.py::gemm": (
+        "the public product: two operands and what to do with them, by name"
+    ),
     "qtensor/library/linear.py::forward_by_ops": _FLAT,
     "qtensor/library/small.py::multiply_": _FLAT,
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
-    "qtensor/functional/norm.py::NormFunction.forward": "autograd hands over tensors and options flat",
-    "qtensor/functional/weight.py::quantize_weight": "the contract of the workspace cache, named as in Transformer Engine",
+    "qtensor/functional/norm.py::NormFunction.forward": (
+        "autograd hands over tensors and options flat"
+    ),
+    "qtensor/functional/weight.py::quantize_weight": (
+        "the contract of the workspace cache, named as in Transformer Engine"
+    ),
     "qtensor/modules/layernorm_linear.py::LayerNormLinear.__init__": _OPTIONS,
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::Linear.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
-    "qtensor/storage/serialize.py::rebuild": "what a pickle names, flat, so that old files load by position",
+    "qtensor/storage/serialize.py::rebuild": (
+        "what a pickle names, flat, so that old files load by position"
+    ),
 }
 """``folder/file.py::Class.function`` -> why it is over a limit."""
 
@@ -71,7 +79,9 @@ def lines(node):
 
 
 def is_kernel(node):
-    """Device functions: pointers, sizes, strides and compile-time constants are flat, there is nothing to bundle them."""
+    """Device functions: pointers, sizes, strides and compile-time constants are flat, there is
+    nothing to bundle them.
+    """
     return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
 
 

@@ -1,4 +1,6 @@
-"""NVFP4's stochastic rounding: the generator of its bytes, the two neighbours, the mean, reproducibility."""
+"""NVFP4's stochastic rounding: the generator of its bytes, the two neighbours, the mean,
+reproducibility.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_random_bytes_are_uniform() -> None:
 
 @pytest.mark.parametrize("noise", [0, 1, 127, 128, 255])
 def test_rule_of_one_value(noise: int) -> None:
-    """t = |x| + (r / 256) * step, floored to the grid of t, capped at 6, with the sign of x (docs/numerics.md)."""
+    """t = |x| + (r / 256) * step, floored to the grid of t, capped at 6, with the sign of x
+    (docs/numerics.md).
+    """
     x = torch.cat((
         torch.arange(0, 7, 1 / 64),
         GRID,
@@ -147,8 +151,9 @@ def test_probability_is_the_distance() -> None:
 def test_mean_of_draws_converges(columnwise: bool) -> None:
     """Fifty draws come closer than rounding to nearest.
 
-    Let u be the position between the neighbours a step apart, uniform: one draw has variance u(1 - u), 1/6 on average, so
-    the mean of 50 has RMSE sqrt(1 / 300) = 0.058 of a step; rounding to nearest has sqrt(1 / 12) = 0.289.
+    Let u be the position between the neighbours a step apart, uniform: one draw has variance u(1 -
+    u), 1/6 on average, so the mean of 50 has RMSE sqrt(1 / 300) = 0.058 of a step; rounding to
+    nearest has sqrt(1 / 12) = 0.289.
     """
     x = torch.randn(128, 128)
     usage = {"rowwise": not columnwise, "columnwise": columnwise}
@@ -207,7 +212,9 @@ def test_same_bytes_for_the_same_seed_tensor() -> None:
 
 
 def test_directions_draw_apart() -> None:
-    """Row- and column-wise data round on their own, by different bytes; 2D data are one draw, transposed."""
+    """Row- and column-wise data round on their own, by different bytes; 2D data are one draw,
+    transposed.
+    """
     x = torch.full((32, 32), 2.5)
     x[0, 0] = 6.0
     q = quantize(x, 1, columnwise=True)

@@ -1,4 +1,6 @@
-"""Swizzled scales: the bytes of the 128x4 tiles (docs/numerics.md), and values that do not depend on them."""
+"""Swizzled scales: the bytes of the 128x4 tiles (docs/numerics.md), and values that do not depend
+on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensor, sequence and data parallel training on two gloo processes, against oracles by hand and the unsharded module."""
+"""Tensor, sequence and data parallel training on two gloo processes, against oracles by hand and
+the unsharded module.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_a_failure_on_one_rank_is_reported(ranks: Ranks) -> None:
     assert ranks.run(dist.get_rank) == [0, 1]
 
 
-# ---- every layer ------------------------------------------------------------------------------------
+# ---- every layer ---------------------------------------------------------------------------------
 
 
 Member = Layer | tuple[bool, bool]
@@ -141,8 +143,8 @@ def zoo(ranks: Ranks) -> Callable[[str, str], list[list[Result]]]:
 def rule_of(name: str, backend: str) -> Any:
     """In compiled code gradients are rounded to nearest.
 
-    The partitioner may put the draw of a seed into the backward graph, so that layers draw in another order than in eager
-    mode, with or without a group.
+    The partitioner may put the draw of a seed into the backward graph, so that layers draw in
+    another order than in eager mode, with or without a group.
     """
     if name == "nvfp4" and backend != "eager":
         return qtensor.recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -152,7 +154,9 @@ def rule_of(name: str, backend: str) -> Any:
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_layer(zoo: Any, name: str, backend: str) -> None:
-    """Two ranks add two numbers, and a + b = b + a: the oracle has the bytes of sums over ranks too."""
+    """Two ranks add two numbers, and a + b = b + a: the oracle has the bytes of sums over ranks
+    too.
+    """
     rule = rule_of(name, backend)
     seeds = [iter(draws(rule, rank, 2 * len(EAGER))) for rank in range(SIZE)]
     results = zoo(name, backend)
@@ -174,7 +178,9 @@ def close(got: Tensor, want: Tensor, bound: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_equal_to_the_unsharded_module(zoo: Any, name: str) -> None:
-    """To the order of sums: |error| <= 2 n eps sum |a||b| for each of two sums of n products; codes may be larger by 1/8."""
+    """To the order of sums: |error| <= 2 n eps sum |a||b| for each of two sums of n products; codes
+    may be larger by 1/8.
+    """
     results = zoo(name, "eager")
     for i, layer in enumerate(LAYERS):
         t = whole(layer.bias)
@@ -200,7 +206,7 @@ def test_equal_to_the_unsharded_module(zoo: Any, name: str) -> None:
                 close(g, of(v, rank), of(bound, rank), f"{what}: a parameter's gradient")
 
 
-# ---- options of layers --------------------------------------------------------------------------------
+# ---- options of layers ---------------------------------------------------------------------------
 
 
 CURRENT = qtensor.recipes.Float8CurrentScaling
@@ -253,7 +259,7 @@ def test_options(ranks: Ranks, name: str, layer: Layer) -> None:
         same(got, want[rank], f"rank {rank}")
 
 
-# ---- delayed scaling ----------------------------------------------------------------------------------
+# ---- delayed scaling -----------------------------------------------------------------------------
 
 
 STEPS = 4
@@ -288,7 +294,9 @@ ROLES = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 
 
 def delayed_oracle(layer: Layer, reduce: bool) -> list[list[tuple[Result, Tensor]]]:
-    """By step and rank: factors from the maxima of the steps before, over both ranks or the rank's own."""
+    """By step and rank: factors from the maxima of the steps before, over both ranks or the rank's
+    own.
+    """
     fresh = qtensor.delayed_scaling_state(4, 1)
     states = [dict.fromkeys(ROLES, fresh) for _ in range(SIZE)]
     found = []
@@ -359,7 +367,7 @@ def test_an_evaluation_on_one_rank_waits_for_nobody(ranks: Ranks) -> None:
     assert_same_bytes(first, want[0].y)
 
 
-# ---- data parallel ------------------------------------------------------------------------------------
+# ---- data parallel -------------------------------------------------------------------------------
 
 
 def model_of(deep: bool) -> torch.nn.Module:
@@ -440,7 +448,9 @@ def test_data_parallel(ranks: Ranks, name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_data_parallel_on_the_joined_batch(ranks: Ranks, name: str) -> None:
-    """Gradients that do not depend on the weights: the bound holds over three steps, |error| <= 4 M eps |dy|^T |x| each."""
+    """Gradients that do not depend on the weights: the bound holds over three steps, |error| <= 4 M
+    eps |dy|^T |x| each.
+    """
     want = single_process(RECIPES[name], False, 1)
     x, t = (torch.stack(v).abs() for v in zip(*(batch(s) for s in range(3)), strict=True))
     weight = (
@@ -453,7 +463,9 @@ def test_data_parallel_on_the_joined_batch(ranks: Ranks, name: str) -> None:
 
 
 def test_data_parallel_in_high_precision_on_the_joined_batch(ranks: Ranks) -> None:
-    """Two layers: sums of at most 256 products over three steps, each error below 256 eps of the terms."""
+    """Two layers: sums of at most 256 products over three steps, each error below 256 eps of the
+    terms.
+    """
     want = single_process(None, True, 1)
     for got in ranks.run(data_parallel, None, True):
         for key, value in want.items():

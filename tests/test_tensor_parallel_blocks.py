@@ -1,4 +1,6 @@
-"""LayerNormLinear and LayerNormMLP split over two gloo processes: oracles by hand, the unsharded module, initial values."""
+"""LayerNormLinear and LayerNormMLP split over two gloo processes: oracles by hand, the unsharded
+module, initial values.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ COMPILED = {
 @backends
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_block(ranks: Ranks, name: str, backend: str) -> None:
-    """Norm on the rank's own rows, fc1 by columns, fc2 by rows; the bytes of the oracle, gradients of the norm too."""
+    """Norm on the rank's own rows, fc1 by columns, fc2 by rows; the bytes of the oracle, gradients
+    of the norm too.
+    """
     blocks = COMPILED[backend] if backend else BLOCKS
     results = ranks.run(run_zoo, RECIPES[name], backend, blocks, {})
     for i, block in enumerate(blocks):
@@ -139,11 +143,13 @@ def relative(got: Tensor, want: Tensor) -> float:
     [
         # Sums of 256 products in another order, each within 256 eps of its terms.
         ("high_precision", 256 * 2.0**-24),
-        # Whole blocks: the codes of the unsharded module, but where the other order of a sum before moves a value over the
-        # middle between two codes. Few values are that near; each moves by the format's step, an eighth.
+        # Whole blocks: the codes of the unsharded module, but where the other order of a sum before
+        # moves a value over the middle between two codes. Few values are that near; each moves by
+        # the format's step, an eighth.
         ("mxfp8", 2.0**-8),
-        # Factors of the rank's own part of weights and inner tensors: apart by quantization, half a step of an eighth (e4m3)
-        # or a fourth (e5m2) for each of the operands of four products in a row.
+        # Factors of the rank's own part of weights and inner tensors: apart by quantization, half a
+        # step of an eighth (e4m3) or a fourth (e5m2) for each of the operands of four products in a
+        # row.
         ("current", 2.0**-2),
         ("delayed", 2.0**-2),
     ],
@@ -177,7 +183,7 @@ def test_the_unsharded_module(ranks: Ranks, name: str, bound: float, backend: st
             assert relative(g, want.gradients[j]) <= bound, f"{block}: gradient of fc2"
 
 
-# ---- delayed scaling ----------------------------------------------------------------------------------
+# ---- delayed scaling -----------------------------------------------------------------------------
 
 
 STEPS = 3
@@ -205,7 +211,9 @@ def run_delayed(block: Block, reduce: bool, backend: str) -> list[tuple[Result, 
 @pytest.mark.parametrize("reduce", [True, False], ids=["group", "alone"])
 @pytest.mark.parametrize("block", [BLOCKS[2], BLOCKS[3], BLOCKS[5]], ids=str)
 def test_delayed_scaling(ranks: Ranks, block: Block, reduce: bool, backend: str) -> None:
-    """Factors of each layer from the maxima of the steps before: over both ranks, or the rank's own."""
+    """Factors of each layer from the maxima of the steps before: over both ranks, or the rank's
+    own.
+    """
     results = ranks.run(run_delayed, block, reduce, backend)
     layers = range(len(block.layers))
     fresh = qtensor.delayed_scaling_state(4, 1)
@@ -234,7 +242,9 @@ def test_delayed_scaling(ranks: Ranks, block: Block, reduce: bool, backend: str)
 
 
 def run_apart(block: Block) -> list[Tensor]:
-    """Factors of each layer after two steps of a recipe that does not reduce, in a region with a group."""
+    """Factors of each layer after two steps of a recipe that does not reduce, in a region with a
+    group.
+    """
     rank = dist.get_rank()
     module = build(block, tensors(block), rank, dist.group.WORLD)
     recipe = qtensor.recipes.DelayedScaling(amax_history_len=4, reduce_amax=False)
@@ -253,7 +263,7 @@ def test_a_recipe_that_does_not_reduce(ranks: Ranks) -> None:
             assert_same_bytes(a, b)
 
 
-# ---- initial values -----------------------------------------------------------------------------------
+# ---- initial values ------------------------------------------------------------------------------
 
 
 def initial(activation: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -303,7 +313,7 @@ def test_parameters_that_a_framework_has_to_sum_are_marked(ranks: Ranks) -> None
     assert ranks.run(marks) == [[True] * 3] * SIZE
 
 
-# ---- what is refused ----------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def refusals() -> list[str]:
@@ -339,16 +349,22 @@ def refusals() -> list[str]:
 
 
 MESSAGES = [
-    "LayerNormLinear[qkv]: the norm needs whole rows, so that only out_features can be split; got parallel_mode='row'.",
+    "LayerNormLinear[qkv]: the norm needs whole rows, so that only out_features can be split; got "
+    "parallel_mode='row'.",
     "LayerNormLinear[qkv]: out_features must be a multiple of the 2 ranks of tp_group; got 63.",
-    "LayerNormLinear[qkv]: parallel_mode needs the process group that the weight is split over; got tp_group=None.",
+    "LayerNormLinear[qkv]: parallel_mode needs the process group that the weight is split over; "
+    "got tp_group=None.",
     "LayerNormMLP[mlp]: ffn_hidden_size must be a multiple of the 2 ranks of tp_group; got 127.",
-    "LayerNormMLP[mlp]: set_parallel_mode needs the process group that the weight is split over; got tp_group=None.",
+    "LayerNormMLP[mlp]: set_parallel_mode needs the process group that the weight is split over; "
+    "got tp_group=None.",
     "LayerNormMLP[mlp]: sequence_parallel needs set_parallel_mode; got set_parallel_mode=False.",
-    "LayerNormMLP[mlp] input[mxfp8]: in_features and out_features, of each rank's part, must be multiples of 32; got 64 and 16.",
-    "LayerNormMLP[mlp] input: sequence_parallel splits dim 0, so there must be one beside the features; got (64,).",
+    "LayerNormMLP[mlp] input[mxfp8]: in_features and out_features, of each rank's part, must be "
+    "multiples of 32; got 64 and 16.",
+    "LayerNormMLP[mlp] input: sequence_parallel splits dim 0, so there must be one beside the "
+    "features; got (64,).",
     *(
-        "GroupedLinear[moe]: a grouped layer does not communicate: the rows of its groups come from sending tokens to experts"
+        "GroupedLinear[moe]: a grouped layer does not communicate: the rows of its groups come "
+        "from sending tokens to experts"
         for _ in range(3)
     ),
 ]

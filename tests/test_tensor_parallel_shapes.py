@@ -1,4 +1,6 @@
-"""Sharded layers on a process group that moves no data: shapes, traces, initial values, saved memory, wrong arguments."""
+"""Sharded layers on a process group that moves no data: shapes, traces, initial values, saved
+memory, wrong arguments.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def layer(mode: str | None, sequence: bool = False, **options: Any) -> qtensor.L
 
 
 def shapes(mode: str, sequence: bool, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(input, output) on a rank, for ``rows`` on this rank where the input is split and in all where it is not."""
+    """(input, output) on a rank, for ``rows`` on this rank where the input is split and in all
+    where it is not.
+    """
     if mode == "column":
         return (rows, 3, 256), (rows * SIZE if sequence else rows, 3, 512 // SIZE)
     return (rows, 3, 256 // SIZE), (rows // SIZE if sequence else rows, 3, 512)
@@ -78,7 +82,9 @@ COLLECTIVES = {
 @sequences
 @modes
 def test_a_symbolic_trace(world: Any, mode: str, sequence: bool) -> None:
-    """``make_fx`` sees one collective a direction at most, each waited for, and no size of the example."""
+    """``make_fx`` sees one collective a direction at most, each waited for, and no size of the
+    example.
+    """
     module = layer(mode, sequence)
     given, _ = shapes(mode, sequence, 16)
 
@@ -117,7 +123,7 @@ def test_one_graph_for_all_lengths(
     run.check_graphs(1)
 
 
-# ---- initial values -------------------------------------------------------------------------------
+# ---- initial values ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
@@ -164,14 +170,15 @@ def test_a_meta_layer_gets_the_same_values(world: Any, mode: str) -> None:
     assert_same_bytes(module.bias, want.bias)
 
 
-# ---- what is saved ----------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "bytes_of_input"),
     [
         ({"recipe": None}, 16 * 256 * 4),
-        # Columnwise codes of the gathered input, and a factor for 32 rows: (256, 2) padded to (256, 4).
+        # Columnwise codes of the gathered input, and a factor for 32 rows: (256, 2) padded to (256,
+        # 4).
         ({}, 64 * 256 + 256 * 4),
         ({"save_original_input": True}, 16 * 256 * 4),
     ],
@@ -194,7 +201,7 @@ def test_saved_bytes_of_a_gathered_input(
     assert sum(t.nbytes for t in saved if t is not module.weight) == bytes_of_input
 
 
-# ---- wrong arguments --------------------------------------------------------------------------------
+# ---- wrong arguments -----------------------------------------------------------------------------
 
 
 def refused(message: str) -> Any:
@@ -242,7 +249,8 @@ def test_repr(world: Any) -> None:
         (
             (256, 512),
             {"parallel_mode": "row", "tp_group": None},
-            "Linear[up]: parallel_mode needs the process group that the weight is split over; got tp_group=None.",
+            "Linear[up]: parallel_mode needs the process group that the weight is split over; got "
+            "tp_group=None.",
         ),
         (
             (256, 512),
@@ -275,17 +283,20 @@ def test_a_group_of_others(world: Any) -> None:
         (
             "row",
             (6, 2, 64),
-            "Linear[up] output: dim 0 must be a multiple of the 4 ranks of tp_group, which share it; got (6, 2).",
+            "Linear[up] output: dim 0 must be a multiple of the 4 ranks of tp_group, which share "
+            "it; got (6, 2).",
         ),
         (
             "row",
             (64,),
-            "Linear[up] input: sequence_parallel splits dim 0, so there must be one beside the features; got (64,).",
+            "Linear[up] input: sequence_parallel splits dim 0, so there must be one beside the "
+            "features; got (64,).",
         ),
         (
             "column",
             (256,),
-            "Linear[up] input: sequence_parallel splits dim 0, so there must be one beside the features; got (256,).",
+            "Linear[up] input: sequence_parallel splits dim 0, so there must be one beside the "
+            "features; got (256,).",
         ),
         ("column", (8, 64), "Linear[up] input: its last dim must be in_features, 256; got"),
     ],
@@ -299,7 +310,10 @@ def test_wrong_inputs(world: Any, mode: str, shape: tuple[int, ...], message: st
 def test_a_part_that_is_no_whole_block(world: Any) -> None:
     """64 features are two blocks; a fourth of them is half a block."""
     module = qtensor.Linear(64, 256, parallel_mode="row", tp_group=world, recipe=MXFP8, name="up")
-    message = "in_features and out_features, of each rank's part, must be multiples of 32; got 16 and 256."
+    message = (
+        "in_features and out_features, of each rank's part, must be multiples of 32; got 16 and "
+        "256."
+    )
     with refused(f"Linear[up] input[mxfp8]: {message}"):
         module(torch.randn(8, 16))
 

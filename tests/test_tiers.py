@@ -8,7 +8,9 @@ from conftest import CELLS
 
 
 def specs(*marks):
-    """Return what pytest knows of the cells of stacked ``parametrize`` marks: (names, rows) each."""
+    """Return what pytest knows of the cells of stacked ``parametrize`` marks: (names, rows)
+    each.
+    """
     cells = [({}, {})]
     for names, rows in marks:
         cells = [

@@ -1,4 +1,6 @@
-"""Every Triton kernel compiles for Hopper and Blackwell, on any machine, to instructions that round as written."""
+"""Every Triton kernel compiles for Hopper and Blackwell, on any machine, to instructions that round
+as written.
+"""
 
 import concurrent.futures
 import multiprocessing

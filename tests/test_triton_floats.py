@@ -1,4 +1,6 @@
-"""Triton kernels for norms, activations and bias gradients: the bytes of the reference, in the interpreter or on a GPU."""
+"""Triton kernels for norms, activations and bias gradients: the bytes of the reference, in the
+interpreter or on a GPU.
+"""
 
 import concurrent.futures
 import multiprocessing

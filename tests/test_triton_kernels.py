@@ -1,4 +1,6 @@
-"""The Triton kernels write the bytes of the reference: in the interpreter, or on a GPU where there is one."""
+"""The Triton kernels write the bytes of the reference: in the interpreter, or on a GPU where there
+is one.
+"""
 
 import pytest
 import triton_checks as checks

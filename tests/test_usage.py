@@ -1,4 +1,6 @@
-"""Usages: dropping, building, refusing; stale copies stay absent; saving for backward out of place."""
+"""Usages: dropping, building, refusing; stale copies stay absent; saving for backward out of
+place.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_dropping_a_usage(case: FormatCase, options: dict) -> None:
 def test_building_a_usage_from_the_other(
     case: FormatCase, options: dict, shape: tuple[int, ...]
 ) -> None:
-    """Where the bytes of one direction are those of the other, building it equals quantizing with it."""
+    """Where the bytes of one direction are those of the other, building it equals quantizing with
+    it.
+    """
     both = case.quantize(rand(*shape), columnwise=True, **options)
     for have, want in (("rowwise", "columnwise"), ("columnwise", "rowwise")):
         for t in forms(case.quantize(rand(*shape), **{have: True, want: False}, **options)):
@@ -146,7 +150,9 @@ def round_trips(t: Any) -> list[Any]:
 
 @formats
 def test_a_dropped_transpose_stays_dropped(case: FormatCase) -> None:
-    """T22: no way of copying revives the column-wise copy, even when the row-wise data change after the drop."""
+    """T22: no way of copying revives the column-wise copy, even when the row-wise data change after
+    the drop.
+    """
     for t in forms(case.quantize(rand(64, 128), columnwise=True)):
         t.update_usage(columnwise=False)
         t.quantize_(
@@ -227,7 +233,9 @@ def test_two_storages_restore_from_one_list_in_order(case: FormatCase) -> None:
 def test_shape_facts_agree(
     case: FormatCase, shape: tuple[int, ...], usage: tuple[bool, bool]
 ) -> None:
-    """T23: wrapper, bare storage and column-only tensors say the same of shape, size, numel, stride."""
+    """T23: wrapper, bare storage and column-only tensors say the same of shape, size, numel,
+    stride.
+    """
     x = rand(*shape)
     tensor, bare = forms(case.quantize(x, rowwise=usage[0], columnwise=usage[1]))
     for t in (tensor, bare):

@@ -1,4 +1,6 @@
-"""Every view of tiny and empty tensors, in every layout: torch's own result bit for bit, or an error that names a rule."""
+"""Every view of tiny and empty tensors, in every layout: torch's own result bit for bit, or an
+error that names a rule.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SHAPES: list[tuple[int, ...]] = [
 
 
 def views(shape: tuple[int, ...]) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Name and call of each view that may be asked of a tensor of ``shape``; torch refuses some of them."""
+    """Name and call of each view that may be asked of a tensor of ``shape``; torch refuses some of
+    them.
+    """
     rank, count = len(shape), math.prod(shape)
     yield "squeeze", lambda t: t.squeeze()
     yield "t", lambda t: t.t()
@@ -130,7 +134,9 @@ def test_a_packed_scalar() -> None:
 
 
 def test_rows_without_an_element() -> None:
-    """The number of rows changes where nothing is stored but what each row has: factors and their padding."""
+    """The number of rows changes where nothing is stored but what each row has: factors and their
+    padding.
+    """
     q = qtensor.quantize(rand(4, 0), "nvfp4", row_scaled=True)
     assert q._amax_rowwise.shape == (4,)
     assert q.flatten()._amax_rowwise.shape == (1,)

@@ -1,4 +1,6 @@
-"""Slices, views, transposes, chunks: equal to the same op on ``dequantize()``, sharing memory, or a named error."""
+"""Slices, views, transposes, chunks: equal to the same op on ``dequantize()``, sharing memory, or a
+named error.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def make(
 
 
 def assert_view(q: Any, op: Op, *, same_quantizer: bool = True) -> Any:
-    """``op`` on ``q`` keeps class, dtype and absent buffers, equals ``op`` on the values, and leaves ``q`` alone."""
+    """``op`` on ``q`` keeps class, dtype and absent buffers, equals ``op`` on the values, and
+    leaves ``q`` alone.
+    """
     before = snapshot(q)
     result = op(q)
     want = op(q.dequantize())
@@ -140,7 +144,9 @@ def test_slice_with_a_step(case: FormatCase) -> None:
 def test_write_through_a_narrow_as_vllm_does(
     case: FormatCase, options: dict, rowwise: bool, columnwise: bool
 ) -> None:
-    """Shards of one checkpoint tensor are copied into a parameter, shard by shard; data and factors arrive."""
+    """Shards of one checkpoint tensor are copied into a parameter, shard by shard; data and factors
+    arrive.
+    """
     kwargs = {"rowwise": rowwise, "columnwise": columnwise, **options}
     loaded = make(case, seed=1, **kwargs)
     for dim, size in ((0, 128), (1, 256)):
@@ -210,7 +216,9 @@ def test_chunk_then_cat_is_the_identity(
 @layouts
 @usages
 def test_transpose(case: FormatCase, options: dict, rowwise: bool, columnwise: bool) -> None:
-    """A4: the directions change places, the values are those of t(), no byte moves, t().t() is the original."""
+    """A4: the directions change places, the values are those of t(), no byte moves, t().t() is the
+    original.
+    """
     q = make(case, rowwise=rowwise, columnwise=columnwise, **options)
     before = snapshot(q)
     spellings: list[Op] = [

@@ -1,4 +1,6 @@
-"""Experts (E, N, K) and other 3-D tensors: select, chunk, transpose, MoE surgery; exact or a named error."""
+"""Experts (E, N, K) and other 3-D tensors: select, chunk, transpose, MoE surgery; exact or a named
+error.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_chunk_of_experts(case: FormatCase, options: dict, rowwise: bool, column
 def test_middle_dim_of_experts_is_exact_or_named(
     case: FormatCase, options: dict, rowwise: bool, columnwise: bool
 ) -> None:
-    """Leading dims are flattened in the factors, so a middle dim can be sliced only where none runs along it."""
+    """Leading dims are flattened in the factors, so a middle dim can be sliced only where none runs
+    along it.
+    """
     q = make(case, (4, 128, 256), rowwise=rowwise, columnwise=columnwise, **options)
     before = snapshot(q)
     per_tensor = case.name in ("fp8", "fp8_delayed") or (
@@ -119,7 +123,9 @@ def test_transpose_of_experts(
 
 @formats
 def test_moe_surgery(case: FormatCase) -> None:
-    """A62: transpose, merge, split, transpose gives the same product; experts join along the last two dims."""
+    """A62: transpose, merge, split, transpose gives the same product; experts join along the last
+    two dims.
+    """
     q = make(case, (4, 128, 256))
     other = case.quantize(rand(4, 128, 256))
     x = rand(4, 3, 256, seed=2)

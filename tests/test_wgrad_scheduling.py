@@ -33,7 +33,9 @@ cells = pytest.mark.parametrize(
         ("nvfp4", "inductor"),
     ],
 )
-"""Inductor sees the same opaque ops for every recipe: one with state and one with random numbers stand for all."""
+"""Inductor sees the same opaque ops for every recipe: one with state and one with random numbers
+stand for all.
+"""
 
 
 def traced(module, backend):
@@ -84,7 +86,9 @@ def test_main_grad_can_be_overwritten_and_must_be_there():
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_main_grad_may_change_between_forward_and_backward(backend):
-    """In eager code by any means. A compiled forward saves main_grad itself, so there only through ``.data``."""
+    """In eager code by any means. A compiled forward saves main_grad itself, so there only through
+    ``.data``.
+    """
     module = build("linear", fuse_wgrad_accumulation=True)
     module.weight.main_grad = torch.zeros(96, WIDTH)
     call = traced(module, backend)
@@ -171,7 +175,7 @@ def saved_tensors(module, x, recipe):
     return saved
 
 
-# ---- what is saved --------------------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------
 
 SAVED = {
     "current": 40 * WIDTH + 4 + 96 * WIDTH + 4,
@@ -179,7 +183,9 @@ SAVED = {
     "mxfp8": 40 * WIDTH + 4 * 128 + 96 * WIDTH + 4 * 128,
     "nvfp4": 48 * WIDTH // 2 + 128 * 4 + 4 + 96 * WIDTH // 2 + 128 * 8 + 4 + 8,
 }
-"""Bytes of the columnwise input and weight: codes, padded factors, tensor-wide factors (and the gradient's seed)."""
+"""Bytes of the columnwise input and weight: codes, padded factors, tensor-wide factors (and the
+gradient's seed).
+"""
 
 
 @pytest.mark.parametrize("recipe", SAVED)

@@ -25,7 +25,10 @@ RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
 }
 
 WIDTH = 64
-REDRAWN = "torch 2.13: a compiled checkpointed region draws its random numbers again, for another seed than in eager code"
+REDRAWN = (
+    "torch 2.13: a compiled checkpointed region draws its random numbers again, for another seed "
+    "than in eager code"
+)
 
 
 def mixed(role: recipes.Role) -> str | None:

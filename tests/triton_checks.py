@@ -1,7 +1,7 @@
 """Triton kernels beside the reference, in a process of their own.
 
-``TRITON_INTERPRET`` has to be set before triton is imported, for all kernels of a process. A pytest worker imports
-triton for other tests, so the checks run in a child that is told first.
+``TRITON_INTERPRET`` has to be set before triton is imported, for all kernels of a process. A pytest
+worker imports triton for other tests, so the checks run in a child that is told first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def device() -> str:
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """All kinds of values in bands of rows; in float32 also those that leave no band alone, as one tensor each."""
+    """All kinds of values in bands of rows; in float32 also those that leave no band alone, as one
+    tensor each.
+    """
     bands = [mixed(shape, dtype, finite=False)]
     if dtype != torch.float32:
         return bands
@@ -126,11 +128,14 @@ def check_shapes(name: str, shapes: list[tuple[int, ...]], options: dict[str, An
 
 
 def check_factor_edges(name: str, options: dict[str, Any]) -> None:
-    """Block maxima at the edges of the rules for factors, one a row: powers of two times the largest element, ties of E4M3."""
+    """Block maxima at the edges of the rules for factors, one a row: powers of two times the
+    largest element, ties of E4M3.
+    """
     codec = qtensor.quantizer(name, **options)
     powers = codec.element.max * torch.exp2(torch.arange(-150, 119).double())
     e4m3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    # With 4.2 as the maximum of the tensor (whose factor over 6 and times 1/6 differ) these ask for a factor between two.
+    # With 4.2 as the maximum of the tensor (whose factor over 6 and times 1/6 differ) these ask for
+    # a factor between two.
     ties = (e4m3[1:] + e4m3[:-1]) / 2 * 4.2 / getattr(codec, "e4m3_max", 1)
     edges = (ties if name == "nvfp4" else powers).float()
     values = torch.cat([
@@ -221,7 +226,9 @@ def check_sabotaged() -> None:
 
 
 def check_table(name: str) -> None:
-    """The table's row for GPUs, given CPU tensors: public calls end in these kernels, with the reference's bytes."""
+    """The table's row for GPUs, given CPU tensors: public calls end in these kernels, with the
+    reference's bytes.
+    """
     case = BY_NAME[name]
     x = mixed((40, 70), torch.bfloat16)
     row = table.BACKENDS["cuda"]

@@ -98,7 +98,9 @@ def check_fused(name: str, options: dict[str, Any]) -> None:
 
 
 def check_left_to_the_pair() -> None:
-    """Columns of nvfp4, its rotation, and a tensor between that is kept: not served, and nothing is written."""
+    """Columns of nvfp4, its rotation, and a tensor between that is kept: not served, and nothing is
+    written.
+    """
     x = torch.randn(4, 32, device=device())
     kernels = table.FLOATS["cuda"]["activation_quantize"]
     for options in ({"columnwise": True}, {"with_rht": True, "rht_side": "rowwise"}):

@@ -1,4 +1,6 @@
-"""Narrow floating-point elements as tables of values, and the one cast into them (docs/numerics.md)."""
+"""Narrow floating-point elements as tables of values, and the one cast into them
+(docs/numerics.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from functools import cached_property
 import numpy as np
 
 FP8_NAN_CODE = 0x7F
-"""The code every NaN becomes in FP8, whatever the sign of the input NaN (a choice: docs/numerics.md, MX names 0x7F, the general rules only "stays NaN").
+"""The code every NaN becomes in FP8, whatever the sign of the input NaN (a choice:
+docs/numerics.md, MX names 0x7F, the general rules only "stays NaN").
 """
 
 

@@ -1,4 +1,6 @@
-"""Norms, activations and bias gradients in numpy, element by element where an order matters: what docs/numerics.md says."""
+"""Norms, activations and bias gradients in numpy, element by element where an order matters: what
+docs/numerics.md says.
+"""
 
 import numpy as np
 

@@ -13,8 +13,8 @@ Buffers = dict[str, np.ndarray]
 
 
 def scale_of_amax(amax: np.ndarray, options: Options, overflow: np.float32) -> np.ndarray:
-    """scale = fp8_max / amax with the general rules of docs/numerics.md; `overflow` replaces a quotient that
-    overflows float32.
+    """scale = fp8_max / amax with the general rules of docs/numerics.md; `overflow` replaces a
+    quotient that overflows float32.
     """
     amax = np.maximum(amax, np.float32(options.amax_epsilon))
     with np.errstate(all="ignore"):

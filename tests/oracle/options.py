@@ -41,7 +41,9 @@ class Options:
     random_bits: Mapping[str, np.ndarray] | None = None
 
     def for_format(self, fmt: str) -> Options:
-        """The same options with every `None` replaced by the default of `fmt` (docs/numerics.md)."""
+        """The same options with every `None` replaced by the default of `fmt`
+        (docs/numerics.md).
+        """
         pow2 = (
             fmt == "fp8_blockwise" if self.force_pow_2_scales is None else self.force_pow_2_scales
         )
