@@ -42,20 +42,20 @@ def quantizers(quick: bool) -> list[Any]:
 
     Quick: rowwise only.
     """
-    found = []
+    quantizers = []
     for name in qtensor.formats():
         options = [{}] if quick else [{}, COLUMNWISE, BOTH, *MORE.get(name, ())]
-        found += [qtensor.quantizer(name, **chosen) for chosen in options]
-    return found
+        quantizers += [qtensor.quantizer(name, **chosen) for chosen in options]
+    return quantizers
 
 
 def weight_quantizers(quick: bool) -> list[Any]:
     """Return each format for weights: rowwise, and with the square blocks that weights use."""
-    found = [qtensor.quantizer(name) for name in qtensor.formats()]
+    quantizers = [qtensor.quantizer(name) for name in qtensor.formats()]
     if not quick:
-        found.append(qtensor.quantizer("fp8_blockwise", block_scaling_dim=2))
-        found.append(qtensor.quantizer("nvfp4", with_2d_quantization=True))
-    return found
+        quantizers.append(qtensor.quantizer("fp8_blockwise", block_scaling_dim=2))
+        quantizers.append(qtensor.quantizer("nvfp4", with_2d_quantization=True))
+    return quantizers
 
 
 DELAYED_SCALE = 448 / 6

@@ -65,21 +65,21 @@ def plan(quick: bool) -> list[Spec]:
 
 def build(spec: Spec, settings: Settings) -> Cell:
     """Return the calls of a row: copy, eager, compiled, and both of each peer."""
-    quantizer, given = spec.quantizer, cases.call_arguments(spec.quantizer)
+    quantizer, arguments = spec.quantizer, cases.call_arguments(spec.quantizer)
     weight = cases.random_input(spec.shape, spec.dtype)
     x = cases.random_input((TOKENS, spec.shape[1]), spec.dtype)
 
     def ours(x: Tensor, weight: Any) -> Any:
-        return qtensor.quantize(F.linear(x, weight), quantizer, **given)
+        return qtensor.quantize(F.linear(x, weight), quantizer, **arguments)
 
-    q = qtensor.quantize(weight, quantizer, **given)
+    q = qtensor.quantize(weight, quantizer, **arguments)
     repeats = REPEATS[settings.quick]
     values = suite.labels(spec) | {"compile_s": cold_seconds(ours, (x, q), repeats)}
     for peer in settings.peers:
         job = peer.job(quantizer.canonical, compiled=True)
         if job is not None and job.linear is not None:
-            found = _peer_seconds(job, x, weight, repeats)
-            values[suite.key(peer.name, "compile_s")] = found
+            seconds = _peer_seconds(job, x, weight, repeats)
+            values[suite.key(peer.name, "compile_s")] = seconds
     compiled = suite.compile_static(ours)
     functions = {
         COPY: floor.copy_call(weight),
@@ -113,12 +113,12 @@ def _chain(job: Job) -> Callable[[Tensor, Any], Any]:
 
 def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
     """Return the ratios: compiled to eager, and both times to those of the peers."""
-    found = {"eager_ratio": timings["eager"].median_us / timings["compiled"].median_us}
+    ratios = {"eager_ratio": timings["eager"].median_us / timings["compiled"].median_us}
     for peer in settings.peers:
         seconds = cell.values.get(suite.key(peer.name, "compile_s"))
         if seconds is not None:
-            found[suite.key(peer.name, "compile_ratio")] = seconds / cell.values["compile_s"]
-    return found | suite.faster(timings, "compiled", settings)
+            ratios[suite.key(peer.name, "compile_ratio")] = seconds / cell.values["compile_s"]
+    return ratios | suite.faster(timings, "compiled", settings)
 
 
 def columns(settings: Settings) -> list[Column]:
@@ -146,8 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         plan(settings.quick), build, lambda c, t: ratios(c, t, settings), settings
     )
     text = TEXT.format(tokens=TOKENS, first=first)
-    made = suite.report("compile_time", (TITLE, text), columns(settings), results, settings)
-    return suite.finish(made, settings)
+    document = suite.report("compile_time", (TITLE, text), columns(settings), results, settings)
+    return suite.finish(document, settings)
 
 
 if __name__ == "__main__":

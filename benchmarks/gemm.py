@@ -86,7 +86,7 @@ def measure(functions: dict[str, Call]) -> tuple[dict[str, float], dict[str, str
             spent = milliseconds(graph, calls)
             if turn:
                 samples[name].append(spent)
-    return {name: statistics.median(found) for name, found in samples.items()}, errors
+    return {name: statistics.median(samples_ms) for name, samples_ms in samples.items()}, errors
 
 
 def operand(name: str, rows: int, columns: int, **options: Any) -> Any:
@@ -158,7 +158,7 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
         "qtensor.gemm": lambda: qtensor.gemm(a, b, "TN"),
         "torch._scaled_mm": theirs(a, b, (a._scale_inv, b._scale_inv)),
     }
-    found = {}
+    times = {}
     for name, call in functions.items():
         best = math.inf
         for _ in range(5):
@@ -167,9 +167,9 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
             for _ in range(calls // 5):
                 call()
             best = min(best, (perf_counter() - began) / (calls // 5) * 1e6)
-        found[name] = best
+        times[name] = best
     torch.cuda.synchronize()
-    return found
+    return times
 
 
 def tune(arch: str, seconds: float) -> list[dict[str, Any]]:

@@ -106,14 +106,14 @@ def count() -> list[float]:
         command += [f"--callgrind-out-file={out}", sys.executable, "-m", "benchmarks.instructions"]
         environment = {**os.environ, INSIDE: "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         subprocess.run(command, check=True, env=environment)
-        found = {}
+        counts = {}
         for path in Path(folder).glob("count.*"):
             text = path.read_text()
             job = re.search(r"^desc: Trigger: .*job (\d+)$", text, re.MULTILINE)
             total = re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE)
             if job and total:
-                found[int(job[1])] = int(total[1]) / CALLS / 1000
-    return [found[number] - found[0] for number in range(1, len(found))]
+                counts[int(job[1])] = int(total[1]) / CALLS / 1000
+    return [counts[number] - counts[0] for number in range(1, len(counts))]
 
 
 def rows(counts: Sequence[float]) -> Iterator[Row]:
@@ -138,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     text = TEXT.format(calls=CALLS, tokens=training.SIZE)
     here = machine.environment(1, {})
-    found = tuple(rows(count()))
-    result = Report("instructions", TITLE, text, here, COLUMNS, ("table",), found)
+    table_rows = tuple(rows(count()))
+    result = Report("instructions", TITLE, text, here, COLUMNS, ("table",), table_rows)
     report.write(result, options.output, quick=False)
     print(report.markdown(result))
     return 0

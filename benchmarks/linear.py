@@ -82,13 +82,13 @@ def _spec(quantizer: Any, size: tuple[int, int, int]) -> LinearSpec:
 
 def build(spec: LinearSpec, settings: Settings) -> Cell:
     """Return the calls of a row: copy, nn.Linear, weight-only, both quantized, and peers."""
-    quantizer, given = spec.quantizer, cases.call_arguments(spec.quantizer)
+    quantizer, arguments = spec.quantizer, cases.call_arguments(spec.quantizer)
     weight = cases.random_input(spec.shape, spec.dtype)
     x = cases.random_input((spec.tokens, spec.shape[1]), spec.dtype)
     layer = torch.nn.Linear(spec.shape[1], spec.shape[0], bias=False, dtype=spec.dtype)
-    q = qtensor.quantize(weight, quantizer, **given)
+    q = qtensor.quantize(weight, quantizer, **arguments)
     activations = _activation_quantizer(quantizer)
-    xq = qtensor.quantize(x, activations, **given)
+    xq = qtensor.quantize(x, activations, **arguments)
     functions = {
         COPY: floor.copy_call(weight),
         "bf16": _no_grad(layer, x),
@@ -159,17 +159,17 @@ def add_memory(results: suite.Results, settings: Settings) -> None:
     """Return the memory peaks of the large rows; one process measures all of them."""
     size = cases.size_name(LARGE)
     rows = [row for row in results.rows if row["size"] == size]
-    found = {}
+    peaks = {}
     if not settings.out_of_time():
         peers = [] if settings.quick else [peer.name for peer in settings.peers]
-        found = memory.peaks(LARGE, [row["case"] for row in rows], peers)
+        peaks = memory.peaks(LARGE, [row["case"] for row in rows], peers)
     for row in rows:
-        if row["case"] not in found:
+        if row["case"] not in peaks:
             results.note("peak memory is not measured: out of time, or its process failed", row)
-        row["bf16_extra_mib"] = found.get("bf16")
-        row["extra_mib"] = found.get(row["case"])
+        row["bf16_extra_mib"] = peaks.get("bf16")
+        row["extra_mib"] = peaks.get(row["case"])
         for peer in settings.peers:
-            row[suite.key(peer.name, "extra_mib")] = found.get(f"{peer.name} {row['case']}")
+            row[suite.key(peer.name, "extra_mib")] = peaks.get(f"{peer.name} {row['case']}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,8 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
         plan(settings.quick), build, lambda c, t: ratios(c, t, settings), settings
     )
     add_memory(results, settings)
-    made = suite.report("linear", (TITLE, TEXT), columns(settings), results, settings)
-    return suite.finish(made, settings)
+    document = suite.report("linear", (TITLE, TEXT), columns(settings), results, settings)
+    return suite.finish(document, settings)
 
 
 if __name__ == "__main__":

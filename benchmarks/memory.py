@@ -77,14 +77,14 @@ def _measure(
     weight = cases.random_input((n, k), torch.bfloat16)
     small = cases.random_input((128, 128), torch.bfloat16)
     F.linear(small, small)
-    found = {"bf16": peak_mib(lambda: F.linear(x, weight))}
+    peaks_mib = {"bf16": peak_mib(lambda: F.linear(x, weight))}
     known = {quantizer.canonical: quantizer for quantizer in cases.weight_quantizers(quick=False)}
     for name in names:
         chosen = known[name]
-        given = cases.call_arguments(chosen)
-        warm, q = (qtensor.quantize(w, chosen, **given) for w in (small, weight))
+        arguments = cases.call_arguments(chosen)
+        warm, q = (qtensor.quantize(w, chosen, **arguments) for w in (small, weight))
         F.linear(small, warm)
-        found[name] = peak_mib(lambda q=q: F.linear(x, q))
+        peaks_mib[name] = peak_mib(lambda q=q: F.linear(x, q))
         for other in peers:
             job = other.job(name)
             if job is not None and job.linear is not None:
@@ -92,10 +92,10 @@ def _measure(
                 try:
                     job.linear(small, job.quantize(small))
                     theirs = job.quantize(weight)
-                    found[label] = peak_mib(lambda j=job, t=theirs: j.linear(x, t))
+                    peaks_mib[label] = peak_mib(lambda j=job, t=theirs: j.linear(x, t))
                 except Exception as error:  # noqa: BLE001 - a foreign library may fail in any way
                     print(label, first_line(error), file=sys.stderr)
-    return found
+    return peaks_mib
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,8 +103,8 @@ def main(arguments: Sequence[str]) -> int:
     size, names, *others = arguments
     peers, _ = peer.load([name for name in "".join(others).split(",") if name])
     with silent():
-        found = _measure(tuple(int(n) for n in size.split("x")), names.split(";"), peers)
-    print(json.dumps(found))
+        peaks_mib = _measure(tuple(int(n) for n in size.split("x")), names.split(";"), peers)
+    print(json.dumps(peaks_mib))
     return 0
 
 

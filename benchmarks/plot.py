@@ -26,9 +26,9 @@ DTYPE = "bfloat16"
 BAR, FLOOR, LINE = "#4477aa", "#222222", "#cc3311"
 
 
-def chosen(found: Report) -> tuple[str, list[Row]]:
+def chosen(results: Report) -> tuple[str, list[Row]]:
     """Return the largest bfloat16 size, and its rows with rowwise data and default options."""
-    rows = [row for row in found.rows if row["dtype"] == DTYPE and "(" not in row["case"]]
+    rows = [row for row in results.rows if row["dtype"] == DTYPE and "(" not in row["case"]]
     size = max((row["size"] for row in rows), key=_elements, default="")
     return size, [row for row in rows if row["size"] == size]
 
@@ -38,9 +38,9 @@ def _elements(size: str) -> int:
     return int(rows) * int(cols)
 
 
-def draw(panel: Any, found: Report, title: str, label: str) -> None:
+def draw(panel: Any, results: Report, title: str, label: str) -> None:
     """Draw bars by format, with the bound of each as a mark and the copy as a line."""
-    size, rows = chosen(found)
+    size, rows = chosen(results)
     names = [row["case"] for row in rows]
     panel.barh(names, [row["throughput_gbs"] for row in rows], color=BAR, label="measured")
     floors = [row["floor_gbs"] for row in rows]
@@ -71,12 +71,12 @@ def make(folder: Path, quick: bool) -> list[Path]:
     if not names:
         raise FileNotFoundError(f"no results in {folder}: run benchmarks.quantize first")
     figure = Figure(figsize=(6 * len(names), 4.5), layout="constrained")
-    found = [report.read(folder, name, quick) for name, _, _ in names]
-    for position, (results, (_, title, label)) in enumerate(zip(found, names, strict=True)):
+    reports = [report.read(folder, name, quick) for name, _, _ in names]
+    for position, (results, (_, title, label)) in enumerate(zip(reports, names, strict=True)):
         draw(figure.add_subplot(1, len(names), position + 1), results, title, label)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    here = found[0].environment
+    here = reports[0].environment
     note = f"{here['cpu']}, {here['threads']} threads, torch {here['torch']}, {here['date']}"
     figure.suptitle(f"{note}, quick run" if quick else note, fontsize=9)
     paths = [folder / f"{report.stem('throughput', quick)}.{kind}" for kind in ("png", "svg")]

@@ -41,12 +41,12 @@ def build(spec: Spec, settings: Settings) -> Cell:
     """Return the calls of a row: copy, fresh, reused, and peers."""
     quantizer = spec.quantizer
     x = cases.random_input(spec.shape, spec.dtype)
-    given = cases.call_arguments(quantizer)
-    q = qtensor.quantize(x, quantizer, **given)
+    arguments = cases.call_arguments(quantizer)
+    q = qtensor.quantize(x, quantizer, **arguments)
     functions = {
         COPY: floor.copy_call(x),
-        "fresh": lambda: qtensor.quantize(x, quantizer, **given),
-        "reused": lambda: quantizer.quantize(x, out=q, **given),
+        "fresh": lambda: qtensor.quantize(x, quantizer, **arguments),
+        "reused": lambda: quantizer.quantize(x, out=q, **arguments),
     }
     cell = Cell(suite.labels(spec), functions, x, floor.quantize_traffic(x, q))
     suite.add_peers(cell, spec, settings, lambda job, compiled: _call(job, compiled, x))

@@ -98,10 +98,10 @@ def _line(cells: Any) -> str:
 
 def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
     """Return (heading, rows) in the order in which the groups first appear."""
-    found: dict[str, list[Row]] = {}
+    tables: dict[str, list[Row]] = {}
     for row in report.rows:
-        found.setdefault(", ".join(str(row[key]) for key in report.groups), []).append(row)
-    yield from found.items()
+        tables.setdefault(", ".join(str(row[key]) for key in report.groups), []).append(row)
+    yield from tables.items()
 
 
 def stem(name: str, quick: bool) -> str:

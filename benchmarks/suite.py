@@ -64,8 +64,8 @@ class Results:
             shared: dict[str, list[str]] = {}
             for case, places in cases_of.items():
                 shared.setdefault(", ".join(places), []).append(f"`{case}`")
-            found = [f"{', '.join(names)} ({places})" for places, names in shared.items()]
-            lines.append(f"{reason}: {'; '.join(found)}")
+            entries = [f"{', '.join(names)} ({places})" for places, names in shared.items()]
+            lines.append(f"{reason}: {'; '.join(entries)}")
         return lines
 
 
@@ -265,7 +265,7 @@ def _elements(row: Row) -> int:
     return math.prod(int(n) for n in row["size"].split("x"))
 
 
-def finish(made: Report, settings: Settings) -> int:
+def finish(document: Report, settings: Settings) -> int:
     """Write the report and print its path."""
-    print(write(made, settings.output, settings.quick))
+    print(write(document, settings.output, settings.quick))
     return 0
