@@ -42,20 +42,20 @@ def quantizers(quick: bool) -> list[Any]:
 
     Quick: rowwise only.
     """
-    quantizers = []
+    selected = []
     for name in qtensor.formats():
         options = [{}] if quick else [{}, COLUMNWISE, BOTH, *MORE.get(name, ())]
-        quantizers += [qtensor.quantizer(name, **chosen) for chosen in options]
-    return quantizers
+        selected += [qtensor.quantizer(name, **chosen) for chosen in options]
+    return selected
 
 
 def weight_quantizers(quick: bool) -> list[Any]:
     """Return each format for weights: rowwise, and with the square blocks that weights use."""
-    quantizers = [qtensor.quantizer(name) for name in qtensor.formats()]
+    selected = [qtensor.quantizer(name) for name in qtensor.formats()]
     if not quick:
-        quantizers.append(qtensor.quantizer("fp8_blockwise", block_scaling_dim=2))
-        quantizers.append(qtensor.quantizer("nvfp4", with_2d_quantization=True))
-    return quantizers
+        selected.append(qtensor.quantizer("fp8_blockwise", block_scaling_dim=2))
+        selected.append(qtensor.quantizer("nvfp4", with_2d_quantization=True))
+    return selected
 
 
 DELAYED_SCALE = 448 / 6

@@ -113,12 +113,12 @@ def _chain(job: Job) -> Callable[[Tensor, Any], Any]:
 
 def ratios(cell: Cell, timings: dict[str, Timing], settings: Settings) -> Row:
     """Return the ratios: compiled to eager, and both times to those of the peers."""
-    ratios = {"eager_ratio": timings["eager"].median_us / timings["compiled"].median_us}
+    row = {"eager_ratio": timings["eager"].median_us / timings["compiled"].median_us}
     for peer in settings.peers:
         seconds = cell.values.get(suite.key(peer.name, "compile_s"))
         if seconds is not None:
-            ratios[suite.key(peer.name, "compile_ratio")] = seconds / cell.values["compile_s"]
-    return ratios | suite.faster(timings, "compiled", settings)
+            row[suite.key(peer.name, "compile_ratio")] = seconds / cell.values["compile_s"]
+    return row | suite.faster(timings, "compiled", settings)
 
 
 def columns(settings: Settings) -> list[Column]:

@@ -38,7 +38,7 @@ HAS_OUT = "out" in inspect.signature(qtensor.dequantize).parameters
 
 
 def plan(quick: bool) -> list[Spec]:
-    """Return quantizers of one direction: a tensor with both directions decodes only one."""
+    """Return the rows of quantizers with one direction: decoding reads only one."""
     return [spec for spec in cases.grid(quick) if not (_both(spec) or _random(spec))]
 
 
@@ -47,7 +47,7 @@ def _both(spec: Spec) -> bool:
 
 
 def _random(spec: Spec) -> bool:
-    """Return True for options that do not change decoding, for example stochastic rounding."""
+    """Return True for stochastic rounding, which does not change decoding."""
     return spec.quantizer.stochastic_rounding
 
 

@@ -206,7 +206,7 @@ def tune(arch: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Return the median, or 0 for an empty list."""
+    """Return the geometric mean, or 0 for an empty list."""
     return math.exp(statistics.fmean(map(math.log, values))) if values else 0.0
 
 

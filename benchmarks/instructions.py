@@ -49,7 +49,7 @@ KINDS = ("no_grad", "forward", "both")
 
 
 def layers() -> Iterator[tuple[str, str, Callable[[Tensor], Tensor]]]:
-    """Return (table, name, layer); the first one of a table is the reference of the others."""
+    """Yield (table, name, layer); the first one of a table is the reference of the others."""
     size = training.SIZE
     for recipe in training.RECIPES:
         region = qtensor.autocast(recipe=recipe)
@@ -117,7 +117,7 @@ def count() -> list[float]:
 
 
 def rows(counts: Sequence[float]) -> Iterator[Row]:
-    """Return one row for each layer."""
+    """Yield one row for each layer."""
     left = iter(counts)
     first: dict[str, dict[str, float]] = {}
     for table, name, _ in layers():

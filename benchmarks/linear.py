@@ -156,7 +156,7 @@ def columns(settings: Settings) -> list[Column]:
 
 
 def add_memory(results: suite.Results, settings: Settings) -> None:
-    """Return the memory peaks of the large rows; one process measures all of them."""
+    """Add memory peaks to the large rows; one process measures all of them."""
     size = cases.size_name(LARGE)
     rows = [row for row in results.rows if row["size"] == size]
     peaks = {}

@@ -87,7 +87,7 @@ class Row:
 
 
 def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
-    """Return cases for construction and dispatch of an existing tensor, MXFP8 in both libraries."""
+    """Yield cases for construction and dispatch of an existing tensor, MXFP8 in both libraries."""
     q = qtensor.quantize(x, "mxfp8")
     other = torchao.eager["mxfp8"].quantize(x) if torchao else None
     cls, shape, dtype, quantizer = type(q), q.shape, q.dtype, q.quantizer
@@ -115,7 +115,7 @@ def wrapper_cases(x: Tensor, torchao: Peer | None) -> Iterator[Case]:
 
 
 def format_cases(seed: torch.Generator, torchao: Peer | None) -> Iterator[Case]:
-    """Return cases for quantize and a weight-only linear, for each format."""
+    """Yield cases for quantize and a weight-only linear, for each format."""
     linears = []
     for name, options in FORMATS:
         quantizer = qtensor.quantizer(name, **options)
@@ -147,7 +147,7 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
 
 
 def training_cases(quick: bool) -> Iterator[Case]:
-    """Return cases for a tiny linear layer, forward and backward, with several recipes."""
+    """Yield cases for a tiny linear layer, forward and backward, with several recipes."""
     group = f"training, Linear({training.SIZE}, {training.SIZE}), {training.SIZE} tokens"
     for recipe, name, ours, theirs, plain, limit in training.jobs(quick):
         has_target = limit is not None
@@ -155,14 +155,14 @@ def training_cases(quick: bool) -> Iterator[Case]:
 
 
 def block_cases() -> Iterator[Case]:
-    """Return cases for an MLP block, as a module and as a sequence of operations."""
+    """Yield cases for an MLP block, as a module and as a sequence of operations."""
     group = f"training, MLP block of {training.SIZE}, {training.SIZE} tokens"
     for label, name, ours in training.block_jobs():
         yield Case(group, f"{label}, {name}", ours, None, None, has_target=False)
 
 
 def compile_rows(repeats: int) -> list[Row]:
-    """Return the cold seconds until a small MLP has run once, forward and backward."""
+    """Return rows of the cold seconds until a small MLP has run once, forward and backward."""
     medians: dict[str, tuple[Timing, Timing]] = {}
     for name, make in training.mlps().items():
         runs = [training.compile_seconds(make) for _ in range(repeats + 1)][1:]
@@ -211,7 +211,7 @@ def _row(
 
 
 def import_row(runs: int, torchao: bool) -> Row:
-    """Return the median milliseconds of each import after ``import torch``, in new processes."""
+    """Return the row of import times: median ms after ``import torch``, in new processes."""
     code = (
         "import sys, time, torch; before = len(sys.modules); start = time.perf_counter(); import "
         "{0};"

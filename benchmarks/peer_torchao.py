@@ -51,7 +51,7 @@ MX_BLOCK = 32
 
 
 def quantizers() -> dict[str, Callable[[Tensor], Any]]:
-    """Case name (our canonical string) -> torchao's function for the same format and rounding."""
+    """Return case name (our canonical string) -> torchao's function for that format."""
     delayed = torch.tensor(cases.DELAYED_SCALE)
     return {
         "fp8": lambda x: Float8Tensor.from_hp(x, granularity=PerTensor()),

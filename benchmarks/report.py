@@ -97,7 +97,7 @@ def _line(cells: Any) -> str:
 
 
 def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
-    """Return (heading, rows) in the order in which the groups first appear."""
+    """Yield (heading, rows) in the order in which the groups first appear."""
     tables: dict[str, list[Row]] = {}
     for row in report.rows:
         tables.setdefault(", ".join(str(row[key]) for key in report.groups), []).append(row)

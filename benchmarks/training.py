@@ -59,7 +59,7 @@ def _calls(layer: Callable[[Tensor], Tensor]) -> tuple[Call, Call]:
 
 
 def jobs(quick: bool) -> Iterator[Job]:
-    """Return every timed call. Quick: compiled calls of the first recipe only."""
+    """Yield every timed call. Quick: compiled calls of the first recipe only."""
     other = peer_layer(nn.Sequential(nn.Linear(SIZE, SIZE)))
     for compiled in (False, True):
         wrap = suite.compile_static if compiled else (lambda f: f)
@@ -110,7 +110,7 @@ def blocks() -> dict[str, nn.Module]:
 
 
 def block_jobs() -> Iterator[tuple[str, str, Call]]:
-    """Return (recipe and block, timed part, call) of every timed call of the blocks."""
+    """Yield (recipe and block, timed part, call) of every timed call of the blocks."""
     for recipe in RECIPES[:3]:
         region = qtensor.autocast(recipe=recipe)
         for name, block in blocks().items():

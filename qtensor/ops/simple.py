@@ -150,7 +150,7 @@ class Dropout(BasicOperation):
         return float(self._p)
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
-        """A seed, in training."""
+        """Return the seed of this call; None outside training."""
         if not self.training or float(self._p) == 0.0:
             return {"seed": None}
         return {"seed": draw_seeds(like, self.draws, (True, False, False))[0]}
@@ -162,14 +162,14 @@ class Dropout(BasicOperation):
         seed: Tensor | None,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, None]:
-        """What is left of the input."""
+        """Return the input with elements dropped."""
         y = input if seed is None else _dropout(input, float(self._p), seed)
         return produce(y, next_op_input_request), None
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input: Tensor, returned: None, *, seed: Tensor | None
     ) -> None:
-        """The seed."""
+        """Save the seed."""
         ctx.save_for_backward(seed)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
