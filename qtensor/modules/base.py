@@ -106,7 +106,9 @@ class QuantizedModule(nn.Module):
     """
 
     def __init__(self, recipe: Recipe | None = None, name: str = "") -> None:
-        super().__init__()
+        # ``torch.nn.Linear`` would make parameters of its own.
+        below: Any = nn.Linear if isinstance(self, nn.Linear) else QuantizedModule
+        super(below, self).__init__()
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
         self._roles: dict[str, str] = {}

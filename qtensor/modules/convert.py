@@ -15,7 +15,7 @@ from qtensor.errors import DtypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
 from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
-from qtensor.modules.linear import Linear
+from qtensor.modules.linear import Linear, LinearBase
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -161,7 +161,7 @@ def revert_(
 def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
         fail(op, "model must be a torch.nn.Module", type(model).__name__, "Pass one", DtypeError)
-    if isinstance(model, kind):
+    if isinstance(model, kind) and not (kind is nn.Linear and isinstance(model, QuantizedModule)):
         rule = "layers are swapped inside of their parent, and the root has none"
         fix = "Pass the module that holds it, or wrap it: holder = nn.Sequential(layer)"
         fail(op, rule, f"a bare {type(model).__name__}", f"{fix}; its new layer is holder[0]")
@@ -287,7 +287,7 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
 
 def _wants_quantized_weight(module: Any, request: Request, name: str | None = None) -> bool:
     """Whether the weight is to be stored quantized and is not yet."""
-    if not request.quantized_params or not isinstance(module, nn.Linear | Linear):
+    if not request.quantized_params or not isinstance(module, nn.Linear | LinearBase):
         return False
     if stored_canonical(module.weight):
         return False
@@ -365,7 +365,7 @@ def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
     return new
 
 
-def _store_quantized(layer: Linear) -> None:
+def _store_quantized(layer: LinearBase) -> None:
     """Exchange a layer's weight for a quantized one; without data there is nothing to quantize yet."""
     layer.quantized_params = True
     old = layer.weight

@@ -21,7 +21,7 @@ from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
 from qtensor.library.ragged import is_partition
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
-from qtensor.modules.linear import make_parallel
+from qtensor.modules.linear import make_parallel, one_dtype
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -105,7 +105,7 @@ class GroupedLinear(QuantizedModule):
             fuse_wgrad_accumulation,
         )
         self._own_state("weight", LinearState(groups=num_gemms))
-        factory = {"device": device, "dtype": params_dtype or dtype}
+        factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
         for i in range(num_gemms):
             weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
             self.register_parameter(f"weight{i}", weight)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.modules.base import activation_dtype
-from qtensor.modules.linear import Linear, Output
+from qtensor.modules.linear import LinearBase, Output
 from qtensor.modules.normed import Normed
 
 
-class LayerNormLinear(Normed, Linear):
+class LayerNormLinear(Normed, LinearBase):
     """``Linear(norm(x))``.
 
     Args:

@@ -20,7 +20,7 @@ from qtensor.modules.base import (
     check_features,
     one_op_roles,
 )
-from qtensor.modules.linear import Output, asked_output, make_parallel, own_part, shard
+from qtensor.modules.linear import Output, asked_output, make_parallel, one_dtype, own_part, shard
 from qtensor.modules.normed import Normed
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
@@ -136,7 +136,7 @@ class LayerNormMLP(Normed, QuantizedModule):
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         made = 2 * ffn if activation in GATED else ffn
-        factory = {"device": device, "dtype": params_dtype or dtype}
+        factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, **factory))

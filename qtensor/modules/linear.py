@@ -110,40 +110,31 @@ def asked_output(key: Callable[[], str], asked: Output, options: LinearOptions) 
     return output_canonical(key(), text, options.module, options.name)
 
 
-class Linear(QuantizedModule):
-    """``y = x @ weight.T + bias`` with quantized operands, forward and backward.
-
-    Which format each operand takes says the recipe in force: that of ``qtensor.autocast``, else the module's own; without
-    one the layer computes in high precision. In the field's words: fprop reads rowwise x and weight, dgrad rowwise dy and
-    columnwise weight, wgrad columnwise dy and columnwise x.
-
-    Args:
-        in_features: K; a multiple of 16 (FP8, NVFP4) or 32 (MX) where a recipe is in force.
-        out_features: N; likewise.
-        bias: add a bias (N,).
-        device: of the parameters; "meta" leaves them without data until ``to_empty`` and ``reset_parameters``.
-        params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
-        recipe: used outside of every ``autocast``.
-        name: for messages and the roles of recipes.
-        init_method: fills the weight in place, the whole (out_features, in_features) of a split one; as in
-            ``torch.nn.Linear`` if None.
-        quantized_params: store the weight quantized, as the recipe in force at construction (or ``recipe``) reads it.
-        preserve_high_precision_init_val: keep the initial values of a quantized weight on the CPU until
-            ``clear_high_precision_init_val()``.
-        return_bias: do not add the bias; return ``(y, bias)``.
-        parallel_mode: None; "column": out_features are split over ``tp_group``; "row": in_features are. Initial values are
-            a part of those of the whole layer, so every rank must draw from the same random state.
-        tp_group: process group of tensor parallelism; not used without ``parallel_mode``.
-        sequence_parallel: the activations between sharded layers are split over the group along dim 0.
-        fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` (or write them into it, where
-            ``weight.overwrite_main_grad`` is true), leave ``weight.grad`` alone and set
-            ``weight.grad_added_to_main_grad``.
-        delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
-        save_original_input: save the input itself for backward and quantize it again there.
+def one_dtype(
+    label: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """Return the dtype of a module's parameters, which has two names; None for torch's default.
 
     Raises:
-        QTensorError: arguments that do not fit.
+        QTensorError: both names are given.
     """
+    if params_dtype is not None and dtype is not None:
+        got = f"params_dtype={params_dtype}, dtype={dtype}"
+        fail(label, "params_dtype and dtype are two names of one option", got, "Pass one of them")
+    return dtype if params_dtype is None else params_dtype
+
+
+class LinearBase(QuantizedModule):
+    """The linear layer behind ``Linear``, ``LayerNormLinear`` and the operations of ``qtensor.ops``.
+
+    See ``Linear`` for the arguments. Only ``Linear`` itself is a ``torch.nn.Linear``: another layer
+    does more than a product, and must not be taken for one.
+    """
+
+    in_features: int
+    out_features: int
+    weight: Any
+    bias: Any
 
     def __init__(
         self,
@@ -190,7 +181,7 @@ class Linear(QuantizedModule):
         )
         self._roles["weight"] = one_op_roles(self._options)
         self._own_state("weight", LinearState())
-        factory = {"device": device, "dtype": params_dtype or dtype}
+        factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
         self._make_parameters(rows, columns, bias, factory)
         if not self.weight.is_meta:
             self.reset_parameters()
@@ -287,3 +278,47 @@ class Linear(QuantizedModule):
         split = self._options.parallel
         part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{own}{kept}{part}"
+
+
+class Linear(LinearBase, nn.Linear):
+    """``y = x @ weight.T + bias`` with quantized operands, forward and backward.
+
+    The active recipe decides the format of each operand: the recipe of ``qtensor.autocast``, or the
+    module's own outside every region. Without a recipe the layer computes in high precision.
+    The forward GEMM (fprop) reads rowwise x and weight, dgrad reads rowwise dy and columnwise
+    weight, and wgrad reads columnwise dy and columnwise x.
+
+    The layer is a ``torch.nn.Linear`` with the same attributes, so that libraries that look for one
+    find it.
+
+    Args:
+        in_features: K. Under a recipe, a multiple of 16 (FP8, NVFP4) or 32 (MX).
+        out_features: N, with the same rule.
+        bias: add a bias (N,).
+        device: of the parameters. "meta" leaves them without data until ``to_empty`` and
+            ``reset_parameters``, or ``load_state_dict(assign=True)``.
+        params_dtype: dtype of the parameters; torch's default dtype if None.
+        dtype: another name for ``params_dtype``.
+        recipe: used outside every ``autocast`` region.
+        name: for messages and the roles of recipes.
+        init_method: fills the weight in place, (out_features, in_features), before it is split over
+            ranks. Without it the layer is initialised as ``torch.nn.Linear``.
+        quantized_params: store the weight quantized, as ``recipe`` or the recipe that is active at
+            construction reads it.
+        preserve_high_precision_init_val: keep the initial values of a quantized weight on the CPU
+            until ``clear_high_precision_init_val()``.
+        return_bias: do not add the bias, and return ``(y, bias)``.
+        parallel_mode: None; "column" splits out_features over ``tp_group``, "row" in_features.
+            Every rank draws the whole layer and takes its part, so that all ranks must start from
+            the same random state.
+        tp_group: process group of tensor parallelism, for ``parallel_mode``.
+        sequence_parallel: split the activations between sharded layers over the group along dim 0.
+        fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` and leave
+            ``weight.grad`` alone. If ``weight.overwrite_main_grad`` is true, overwrite instead.
+            Backward sets ``weight.grad_added_to_main_grad``.
+        delay_wgrad_compute: postpone weight gradients until ``backward_dw()``.
+        save_original_input: save the input itself for backward, and quantize it again there.
+
+    Raises:
+        QTensorError: arguments that do not fit.
+    """

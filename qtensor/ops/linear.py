@@ -23,7 +23,7 @@ from qtensor.library.direct import direct
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
 from qtensor.modules.base import Call
-from qtensor.modules.linear import Linear as LinearModule
+from qtensor.modules.linear import LinearBase
 from qtensor.ops.handover import UNROUNDED, Request, Unrounded
 from qtensor.ops.operation import (
     BackwardContext,
@@ -61,7 +61,7 @@ def _row(scales: Tensor | None, role: int) -> Tensor | None:
     return None if scales is None else scales[role : role + 1]
 
 
-class BasicLinear(LinearModule, BasicOperation):
+class BasicLinear(LinearBase, BasicOperation):
     """``x @ weight.T``, quantized as the active recipe says.
 
     Args:
