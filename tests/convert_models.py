@@ -28,7 +28,7 @@ def model() -> nn.Module:
 
 def convert(root: nn.Module, recipe: Any = None, *args: Any, **options: Any) -> qtensor.Conversion:
     chosen = MXFP8BlockScaling() if recipe is None else recipe
-    return qtensor.convert_(root, chosen, *args, verbose=False, **options)
+    return qtensor.convert_(root, chosen, *args, **options)
 
 
 def names(reports: Any) -> list[str]:

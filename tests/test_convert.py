@@ -118,7 +118,7 @@ def test_again_changes_the_recipe():
 
 def test_without_a_recipe_layers_follow_autocast():
     root = model()
-    done = qtensor.convert_(root, None, verbose=False)
+    done = qtensor.convert_(root, None)
     assert len(done.swapped) == 5
     x = torch.randn(32, 64)
     assert_same_bytes(root(x), qtensor_free(model(), root)(x))
@@ -223,7 +223,7 @@ def test_in_evaluation_a_transformer_layer_calls_its_layers():
         want = layer.norm2(attended + layer.linear2(layer.linear1(attended).relu()))
         assert_same_bytes(root(x), want)
         assert not torch.equal(want, plain)
-        qtensor.revert_(root, verbose=False)
+        qtensor.revert_(root)
         assert_same_bytes(root(x), plain)
 
 
@@ -246,18 +246,25 @@ def test_text():
     ]
 
 
+def test_nothing_is_printed_and_the_repr_is_the_table(capsys: Any):
+    root = model()
+    for done in (qtensor.convert_(root, MXFP8BlockScaling()), qtensor.revert_(root)):
+        assert repr(done) == str(done)
+        assert repr(done).splitlines()[0] == done.heading
+    assert capsys.readouterr().out == ""
+
+
 def test_printing_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = qtensor.convert_(model(), MXFP8BlockScaling())
+    done.print()
     assert capsys.readouterr().out == f"{done}\n"
-    qtensor.revert_(model(), verbose=False)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("rich") is None, reason="rich (extra cli) is not installed"
 )
 def test_printing_with_rich(capsys: Any):
-    qtensor.convert_(model(), MXFP8BlockScaling())
+    qtensor.convert_(model(), MXFP8BlockScaling()).print()
     printed = capsys.readouterr().out.split()
     assert {"stack.*.up", "head", "swapped", "skipped", "multiples"} <= set(printed)

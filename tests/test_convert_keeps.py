@@ -73,7 +73,7 @@ def test_mode_hooks_and_attributes():
     expected = ["before", "forward", "backward", "gradient", "saved", "loaded"]
     for swap, kind in (
         (convert, "Linear"),
-        (lambda m: qtensor.revert_(m, verbose=False), "Linear"),
+        (lambda m: qtensor.revert_(m), "Linear"),
     ):
         swap(root)
         new = root.stack[0].up
@@ -97,7 +97,7 @@ def test_a_quantized_weight_takes_over_what_was_on_the_old_one():
         assert not weight.requires_grad
         assert_same_bytes(weight.grad, torch.ones(32, 32))
         assert not isinstance(weight.grad, qtensor.QuantizedTensor)
-        qtensor.revert_(root, verbose=False)
+        qtensor.revert_(root)
     assert type(root[0].weight) is nn.Parameter
     assert vars(root[0].weight).keys() == {"tag"}
 
@@ -125,7 +125,7 @@ def test_a_shared_layer_stays_shared():
     assert (report.name, report.note) == ("a", "also b.0")
     assert root["a"] is root["b"][0]
     assert root["a"].name == "a"
-    qtensor.revert_(root, verbose=False)
+    qtensor.revert_(root)
     assert root["a"] is root["b"][0]
     assert type(root["a"]) is nn.Linear
 
@@ -165,7 +165,7 @@ def test_two_layers_of_one_quantized_weight():
     root = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     convert(root, quantized_params=True)
     root[1].weight = root[0].weight
-    qtensor.revert_(root, verbose=False)
+    qtensor.revert_(root)
     assert root[1].weight is root[0].weight
     assert type(root[0].weight) is nn.Parameter
 
@@ -261,7 +261,7 @@ def test_a_converted_root():
     assert names(convert(layer).swapped) == ["(root)"]
     assert isinstance(layer.recipe, MXFP8BlockScaling)
     with pytest.raises(qtensor.QTensorError, match=r"revert_: .*inside of their parent"):
-        qtensor.revert_(layer, verbose=False)
+        qtensor.revert_(layer)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_and_back(quantized_params: bool):
     stored = (
         {n: p.detach().dequantize() for n, p in root.named_parameters()} if quantized_params else {}
     )
-    done = qtensor.revert_(root, verbose=False)
+    done = qtensor.revert_(root)
     assert names(done.swapped) == BLOCKS
     assert not done.skipped
     note = "weight dequantized from mxfp8" if quantized_params else ""
@@ -315,7 +315,7 @@ def test_layers_without_a_counterpart_stay():
         qtensor.Linear(32, 32, delay_wgrad_compute=True),
         qtensor.Linear(32, 32),
     )
-    done = qtensor.revert_(root, lambda module, name: name != "2", verbose=False)
+    done = qtensor.revert_(root, lambda module, name: name != "2")
     assert [r.note for r in done.skipped] == [
         "nn.Linear has no return_bias",
         "nn.Linear has no delay_wgrad_compute",

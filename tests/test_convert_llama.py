@@ -106,7 +106,7 @@ def test_eager(recipe: Recipe):
     # below the worst case.
     error = (quantized["logits"] - plain["logits"]).norm() / plain["logits"].norm()
     assert 0 < error < 2 * (1 / 4 if isinstance(recipe, NVFP4BlockScaling) else 1 / 16)
-    qtensor.revert_(model, verbose=False)
+    qtensor.revert_(model)
     for name, want in step(model, model, ids).items():
         assert_same_bytes(want, plain[name], name)
 

@@ -28,7 +28,7 @@ from qtensor.functional.plan import (
 )
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
-from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
+from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
 
@@ -85,16 +85,6 @@ def activation_dtype(input: Tensor) -> Tensor:
     if torch.is_autocast_enabled(input.device.type):
         return input.to(torch.get_autocast_dtype(input.device.type))
     return input
-
-
-class _DelayedPaths:
-    """``layer._delayed_scaling.weight.scale``: entries of a ``state_dict`` as attribute paths.
-
-    ``torch.distributed.checkpoint`` walks each key by ``getattr``.
-    """
-
-    def __init__(self, states: dict[str, LinearState]) -> None:
-        self.__dict__.update({weight: state.delayed for weight, state in states.items()})
 
 
 class QuantizedModule(nn.Module):
@@ -183,9 +173,9 @@ class QuantizedModule(nn.Module):
     # ---- state dict -------------------------------------------------------------------------------------
 
     @property
-    def _delayed_scaling(self) -> _DelayedPaths:
+    def _delayed_scaling(self) -> DelayedPaths:
         """The state of delayed scaling under the names that it has in a ``state_dict``."""
-        return _DelayedPaths(self._states)
+        return DelayedPaths(self._states)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,4 +1,4 @@
-"""What ``convert_`` and ``revert_`` report: which layers were swapped, which were not, and why."""
+"""The result of ``convert_`` and ``revert_``: the layers that were swapped, and those that were not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LayerReport:
     """One linear layer of a model.
 
     Attributes:
-        name: its path in the model; of the first place where it stands in several.
+        name: its path in the model. If it stands in several places, the path of the first.
         features: ``"64 -> 128"``: in_features and out_features.
-        note: of a swapped layer, what else was done; of a skipped one, why.
+        note: for a swapped layer, further changes; for a skipped layer, the reason.
     """
 
     name: str
@@ -28,14 +28,14 @@ class LayerReport:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion:
-    """What became of the linear layers of a model. ``str()`` gives tables.
+    """The linear layers of a model after ``convert_`` or ``revert_``. Its repr is a table.
 
     Attributes:
-        title: what was done, and by which recipe.
-        swapped: layers that were replaced, or whose recipe was changed.
-        skipped: layers that stay as they were; each note says why.
+        title: the conversion and its recipe.
+        swapped: layers that were replaced, or got another recipe.
+        skipped: unchanged layers; each note gives the reason.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Conversion:
 
     @property
     def heading(self) -> str:
-        """The title and the counts, on one line."""
+        """The title and the counts, in one line."""
         total = len(self.swapped) + len(self.skipped)
         return f"{self.title}: {len(self.swapped)} of {total} linear layers"
 
@@ -55,8 +55,10 @@ class Conversion:
                 lines += ["", f"{what} ({len(reports)})", *_aligned(_rows(reports))]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def print(self) -> None:
-        """Write the tables to the standard output: with rich where that is installed (extra ``cli``), else as text."""
+        """Print the tables, formatted by rich if it is installed (extra ``cli``)."""
         if importlib.util.find_spec("rich") is None:
             print(self)
         else:
@@ -64,7 +66,10 @@ class Conversion:
 
 
 def _rows(reports: Sequence[LayerReport]) -> list[tuple[str, str, str, str]]:
-    """Layers that differ in a number alone, such as those of a stack of blocks, are one row."""
+    """Return (name, features, count, note) of each row.
+
+    Layers whose names differ only in a number, such as those of a stack of blocks, share a row.
+    """
     counts: dict[tuple[str, str, str], list[LayerReport]] = {}
     for report in reports:
         key = (_NUMBER.sub("*", report.name), report.features, report.note)
@@ -85,7 +90,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _print_rich(conversion: Conversion) -> None:
-    # By name: the extra is optional, and importing qtensor must not import it.
+    # Imported by name: the extra is optional, and importing qtensor must not import it.
     box: Any = importlib.import_module("rich.box")
     console: Any = importlib.import_module("rich.console").Console(highlight=False)
     table_class: Any = importlib.import_module("rich.table").Table

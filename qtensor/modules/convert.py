@@ -57,35 +57,33 @@ def convert_(
     filter_fn: Filter | None = None,
     *,
     quantized_params: bool = False,
-    verbose: bool = True,
 ) -> Conversion:
-    """Swap the ``nn.Linear`` layers inside of a model for ``qtensor.Linear``, in place.
+    """Swap the ``nn.Linear`` layers inside a model for ``qtensor.Linear``, in place.
 
-    A new layer holds the same ``Parameter`` objects, so that optimizers, tied weights and checkpoints stay good, and all
-    that was on the old one: hooks, training mode, attributes. Its ``name`` is its path in the model. Layers that are
-    ``qtensor.Linear`` (or another of qtensor's modules) already get the recipe and are otherwise left alone. If anything is
-    refused with an error, the model is as it was.
+    A new layer holds the same ``Parameter`` objects as the old one, so that optimizers, tied weights
+    and checkpoints stay valid. Hooks, the training mode and other attributes are kept too. The
+    ``name`` of a new layer is its path in the model. A layer of qtensor only gets the recipe. If
+    ``convert_`` raises an error, the model is unchanged.
 
     Args:
-        model: the root; it is changed, and itself stays the same object.
-        recipe: bound to the new layers, which use it outside of every ``qtensor.autocast``. None: they follow
+        model: the root. It is changed in place.
+        recipe: the new layers use it outside every ``qtensor.autocast`` region. If None, they follow
             ``qtensor.autocast`` alone.
-        filter_fn: ``(module, name) -> bool``: which layers to take. All if None. A layer that stands in several places is
-            taken where the answer is yes for each.
-        quantized_params: store the weights quantized, as the recipe reads them. They become new ``Parameter`` objects
-            without the high-precision values: make the optimizer afterwards.
-        verbose: print what was swapped, and what was skipped and why.
+        filter_fn: ``(module, name) -> bool`` selects layers; None selects all. A layer that stands
+            in several places is swapped if the answer is True for each of its names.
+        quantized_params: store the weights quantized, as the recipe reads them. They become new
+            ``Parameter`` objects without the high-precision values: create the optimizer afterwards.
 
     Returns:
-        The same as a value.
+        The layers that were swapped, and those that were skipped with the reason. Its repr is a table.
 
     Raises:
-        QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place; ``quantized_params`` without a
-            recipe; arguments of another kind.
+        QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place;
+            ``quantized_params`` without a recipe; arguments of another type.
     """
     _check_root("convert_", model, nn.Linear)
     if not (recipe is None or isinstance(recipe, Recipe)):
-        fix = "Pass qtensor.recipes.MXFP8BlockScaling(), say"
+        fix = "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
         fail("convert_", "recipe must be a recipe object", repr(recipe), fix, DtypeError)
     if not (filter_fn is None or callable(filter_fn)):
         rule = "filter_fn must be a function of a module and its name"
@@ -115,24 +113,22 @@ def convert_(
             note = f"{note}; weight quantized".removeprefix("; ")
         swapped.append(_report(module, places, note))
     title = f"convert_ to {'qtensor.autocast' if recipe is None else type(recipe).__name__}"
-    return _conclude(title, swapped, skipped, verbose)
+    return Conversion(title, tuple(swapped), tuple(skipped))
 
 
-def revert_(
-    model: nn.Module, filter_fn: Filter | None = None, *, verbose: bool = True
-) -> Conversion:
-    """Swap the ``qtensor.Linear`` layers inside of a model for ``nn.Linear``, in place.
+def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
+    """Swap the ``qtensor.Linear`` layers inside a model for ``nn.Linear``, in place.
 
-    The new layers hold the same ``Parameter`` objects; weights that are stored quantized become plain ones with the
-    dequantized values. All else that was on the old layers stays, but for the state of delayed scaling.
+    The new layers hold the same ``Parameter`` objects. Weights that are stored quantized become
+    plain parameters with the dequantized values. Everything else on a layer is kept, except the
+    state of delayed scaling.
 
     Args:
-        model: the root; it is changed, and itself stays the same object.
-        filter_fn: as in ``convert_``.
-        verbose: print what was swapped, and what was skipped and why.
+        model: the root. It is changed in place.
+        filter_fn: as for ``convert_``.
 
     Returns:
-        The same as a value.
+        The layers that were swapped, and those that were skipped with the reason. Its repr is a table.
 
     Raises:
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place.
@@ -152,7 +148,7 @@ def revert_(
         _put(places, new)
         note = f"weight dequantized from {stored.partition('(')[0]}" if stored else ""
         swapped.append(_report(new, places, note))
-    return _conclude("revert_ to nn.Linear", swapped, skipped, verbose)
+    return Conversion("revert_ to nn.Linear", tuple(swapped), tuple(skipped))
 
 
 # ---- what there is --------------------------------------------------------------------------------------
@@ -206,15 +202,6 @@ def _report(module: Any, places: list[Place], note: str) -> LayerReport:
         note = f"{note}; also {', '.join(names[1:])}".removeprefix("; ")
     sizes = (getattr(module, "in_features", "?"), getattr(module, "out_features", "?"))
     return LayerReport(names[0], f"{sizes[0]} -> {sizes[1]}", note)
-
-
-def _conclude(
-    title: str, swapped: list[LayerReport], skipped: list[LayerReport], verbose: bool
-) -> Conversion:
-    conversion = Conversion(title, tuple(swapped), tuple(skipped))
-    if verbose:
-        conversion.print()
-    return conversion
 
 
 # ---- why a layer stays ----------------------------------------------------------------------------------

@@ -310,7 +310,8 @@ class LinearState:
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
         copy = LinearState(self.device, self.groups)
         memo[id(self)] = copy
-        copy.delayed_state = deepcopy(self.delayed_state, memo)
+        if self.delayed_state is not None:
+            copy.delayed_state = deepcopy(self.delayed_state, memo)
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,3 +341,13 @@ class LinearState:
     def drop_workspace(self) -> None:
         """Forget the quantized weight."""
         self.workspace, self.workspace_quantizer, self.workspace_shape = None, "", ()
+
+
+class DelayedPaths:
+    """``layer._delayed_scaling.weight.scale``: entries of a ``state_dict`` as attribute paths.
+
+    ``torch.distributed.checkpoint`` walks each key by ``getattr``.
+    """
+
+    def __init__(self, states: dict[str, LinearState]) -> None:
+        self.__dict__.update({weight: state.delayed for weight, state in states.items()})
