@@ -104,6 +104,15 @@ def test_one_graph_serves_layers_with_and_without_state():
     assert len(graphs) == 1
 
 
+def test_explain_allocates_nothing():
+    sequence = qtensor.ops.Sequential(qtensor.ops.Linear(WIDTH, WIDTH), qtensor.ops.ReLU())
+    with region(DelayedScaling()):
+        assert sequence.explain().quantize_calls == 3
+    owners = [module for module in sequence.modules() if hasattr(module, "_states")]
+    assert owners
+    assert all(owner._states["weight"].delayed_state is None for owner in owners)
+
+
 # ---- state dicts ---------------------------------------------------------------------------------
 
 

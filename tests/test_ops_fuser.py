@@ -466,16 +466,6 @@ def test_explain(capsys):
     )
 
 
-def test_explain_allocates_no_state_of_delayed_scaling():
-    sequence = FUSED["mlp_with_biases"].case.make()
-    with region(RECIPES["delayed"]()):
-        found = sequence.explain()
-    assert found.quantize_calls == 6
-    states = [s for m in sequence.modules() for s in getattr(m, "_states", {}).values()]
-    assert states
-    assert all(state.delayed_state is None for state in states)
-
-
 def test_explain_needs_an_input_where_none_follows_from_the_operations():
     with pytest.raises(QTensorError, match="the input size must follow from the operations"):
         ops.Sequential(ops.GELU()).explain()

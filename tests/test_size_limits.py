@@ -36,7 +36,7 @@ REASONS: dict[str, str] = {
     ),
     "qtensor/modules/layernorm_linear.py::LayerNormLinear.__init__": _OPTIONS,
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
-    "qtensor/modules/linear.py::Linear.__init__": _OPTIONS,
+    "qtensor/modules/linear.py::LinearBase.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
     "qtensor/storage/serialize.py::rebuild": (
         "what a pickle names, flat, so that old files load by position"
