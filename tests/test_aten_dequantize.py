@@ -134,7 +134,11 @@ def test_named_op_equals_the_op_on_values(name: str) -> None:
         assert_same_tensor(q, before)
 
 
-@pytest.mark.parametrize("name", sorted(IN_PLACE_OPS))
+# test_fused_optimizers.py calls these four, whose arguments are the state of an optimizer.
+FUSED = {f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
+
+
+@pytest.mark.parametrize("name", sorted(IN_PLACE_OPS - FUSED))
 def test_named_in_place_op_writes_back(name: str) -> None:
     for case in FORMATS:
         q = case.quantize(rand(8, 64))
