@@ -60,7 +60,7 @@ def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
     """Return ``items``, after checking that it holds a gradient or None for each parameter.
 
     Raises:
-        QTensorError: backward returned another number of check_gradients.
+        QTensorError: backward returned another number of gradients.
     """
     if not isinstance(items, (tuple, list)) or len(items) != count:
         rule = f"its backward must return a gradient or None for each of its {count} parameters"

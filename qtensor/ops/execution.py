@@ -31,8 +31,8 @@ _COMPUTED = ("the output", "extra outputs of each operation", "data for save_ctx
 _LISTS = (tuple, list)
 _GRADIENTS = (
     "gradient of the input",
-    "check_gradients of parameters",
-    "check_gradients of extra inputs",
+    "gradients of parameters",
+    "gradients of extra inputs",
 )
 
 
@@ -293,7 +293,7 @@ class FuserFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> Any:
-        """Return the check_gradients of (input, call, *parameters, *extra inputs)."""
+        """Return the gradients of (input, call, *parameters, *extra inputs)."""
         run = Backward(ctx, _backward_contexts(ctx), Routes(ctx.fuser, grads), {}, [])
         if torch.compiler.is_compiling():
             dx = _backward(run, grad)
