@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
-from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.direct import direct
 from qtensor.library.quantize import QUANTIZE
@@ -61,26 +60,8 @@ def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: to
     return _assembled(quantizer, buffers, shape, dtype)
 
 
-def refuse_export(facts: Any) -> NoReturn:
-    """Raise: torch.export cannot trace operations on a tensor subclass that the program itself makes.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    fail(
-        f"torch.export[{facts.format}]",
-        "an exported program can take and hold quantized tensors, but cannot make one",
-        facts.canonical,
-        "Quantize outside and pass the tensor in, or keep the buffers in a storage: "
-        "quantizer.assemble(torch.ops.qtensor.quantize(x, quantizer.canonical), x.shape, x.dtype, bare=True)",
-        UnsupportedError,
-    )
-
-
 def _assembled(facts: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
     """``assembled`` in a compiled region."""
-    if is_exporting():
-        refuse_export(facts)
     named = {keyword: buffers[i] for i, keyword in enumerate(facts.keywords)}
     # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
     return facts.tensor_cls(shape, dtype, facts.canonical, **named)

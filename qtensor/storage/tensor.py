@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
@@ -21,6 +22,7 @@ from qtensor.storage.base import (
     unflatten,
 )
 from qtensor.storage.dispatch import dispatch
+from qtensor.storage.export import record_construction
 from qtensor.storage.indexing import is_element, read_element
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.write import plain
@@ -99,8 +101,19 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._context = (cls.__qualname__, dtype, quantizer, quantizer.scale_layout)
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: ``__new__`` has set every attribute."""
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        quantizer: Codec | str,
+        *,
+        requires_grad: bool = False,
+        **buffers: Any,
+    ) -> None:
+        """Tell ``torch.export`` of the construction; ``__new__`` has set every attribute."""
+        if is_exporting():
+            canonical = quantizer if isinstance(quantizer, str) else quantizer.canonical
+            record_construction(self, shape, dtype, canonical, buffers)
 
     def _set_quantizer(self, quantizer: Codec) -> None:
         self._quantizer = quantizer

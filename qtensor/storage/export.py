@@ -1,0 +1,48 @@
+"""Record in the graph of ``torch.export`` how a program makes a quantized tensor.
+
+``torch.export`` traces above autograd, where a tensor subclass is one value. It records every op on a value that it knows,
+but a constructor is not an op: without a record of it, the tensor would become a constant of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+
+def _constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: ``__new__`` has built the tensor."""
+
+
+# torch takes the constructor of a subclass by its name alone.
+_constructor.__name__ = "__init__"
+_constructor.__qualname__ = "QuantizedTensor.__init__"
+
+
+@cache
+def _recorder() -> Callable[..., None]:
+    """Return torch's function that records a construction."""
+    # Imported here: torch._export takes a tenth of a second.
+    from torch._export.wrappers import (  # noqa: PLC0415
+        mark_subclass_constructor_exportable_experimental,
+    )
+
+    return mark_subclass_constructor_exportable_experimental(_constructor)
+
+
+def record_construction(
+    tensor: Any, shape: Any, dtype: Any, canonical: str, buffers: dict[str, Tensor]
+) -> None:
+    """Record ``type(tensor)(shape, dtype, canonical, **buffers)``, whose result is ``tensor``.
+
+    Args:
+        tensor: the new quantized tensor.
+        shape: its sizes, some of them symbolic.
+        dtype: its nominal dtype.
+        canonical: the canonical text of its quantizer.
+        buffers: its inner buffers by constructor keyword.
+    """
+    _recorder()(tensor, tuple(shape), dtype, canonical, **buffers)
