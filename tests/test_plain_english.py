@@ -33,9 +33,7 @@ NOT_YET = (
     "qtensor/functional/",
     "qtensor/kernels/__init__.py",
     "qtensor/library/",
-    "qtensor/modules/",
     "qtensor/quantizers/",
-    "qtensor/recipes/",
     "qtensor/storage/",
 )
 """Files that still have such phrases. The list may only become shorter."""

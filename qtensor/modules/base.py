@@ -1,4 +1,4 @@
-"""What the linear layers share: parameters that may be quantized, state, and the call into ``functional``."""
+"""Base of the linear layers: quantized parameters, state, and calls into ``functional``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Call(NamedTuple):
     """How one forward of a module was called.
 
     Attributes:
-        is_first_microbatch: True: quantize the weight and keep it; False: use what is kept; None: keep nothing.
+        is_first_microbatch: True: quantize the weight and keep it; False: use what is kept; None:
+            keep nothing.
         noop: one element; non-zero leaves what is kept as it is.
         output_quantizer: canonical text, "" for a plain output.
         seeds: of input, weight and gradient, where they are drawn already.
@@ -63,7 +64,7 @@ class LinearOptions(NamedTuple):
 
 
 def one_op_roles(options: LinearOptions) -> str:
-    """Under what roles compiled code may take a layer as one op; "" where its options want more than the op is given."""
+    """The role string for the single-op compiled path; "" if the options do not support it."""
     if options.parallel is not None or options.save_original_input:
         return ""
     scheduled = options.delay_wgrad_compute or options.fuse_wgrad_accumulation
@@ -71,7 +72,7 @@ def one_op_roles(options: LinearOptions) -> str:
 
 
 def follows_calls() -> bool:
-    """Whether Dynamo follows this call, to compile it; an exported program holds the ops of the layer, not the one op."""
+    """True if Dynamo compiles this call; an exported program holds the layer's separate ops."""
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
@@ -111,7 +112,7 @@ class QuantizedModule(nn.Module):
                 self.label,
                 "recipe must be a recipe object",
                 repr(recipe),
-                "Pass qtensor.recipes.MXFP8BlockScaling(), say",
+                "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()",
                 DtypeError,
             )
 
@@ -170,7 +171,8 @@ class QuantizedModule(nn.Module):
             state.move(self._weights(weight)[0].device)
         return result
 
-    # ---- state dict -------------------------------------------------------------------------------------
+    # ---- state dict
+    # -------------------------------------------------------------------------------------
 
     @property
     def _delayed_scaling(self) -> DelayedPaths:
@@ -207,7 +209,8 @@ class QuantizedModule(nn.Module):
             if weight in loaded:
                 state.delayed.load(*loaded[weight])
 
-    # ---- the call -----------------------------------------------------------------------------------------
+    # ---- the call
+    # -----------------------------------------------------------------------------------------
 
     def _recipe_key(self) -> str:
         recipe = self.recipe
@@ -215,9 +218,10 @@ class QuantizedModule(nn.Module):
         return active_recipe(None if recipe is None else recipe._key)
 
     def _in_one_op(self, input: Tensor, weight: str, bias: str) -> Tensor | None:
-        """The layer as one op of a traced program; None where it has to be followed, if only to say what is wrong.
+        """Return the layer as one op of a traced program; None if it must be traced step by step.
 
-        Every attribute and function that is read here is guarded at every call of the program, so it reads few.
+        Every attribute and function that is read here is guarded at every call of the program, so
+        it reads few.
         """
         roles = self._roles[weight]
         if not roles or self._stored[weight]:
@@ -249,7 +253,7 @@ class QuantizedModule(nn.Module):
     def _linear(
         self, input: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
     ) -> Tensor:
-        """One linear layer of the module, by the names of its parameters; ``call`` is None for a plain one."""
+        """Return one linear layer, by its parameters' names; ``call`` is None for a plain one."""
         if call is None:
             out = self._in_one_op(input, weight, bias) if follows_calls() else None
             if out is not None:
@@ -340,13 +344,13 @@ class QuantizedModule(nn.Module):
                 f"{self.label} input",
                 f"its last dim must be in_features, {columns}",
                 tuple(input.shape),
-                "Mend the input or the module",
+                "Fix the input or the module",
             )
 
     def _early_seeds(
         self, like: Tensor, weight: str, options: LinearOptions
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """The seeds of a layer that will run again: compiled code would draw others the second time."""
+        """Return the seeds of a layer that runs again: compiled code would draw others then."""
         w = getattr(self, weight)
         plan = self._plan(like.requires_grad, w.requires_grad, weight, options)
         if not any(plan.stochastic):
@@ -395,7 +399,8 @@ class QuantizedModule(nn.Module):
         if plan.backward_override is None and not is_requantization_safe(plan.input):
             fail(
                 f"{self.label} input",
-                "save_original_input quantizes the input again in backward, which must give the same bytes",
+                "save_original_input quantizes the input again in backward, which must give the "
+                "same bytes",
                 plan.input,
                 "Build the module with save_original_input=False for this recipe",
                 UnsupportedError,
@@ -420,7 +425,8 @@ class QuantizedModule(nn.Module):
         """Serve the quantized weight from what is kept, or have what is made kept."""
         if not args.plan.weight:
             return
-        # Without a noop flag a first microbatch makes new buffers: its graph does not depend on what was kept before.
+        # Without a noop flag a first microbatch makes new buffers: its graph does not depend on
+        # what was kept before.
         args.cache_weight = True
         if call.is_first_microbatch and call.noop is None:
             return
@@ -437,7 +443,8 @@ class QuantizedModule(nn.Module):
             args.update_workspace = bool(call.is_first_microbatch)
             args.noop = call.noop
 
-    # ---- parameters ----------------------------------------------------------------------------------------
+    # ---- parameters
+    # ----------------------------------------------------------------------------------------
 
     def _quantized_parameter(
         self, values: Tensor, recipe: Recipe | None, options: LinearOptions
@@ -490,4 +497,4 @@ def check_features(label: str, **sizes: int) -> None:
     """
     for what, size in sizes.items():
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        check(right, label, f"{what} must be a positive integer", repr(size), "Mend it")
+        check(right, label, f"{what} must be a positive integer", repr(size), "Fix the size")

@@ -1,4 +1,4 @@
-"""The result of ``convert_`` and ``revert_``: the layers that were swapped, and those that were not."""
+"""The result of ``convert_`` and ``revert_``: layers that were swapped or skipped."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Of the recipe; "" for None."""
+        """Key of the recipe; "" for None."""
         return "" if self.recipe is None else self.recipe.key
 
     def operands(self, name: str) -> dict[str, Quantizer | None]:
@@ -60,22 +60,24 @@ def convert_(
 ) -> Conversion:
     """Swap the ``nn.Linear`` layers inside a model for ``qtensor.Linear``, in place.
 
-    A new layer holds the same ``Parameter`` objects as the old one, so that optimizers, tied weights
-    and checkpoints stay valid. Hooks, the training mode and other attributes are kept too. The
-    ``name`` of a new layer is its path in the model. A layer of qtensor only gets the recipe. If
-    ``convert_`` raises an error, the model is unchanged.
+    A new layer holds the same ``Parameter`` objects as the old one, so that optimizers, tied
+    weights and checkpoints stay valid. Hooks, the training mode and other attributes are kept too.
+    The ``name`` of a new layer is its path in the model. A layer of qtensor only gets the recipe.
+    If ``convert_`` raises an error, the model is unchanged.
 
     Args:
         model: the root. It is changed in place.
-        recipe: the new layers use it outside every ``qtensor.autocast`` region. If None, they follow
-            ``qtensor.autocast`` alone.
+        recipe: the new layers use it outside every ``qtensor.autocast`` region. If None, they
+            follow ``qtensor.autocast`` alone.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all. A layer that stands
             in several places is swapped if the answer is True for each of its names.
         quantized_params: store the weights quantized, as the recipe reads them. They become new
-            ``Parameter`` objects without the high-precision values: create the optimizer afterwards.
+            ``Parameter`` objects without the high-precision values: create the optimizer
+            afterwards.
 
     Returns:
-        The layers that were swapped, and those that were skipped with the reason. Its repr is a table.
+        The layers that were swapped, and those that were skipped with the reason. Its repr is a
+        table.
 
     Raises:
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place;
@@ -128,7 +130,8 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
         filter_fn: as for ``convert_``.
 
     Returns:
-        The layers that were swapped, and those that were skipped with the reason. Its repr is a table.
+        The layers that were swapped, and those that were skipped with the reason. Its repr is a
+        table.
 
     Raises:
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place.
@@ -151,7 +154,8 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
     return Conversion("revert_ to nn.Linear", tuple(swapped), tuple(skipped))
 
 
-# ---- what there is --------------------------------------------------------------------------------------
+# ---- what there is
+# --------------------------------------------------------------------------------------
 
 
 def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
@@ -175,7 +179,7 @@ def _places(parent: nn.Module, path: str = "") -> Iterator[tuple[nn.Module, Plac
 def _find(
     model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> dict[Any, list[Place]]:
-    """Module -> all its places; a root that is one of ``kinds`` has none of its own, and "" for a name."""
+    """Return module -> all its places; a root in ``kinds`` has no parent and the name ""."""
     found: dict[Any, list[Place]] = {}
     if isinstance(model, kinds):
         found[model] = [Place(model, "", "")]
@@ -204,7 +208,8 @@ def _report(module: Any, places: list[Place], note: str) -> LayerReport:
     return LayerReport(names[0], f"{sizes[0]} -> {sizes[1]}", note)
 
 
-# ---- why a layer stays ----------------------------------------------------------------------------------
+# ---- why a layer stays
+# ----------------------------------------------------------------------------------
 
 
 def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) -> str:
@@ -319,7 +324,8 @@ def _revert_obstacle(
     return ""
 
 
-# ---- the swap -------------------------------------------------------------------------------------------
+# ---- the swap
+# -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -353,7 +359,7 @@ def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
 
 
 def _store_quantized(layer: LinearBase) -> None:
-    """Exchange a layer's weight for a quantized one; without data there is nothing to quantize yet."""
+    """Replace a layer's weight by a quantized one; a weight without data is left as it is."""
     layer.quantized_params = True
     old = layer.weight
     if old.is_meta:
@@ -397,7 +403,7 @@ def _put(places: list[Place], new: nn.Module) -> None:
 
 
 def _set_fast_path(layer: nn.TransformerEncoderLayer) -> None:
-    """In evaluation this class computes with its layers' weights and does not call them, unless this code is 0."""
+    """Set torch's code for the activation; 0 keeps evaluation from bypassing the layers."""
     activation, code = layer.activation, 0
     if type(layer.linear1) is nn.Linear and type(layer.linear2) is nn.Linear:
         if activation is functional.relu or isinstance(activation, nn.ReLU):

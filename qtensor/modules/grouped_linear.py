@@ -30,10 +30,10 @@ MODULE = "grouped_linear"
 
 
 class GroupedLinear(QuantizedModule):
-    """``num_gemms`` linear layers of one size over groups of the input's rows, as in a mixture of experts.
+    """``num_gemms`` linear layers of one size over groups of the input's rows (experts).
 
-    ``y[rows of group i] = x[rows of group i] @ weight_i.T + bias_i``. Each group is quantized on its own and has the bytes,
-    forward and backward, that ``qtensor.Linear`` gives for its rows.
+    ``y[rows of group i] = x[rows of group i] @ weight_i.T + bias_i``. Each group is quantized on
+    its own and has the bytes, forward and backward, that ``qtensor.Linear`` gives for its rows.
 
     Parameters are ``weight0``, ``weight1``, ... (N, K) and ``bias0``, ``bias1``, ... (N,).
 
@@ -42,15 +42,18 @@ class GroupedLinear(QuantizedModule):
         in_features: K; a multiple of 16 (FP8, NVFP4) or 32 (MX) where a recipe is in force.
         out_features: N; likewise.
         bias: add a bias (N,) to each group.
-        device: of the parameters; "meta" leaves them without data until ``to_empty`` and ``reset_parameters``.
+        device: of the parameters; "meta" leaves them without data until ``to_empty`` and
+            ``reset_parameters``.
         params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
         recipe: used outside of every ``autocast``.
         name: for messages and the roles of recipes.
         init_method: fills a weight in place; as in ``torch.nn.Linear`` if None.
-        quantized_params: store the weights quantized, as the recipe in force at construction (or ``recipe``) reads them.
+        quantized_params: store the weights quantized, as the recipe in force at construction (or
+            ``recipe``) reads them.
         return_bias: do not add the biases; return ``(y, [bias0, ...])``.
-        fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight (or write them into it, where
-            its ``overwrite_main_grad`` is true), leave ``grad`` alone and set ``grad_added_to_main_grad``.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight (or write them
+            into it, where its ``overwrite_main_grad`` is true), leave ``grad`` alone and set
+            ``grad_added_to_main_grad``.
         delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
         save_original_input: save the input itself for backward and quantize it again there.
         parallel_mode: None; others are refused: see Raises.
@@ -59,8 +62,8 @@ class GroupedLinear(QuantizedModule):
 
     Raises:
         QTensorError: arguments that do not fit.
-        UnsupportedError: ``parallel_mode`` or ``sequence_parallel``: which rows a rank has, and so what goes over the group,
-            is decided where tokens are sent to experts.
+        UnsupportedError: ``parallel_mode`` or ``sequence_parallel``: which rows a rank has, and so
+            what goes over the group, is decided where tokens are sent to experts.
     """
 
     weight0: nn.Parameter
@@ -121,11 +124,16 @@ class GroupedLinear(QuantizedModule):
             make_parallel(self.label, group, mode, sequence)
             return
         rule = (
-            "a grouped layer does not communicate: the rows of its groups come from sending tokens to experts, and"
-            " the code that sends and collects them has to gather inputs and sum outputs over the group"
+            "a grouped layer does not communicate: the rows of its groups come from sending "
+            "tokens to experts, and"
+            " the code that sends and collects them has to gather inputs and sum outputs over the "
+            "group"
         )
         got = f"parallel_mode={mode!r}, sequence_parallel={sequence}"
-        fix = "Build it with the rank's own part of out_features (column) or in_features (row), and no parallel_mode"
+        fix = (
+            "Build it with the rank's own part of out_features (column) or in_features (row), and "
+            "no parallel_mode"
+        )
         fail(self.label, rule, got, fix, UnsupportedError)
 
     def _weights(self, weight: str) -> tuple[Any, ...]:
@@ -135,7 +143,7 @@ class GroupedLinear(QuantizedModule):
         return tuple([getattr(self, f"{kind}{i}") for i in range(self.num_gemms)])
 
     def reset_parameters(self) -> None:
-        """Initialise each group as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to."""
+        """Initialise each group like ``torch.nn.Linear`` or ``init_method``; quantize if asked."""
         for i, (weight, bias) in enumerate(
             zip(self._named("weight"), self._named("bias"), strict=True)
         ):
@@ -154,7 +162,8 @@ class GroupedLinear(QuantizedModule):
             stored = self._quantized_parameter(values, self.recipe, self._options)
             setattr(self, f"weight{i}", nn.Parameter(stored, requires_grad=weight.requires_grad))
 
-    # ---- the call -------------------------------------------------------------------------------------------
+    # ---- the call
+    # -------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -166,20 +175,23 @@ class GroupedLinear(QuantizedModule):
     ) -> Any:
         """The layer.
 
-        Under ``torch.compile`` a tensor ``m_splits`` gives one graph for all splits. A list of ints gives the smallest
-        buffers, whose sizes are those of the groups; Dynamo makes a graph of its own where a size becomes 0 or 1.
+        Under ``torch.compile`` a tensor ``m_splits`` gives one graph for all splits. A list of ints
+        gives the smallest buffers, whose sizes are those of the groups; Dynamo makes a graph of its
+        own where a size becomes 0 or 1.
 
         Args:
-            input: (..., in_features), whose rows lie in groups, one behind the other. A quantized tensor is dequantized.
-            m_splits: rows of each group: ``num_gemms`` ints, or an int64 tensor (num_gemms,), which is read on the host.
-                Groups may be empty.
-            is_first_microbatch: True: quantize the weights and keep them for the microbatches that follow; False: use
-                what is kept, whatever the weights are now; None: keep nothing.
-            skip_weight_update: one element; non-zero leaves the kept weights as they are on a first microbatch. Read on
-                the device.
+            input: (..., in_features), whose rows lie in groups, one behind the other. A quantized
+                tensor is dequantized.
+            m_splits: rows of each group: ``num_gemms`` ints, or an int64 tensor (num_gemms,), which
+                is read on the host. Groups may be empty.
+            is_first_microbatch: True: quantize the weights and keep them for the microbatches that
+                follow; False: use what is kept, whatever the weights are now; None: keep nothing.
+            skip_weight_update: one element; non-zero leaves the kept weights as they are on a first
+                microbatch. Read on the device.
 
         Returns:
-            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the list of biases.
+            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the list of
+            biases.
 
         Raises:
             QTensorError: an input, splits or a recipe that does not fit.
@@ -220,7 +232,7 @@ class GroupedLinear(QuantizedModule):
         return args
 
     def _complete_groups(self, args: GroupedFwdArgs, input: Tensor) -> None:
-        """Fill in what state and options say about a call whose plan is known; of ``input`` dtype and device count."""
+        """Fill in arguments that follow from state and options, on the device of ``input``."""
         plan, wanted = args.plan, args.wanted
         args.dtype = input.dtype
         args.save_original_input = self._options.save_original_input
@@ -282,7 +294,7 @@ class GroupedLinear(QuantizedModule):
         return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
     def _seeds(self, input: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
-        """A seed for each group and stochastic role, drawn in the order in which separate layers draw them."""
+        """Return a seed for each group and stochastic role, in the order of separate layers."""
         count = sum(plan.stochastic)
         drawn = draw(input, draws, self.num_gemms * count)
         place, seeds = 0, []
@@ -330,7 +342,7 @@ class GroupedLinear(QuantizedModule):
             args.cache_weight = True
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that ``delay_wgrad_compute`` put off longest, into ``grad`` or ``main_grad``.
+        """Compute the oldest delayed weight gradients, into ``grad`` or ``main_grad``.
 
         Raises:
             QTensorError: there are none.

@@ -21,7 +21,8 @@ class LayerNormLinear(Normed, LinearBase):
         eps: added to the norm's variance.
         bias: of the linear layer.
         normalization: "LayerNorm" or "RMSNorm".
-        return_layernorm_output: also return the normed input, as the last result; with ``sequence_parallel`` that of the rank's rows.
+        return_layernorm_output: also return the normed input, as the last result; with
+            ``sequence_parallel`` that of the rank's rows.
         zero_centered_gamma: the norm's weight is stored less 1.
         **options: of ``Linear``.
 
@@ -59,7 +60,7 @@ class LayerNormLinear(Normed, LinearBase):
         super()._make_parameters(rows, columns, bias, factory)
 
     def reset_parameters(self) -> None:
-        """As ``Linear``; the norm changes nothing."""
+        """Return the same as ``Linear``; the norm changes nothing."""
         self._reset_norm()
         # Those that to_empty made have no marks.
         self._mark_norm(self._options.parallel)
@@ -73,7 +74,7 @@ class LayerNormLinear(Normed, LinearBase):
         quantized_output: Output = False,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
-        """As ``Linear.forward``; with ``return_layernorm_output`` the normed input comes last."""
+        """Return the same as ``Linear.forward``, and the norm with ``return_layernorm_output``."""
         input = activation_dtype(input)
         self._check_features(input, self.in_features)
         normed = self._norm(input)
@@ -88,5 +89,5 @@ class LayerNormLinear(Normed, LinearBase):
         return (*out, normed) if isinstance(out, tuple) else (out, normed)
 
     def extra_repr(self) -> str:
-        """As ``Linear``, and the norm."""
+        """Initialise like ``Linear``, and the norm."""
         return f"{super().extra_repr()}, normalization={self.normalization}, eps={self._eps}"

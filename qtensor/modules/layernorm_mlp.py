@@ -46,7 +46,7 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
     rule = "activation_params of clamped_swiglu are alpha, limit and offset, numbers"
     known = set(numbers) <= {"alpha", "limit", "offset"}
     right = known and all(isinstance(v, int | float) for v in numbers.values())
-    check(right, label, rule, dict(numbers), "Mend them")
+    check(right, label, rule, dict(numbers), "Fix them")
     return clamped_swiglu(**numbers)
 
 
@@ -55,15 +55,18 @@ class LayerNormMLP(Normed, QuantizedModule):
 
     Args:
         hidden_size: of the input and output.
-        ffn_hidden_size: what fc2 reads; fc1 makes twice as much for a gated activation: first the part that is activated,
-            then the one that it is multiplied with.
+        ffn_hidden_size: what fc2 reads; fc1 makes twice as much for a gated activation: first the
+            part that is activated, then the one that it is multiplied with.
         eps: added to the norm's variance.
         bias: of both linear layers.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu, glu or clamped_swiglu.
+        activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu,
+            glu or clamped_swiglu.
         activation_params: of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
-        recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that again in backward.
-        return_layernorm_output: also return the normed input; with ``sequence_parallel`` that of the rank's rows.
+        recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that
+            again in backward.
+        return_layernorm_output: also return the normed input; with ``sequence_parallel`` that of
+            the rank's rows.
         return_bias: do not add fc2's bias; return it.
         zero_centered_gamma: the norm's weight is stored less 1.
         device: of the parameters.
@@ -72,7 +75,8 @@ class LayerNormMLP(Normed, QuantizedModule):
         name: for messages and the roles of recipes (``name.fc1``, ``name.fc2``).
         init_method: fills the weights in place, the whole of split ones.
         quantized_params: store both weights quantized.
-        set_parallel_mode: split fc1's out_features (of a gated activation each half) and fc2's in_features over ``tp_group``.
+        set_parallel_mode: split fc1's out_features (of a gated activation each half) and fc2's
+            in_features over ``tp_group``.
         tp_group: process group of tensor parallelism.
         sequence_parallel: the activations outside are split over the group along dim 0.
         fuse_wgrad_accumulation: see ``Linear``.
@@ -151,7 +155,7 @@ class LayerNormMLP(Normed, QuantizedModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise both layers as ``torch.nn.Linear`` does, or by ``init_method``; the norm changes nothing.
+        """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm.
 
         A split layer draws the whole and takes its part, of a gated fc1 that of each half.
         """
@@ -233,7 +237,7 @@ class LayerNormMLP(Normed, QuantizedModule):
         return tuple(results) if len(results) > 1 else out
 
     def backward_dw(self) -> None:
-        """The weight gradients that ``delay_wgrad_compute`` put off longest; see ``Linear.backward_dw``."""
+        """Compute the weight gradients that were delayed first; see ``Linear.backward_dw``."""
         for weight in ("fc2_weight", "fc1_weight"):
             self._backward_dw(weight, self._fc1_options)
 

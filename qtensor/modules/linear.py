@@ -35,7 +35,7 @@ def make_parallel(
     sequence_parallel: bool,
     option: str = "parallel_mode",
 ) -> Parallel | None:
-    """The plain values of a split over a process group, or None; a group of one rank splits nothing.
+    """Return the values that describe a split over a process group; None for a group of one.
 
     ``option`` is what the module calls the argument that turns it on.
 
@@ -64,7 +64,7 @@ def make_parallel(
         label,
         f"{option} needs the process group that the weight is split over",
         "tp_group=None",
-        "Pass tp_group=torch.distributed.group.WORLD, say",
+        "Pass a process group, for example tp_group=torch.distributed.group.WORLD",
     )
     check(
         hasattr(tp_group, "group_name") and hasattr(tp_group, "size"),
@@ -101,7 +101,7 @@ def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
 
 
 def asked_output(key: Callable[[], str], asked: Output, options: LinearOptions) -> str:
-    """Canonical text of the quantized output that a caller asked for, "" for none; ``key()`` is that of the recipe."""
+    """Return the canonical string of the requested output, or ""; ``key()`` is the recipe's."""
     if asked is False or asked is None:
         return ""
     text = (
@@ -125,7 +125,7 @@ def one_dtype(
 
 
 class LinearBase(QuantizedModule):
-    """The linear layer behind ``Linear``, ``LayerNormLinear`` and the operations of ``qtensor.ops``.
+    """Base of ``Linear``, ``LayerNormLinear`` and the linear operations of ``qtensor.ops``.
 
     See ``Linear`` for the arguments. Only ``Linear`` itself is a ``torch.nn.Linear``: another layer
     does more than a product, and must not be taken for one.
@@ -198,8 +198,8 @@ class LinearBase(QuantizedModule):
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to.
 
-        A split layer draws the whole and takes its part: parts of their own would be equal on ranks with equal seeds, and
-        unequal biases of a row layer would make the ranks differ.
+        A split layer draws the whole and takes its part: parts of their own would be equal on ranks
+        with equal seeds, and unequal biases of a row layer would make the ranks differ.
         """
         dtype, device = self.weight.dtype, self.weight.device
         values = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
@@ -215,11 +215,11 @@ class LinearBase(QuantizedModule):
         self._set_weight("weight", self._own_part(values), self._options)
 
     def _own_part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter of the whole layer: (out_features, in_features) or (out_features,)."""
+        """Return this rank's part of a whole weight (N, K) or bias (N,)."""
         return own_part(whole, self.weight.shape[: whole.ndim], self._rank)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The initial values of a weight that is stored quantized, on the CPU; None where they are not kept."""
+        """Return the initial values of a quantized weight, on the CPU; None if not kept."""
         return getattr(self.weight, "_high_precision_init_val", None)
 
     def clear_high_precision_init_val(self) -> None:
@@ -239,12 +239,12 @@ class LinearBase(QuantizedModule):
 
         Args:
             input: (..., in_features), plain or quantized.
-            is_first_microbatch: True: quantize the weight and keep it for the microbatches that follow; False: use what is
-                kept, whatever the weight is now; None: keep nothing.
-            quantized_output: True for a quantized output by the recipe's "output" role (rowwise), or a format id or
-                quantizer. It is differentiable.
-            skip_weight_update: one element; non-zero leaves the kept weight as it is on a first microbatch. Read on the
-                device.
+            is_first_microbatch: True: quantize the weight and keep it for the microbatches that
+                follow; False: use what is kept, whatever the weight is now; None: keep nothing.
+            quantized_output: True for a quantized output by the recipe's "output" role (rowwise),
+                or a format id or quantizer. It is differentiable.
+            skip_weight_update: one element; non-zero leaves the kept weight as it is on a first
+                microbatch. Read on the device.
 
         Returns:
             (..., out_features) in the dtype of ``input``; with ``return_bias`` also the bias.
@@ -262,7 +262,7 @@ class LinearBase(QuantizedModule):
         return (out, self.bias) if self.return_bias else out
 
     def backward_dw(self) -> None:
-        """Compute the weight gradient that ``delay_wgrad_compute`` put off longest, into ``grad`` or ``main_grad``.
+        """Compute the oldest delayed weight gradient, into ``grad`` or ``main_grad``.
 
         Raises:
             QTensorError: there is none.
@@ -277,7 +277,8 @@ class LinearBase(QuantizedModule):
         has_bias = self.bias is not None
         split = self._options.parallel
         part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}{own}{kept}{part}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={has_bias}{own}{kept}{part}"
 
 
 class Linear(LinearBase, nn.Linear):

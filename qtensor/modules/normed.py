@@ -22,7 +22,7 @@ def eps_text(label: str, eps: float) -> str:
         QTensorError: no number >= 0.
     """
     if not isinstance(eps, float | int) or not eps >= 0:
-        fail(label, "eps must be a number >= 0", repr(eps), "Pass 1e-5, say")
+        fail(label, "eps must be a number >= 0", repr(eps), "Pass a number, for example 1e-5")
     return repr(float(eps))
 
 
@@ -54,7 +54,7 @@ class Normed:
         """Take up the options.
 
         Raises:
-            QTensorError: no such norm, or an epsilon that is no number >= 0.
+            QTensorError: the norm is unknown, or the epsilon is not a number >= 0.
         """
         if normalization not in NORMALIZATIONS:
             rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
@@ -79,7 +79,7 @@ class Normed:
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 
     def _mark_norm(self, parallel: Parallel | None) -> None:
-        """Tell frameworks that its gradients are those of the rank's rows: Megatron sums what is marked over the group."""
+        """Mark parameters whose gradients are those of the rank's rows: Megatron sums them."""
         if parallel is None or not parallel.sequence:
             return
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):

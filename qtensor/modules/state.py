@@ -176,7 +176,7 @@ class DelayedState:
         record_amax(self.history, amaxes, first)
 
     def merged(self) -> Tensor:
-        """Return the history (1024, 3 * groups) with the gradients' maxima, as checkpoints hold it."""
+        """Return the history (1024, 3 * groups) with the gradients' maxima, as in checkpoints."""
         return MERGED_HISTORY(
             self.history, self.steps, self.cell, self.cell_step, self.history.shape[0]
         )
@@ -260,7 +260,8 @@ class LinearState:
             None where there are none.
         workspace_quantizer: the canonical text of their quantizer.
         workspace_shape: the logical shape of the weight that they hold.
-        device: where ``delayed`` is allocated: the device of the weight, or the CPU if that is meta.
+        device: where ``delayed`` is allocated: the device of the weight, or the CPU if that is
+            meta.
         groups: number of GEMMs.
         key: identifies the layer's postponed weight gradients, and its listener for gradients that
             were added to ``main_grad``.

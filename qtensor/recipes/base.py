@@ -1,7 +1,8 @@
 """Recipes: which quantizer each role of a GEMM gets.
 
-A recipe is a plain value object. Its options may be changed at any time; modules read it by its text (``key``), so that a
-change takes effect at the next forward, equal recipes share compiled graphs, and nothing live is kept in one.
+A recipe is a plain value object. Its options may be changed at any time; modules read it by its
+text (``key``), so that a change takes effect at the next forward, equal recipes share compiled
+graphs, and nothing live is kept in one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from qtensor.quantizers import Quantizer
 
 TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
-"""What a quantizer can be asked for. The last two are results; they are quantized only where a caller asks for it."""
+"""What a quantizer can be asked for.
+
+The last two are results; they are quantized only where a caller asks for it.
+"""
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
@@ -76,10 +80,11 @@ class Recipe:
     """What recipes share.
 
     Attributes:
-        backward_override: None: quantized backward GEMMs. "high_precision": they read the original operands, and the
-            gradient unquantized. "dequantized": the dequantized operands of the forward, and the gradient unquantized.
-        overrides: tensor role -> what to use instead of the recipe's own choice: a quantizer, a format id, a dict of
-            options that differ, or None for high precision.
+        backward_override: None: quantized backward GEMMs. "high_precision": they read the original
+            operands, and the gradient unquantized. "dequantized": the dequantized operands of the
+            forward, and the gradient unquantized.
+        overrides: tensor role -> what to use instead of the recipe's own choice: a quantizer, a
+            format id, a dict of options that differ, or None for high precision.
     """
 
     backward_override: str | None = None
@@ -98,7 +103,7 @@ class Recipe:
         RECIPES[cls.__name__] = cls
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the recipe does not have, before the dataclass's own bare TypeError."""
+        """Refuse options that the recipe does not have, with an error of ours."""
         for name in options:
             if name not in cls.option_names:
                 _refuse_option(cls, name)
@@ -132,7 +137,10 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """The recipe as text: ``MXFP8BlockScaling(fp8_format='E4M3')``. Equal recipes have equal keys."""
+        """The recipe as text: ``MXFP8BlockScaling(fp8_format='E4M3')``.
+
+        Equal recipes have equal keys.
+        """
         return self._key
 
     def quantizer(self, role: Role) -> Quantizer | None:
@@ -210,7 +218,8 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, given: Any) -
     fail(type(recipe).__name__, rule, repr(given), "Pass one of these")
 
 
-# ---- keys ----------------------------------------------------------------------------------------------
+# ---- keys
+# ----------------------------------------------------------------------------------------------
 
 
 def _text(value: Any) -> str:

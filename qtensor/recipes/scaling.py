@@ -34,11 +34,12 @@ class DelayedScaling(Recipe):
         fp8_format: HYBRID (default), E4M3 or E5M2.
         margin: factors are divided by ``2 ** margin``.
         amax_history_len: steps that the history keeps, 1 to 1024.
-        amax_compute_algo: "max" over the history, "most_recent", or a function (length, n) -> (n,) of torch ops: n is 3, or 3 a
-            group in GroupedLinear.
-        scaling_factor_compute_algo: a function (amax, old scale, largest code values, recipe) -> scale of torch ops, all
-            (3,) float32; None for the rule of docs/numerics.md.
-        reduce_amax: take maxima over the ``amax_reduction_group`` of ``autocast`` where there is one.
+        amax_compute_algo: "max" over the history, "most_recent", or a function (length, n) -> (n,)
+            of torch ops: n is 3, or 3 a group in GroupedLinear.
+        scaling_factor_compute_algo: a function (amax, old scale, largest code values, recipe) ->
+            scale of torch ops, all (3,) float32; None for the rule of docs/numerics.md.
+        reduce_amax: take maxima over the ``amax_reduction_group`` of ``autocast`` where there is
+            one.
     """
 
     fp8_format: Format | str = Format.HYBRID
@@ -51,7 +52,7 @@ class DelayedScaling(Recipe):
     delayed: ClassVar[bool] = True
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Delayed scaling for the operands; results, of which no state is kept, by their own maxima."""
+        """Delayed scaling for the operands; current scaling for results, which have no state."""
         dtype = element(self, role)
         if role.tensor in ("output", "grad_input"):
             return Float8CurrentScalingQuantizer(dtype=dtype)
@@ -103,7 +104,7 @@ class Float8CurrentScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """The same for every role but the element."""
+        """Return the quantizer of a role; only the element depends on the role."""
         return Float8CurrentScalingQuantizer(
             dtype=element(self, role),
             force_pow_2_scales=self.use_power_2_scales,
@@ -175,7 +176,8 @@ class NVFP4BlockScaling(Recipe):
         disable_stochastic_rounding: round gradients to nearest.
         disable_2d_quantization: 1x16 blocks for weights too.
         row_scaled: a float32 factor a row of inputs; needs ``disable_rht``.
-        use_4over6: map a block's maximum to 6 or to 4, whichever has the smaller error; for all but stochastic roles.
+        use_4over6: map a block's maximum to 6 or to 4, whichever has the smaller error; for all but
+            stochastic roles.
         e4m3_max: largest factor of a block: 448, or 256; 0 for the default.
         err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
         with_random_sign_mask: random signs in the transform.
@@ -191,7 +193,10 @@ class NVFP4BlockScaling(Recipe):
     with_random_sign_mask: bool = True
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Inputs: rotated along M. Weights: square blocks. Gradients: rotated along M, rounded at random."""
+        """Inputs: rotated along M.
+
+        Weights: square blocks. Gradients: rotated along M, rounded at random.
+        """
         weight = role.tensor == "weight"
         gradient = role.tensor in ("grad_output", "grad_input")
         stochastic = gradient and not self.disable_stochastic_rounding
@@ -214,10 +219,11 @@ class CustomRecipe(Recipe):
     """Quantizers from a function of the role.
 
     Attributes:
-        factory: ``Role`` -> a quantizer, a format id, or None for high precision. Called once for each role of each
-            module. Make the function once: another function is another recipe, with graphs of its own.
-        delayed_scaling: a ``DelayedScaling`` with margin, history and algorithm of the roles that get a
-            ``Float8Quantizer``; needed for those.
+        factory: ``Role`` -> a quantizer, a format id, or None for high precision. Called once for
+            each role of each module. Make the function once: another function is another recipe,
+            with graphs of its own.
+        delayed_scaling: a ``DelayedScaling`` with margin, history and algorithm of the roles that
+            get a ``Float8Quantizer``; needed for those.
     """
 
     factory: Any = None
@@ -240,7 +246,7 @@ class CustomRecipe(Recipe):
         """See ``Recipe.validate``."""
         super().validate()
         if not callable(self.factory):
-            fix = 'Pass factory=lambda role: "mxfp8", say'
+            fix = 'Pass a function, for example factory=lambda role: "mxfp8"'
             fail("CustomRecipe", "factory must be a function of a Role", repr(self.factory), fix)
 
     @property
