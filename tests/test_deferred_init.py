@@ -5,6 +5,8 @@ transformers.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -142,3 +144,15 @@ def test_a_converted_model_without_data(converted):
     qtensor.convert_(twin, recipes.DelayedScaling())
     x = torch.randn(32, WIDTH)
     assert torch.equal(model(x), twin(x))
+
+
+def test_the_first_use_of_the_kernels_below_another_default_device():
+    """Their check of torch's sgemm must not hand it meta tensors."""
+    script = (
+        "import torch, qtensor\n"
+        "torch.set_default_device('meta')\n"
+        "layer = qtensor.Linear(32, 32, device='cpu', recipe=qtensor.recipes.MXFP8BlockScaling())\n"
+        "y = layer(torch.ones(8, 32, device='cpu'))\n"
+        "assert y.device.type == 'cpu' and y.isfinite().all()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

@@ -170,6 +170,51 @@ def test_options_changed_within_a_recipe_take_effect_at_the_next_step():
     assert not torch.equal(results[0], results[1])
 
 
+CHANGES = {
+    "set": lambda d: d.__setitem__("weight", "mxfp4"),
+    "delete": lambda d: d.__delitem__("input"),
+    "update": lambda d: d.update(weight="mxfp4"),
+    "or": lambda d: d.__ior__({"weight": "mxfp4"}),
+    "pop": lambda d: d.pop("input"),
+    "popitem": lambda d: d.popitem(),
+    "setdefault": lambda d: d.setdefault("weight", "mxfp4"),
+    "clear": lambda d: d.clear(),
+    "inner": lambda d: d["input"].update(scale_mode="ceil"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_overrides_cannot_be_changed_in_place(change):
+    """Layers read the recipe's key, which such a change would not reach."""
+    given = {"input": {"scale_mode": "floor"}}
+    recipe = recipes.MXFP8BlockScaling(overrides=given)
+    key = recipe.key
+    given["weight"] = "mxfp4"
+    for twin in (recipe, copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        with pytest.raises(QTensorError, match="Assign a new dict"):
+            change(twin.overrides)
+        assert twin.overrides == {"input": {"scale_mode": "floor"}}
+        assert text(twin, "weight") == "mxfp8"
+        assert twin.key == key
+    recipe.overrides = {**recipe.overrides, "weight": "mxfp4"}
+    assert text(recipe, "weight") == "mxfp4"
+    assert recipe.key != key
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("cls", [recipes.Float8CurrentScaling, recipes.Float8BlockScaling])
+def test_an_epsilon_that_no_quantizer_takes(cls, value):
+    message = "amax_epsilon must be finite and not negative"
+    with pytest.raises(QTensorError, match=message):
+        cls(amax_epsilon=value)
+    with pytest.raises(QTensorError, match=message):
+        cls(overrides={"input": {"amax_epsilon": value}})
+    recipe = cls()
+    with pytest.raises(QTensorError, match=message):
+        recipe.amax_epsilon = value
+    assert recipe == cls()
+
+
 def test_a_custom_factory_is_asked_once_for_each_role_of_each_module():
     asked = []
 

@@ -39,7 +39,11 @@ def direct(op: Any, *places: int, native: Callable[..., bool] | None = None) -> 
 
     def call(*args: Any) -> Any:
         # A tracer must see the op; it folds this question to a constant and knows none of those below.
-        if torch.compiler.is_compiling() or (native is not None and native(*args)) or watched():
+        if (
+            torch.compiler.is_compiling()
+            or (native is not None and not _modes() and native(*args))
+            or watched()
+        ):
             return op(*args)
         for place in places:
             value = args[place]

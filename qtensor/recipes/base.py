@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -71,6 +72,31 @@ def function_number(function: Callable[..., Any]) -> int:
     return len(CALLABLES) - 1
 
 
+class ReadOnlyDict(dict[str, Any]):
+    """``recipe.overrides``: a dict that cannot be changed in place.
+
+    The recipe's key is made when an option is assigned, so that a change in place would be ignored.
+    """
+
+    def _refuse(self, *args: Any, **options: Any) -> Any:
+        rule = "overrides is read-only, because a recipe notices assignments alone"
+        fix = 'Assign a new dict: recipe.overrides = {**recipe.overrides, "weight": "mxfp8"}'
+        fail("recipe.overrides", rule, "a change in place", fix, DtypeError)
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyDict, (dict(self),)
+
+
+def _read_only(value: Any) -> Any:
+    """Return a read-only copy of a mapping and of the mappings in it; other values as they are."""
+    if not isinstance(value, Mapping):
+        return value
+    return ReadOnlyDict({key: _read_only(item) for key, item in value.items()})
+
+
 RECIPES: dict[str, type[Recipe]] = {}
 """Name -> class; the names that keys begin with."""
 
@@ -117,6 +143,8 @@ class Recipe:
         known = name == "_key" or name in self.option_names
         if not known:
             _refuse_option(type(self), name)
+        if name == "overrides":
+            value = _read_only(value)
         ready = name != "_key" and hasattr(self, "_key")
         before = getattr(self, name, None)
         object.__setattr__(self, name, value)
@@ -237,6 +265,9 @@ def _text(value: Any) -> str:
         return repr(value._key)
     if callable(value):
         return f"('function',{function_number(value)})"
+    if isinstance(value, float) and not math.isfinite(value):
+        # Python has no literal for these.
+        return f"('float','{float(value)}')"
     return repr(value)
 
 
@@ -252,6 +283,10 @@ def _make_key(recipe: Recipe) -> str:
 def _literal(value: Any) -> Any:
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "function":
         return CALLABLES[value[1]]
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == "float":
+        return float(value[1])
+    if isinstance(value, dict):
+        return {name: _literal(item) for name, item in value.items()}
     return value
 
 

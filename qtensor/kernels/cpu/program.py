@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
@@ -81,7 +82,8 @@ def _sgemm() -> int:
 
 def _multiplies(sgemm: Any, sizes: tuple[int, int, int]) -> bool:
     m, n, k = sizes
-    with torch._C._AutoDispatchBelowAutograd():
+    # The first call may happen below a fake tensor mode, or with another default device.
+    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.device("cpu"):
         a, b = (
             torch.arange(rows * cols, dtype=torch.float32).mul_(0.37).sin_().view(rows, cols)
             for rows, cols in ((m, k), (n, k))
