@@ -27,7 +27,8 @@ import qtensor
 from benchmarks.machine import environment
 from qtensor.cutlass_gemm import autotune, tuning
 from qtensor.cutlass_gemm.tuning import Want
-from qtensor.library import backends
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.problem import Product
 
 TOKENS = (1, 16, 64, 128, 512, 2048, 8192, 16384)
 PROJECTIONS = (
@@ -101,7 +102,7 @@ def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
         *(a.buffers(), a._quantizer.canonical, a.shape),
         *(b.buffers(), b._quantizer.canonical, b.shape),
     ]
-    return lambda: backends.multiply_(out, *sides, "TN", None, "cutlass", fast)
+    return lambda: choice.multiply_(out, Product(*sides, "TN", None, "cutlass", fast))
 
 
 def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:
@@ -154,7 +155,7 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
     a, b = operand("fp8", 16, 128), operand("fp8", 64, 128)
     out = torch.empty(16, 64, device="cuda", dtype=torch.bfloat16)
     functions = {
-        "kernel and choice (backends.multiply_)": ours(a, b, out),
+        "kernel and choice (choice.multiply_)": ours(a, b, out),
         "qtensor.gemm": lambda: qtensor.gemm(a, b, "TN"),
         "torch._scaled_mm": theirs(a, b, (a._scale_inv, b._scale_inv)),
     }
@@ -187,20 +188,20 @@ def tune(arch: str, seconds: float) -> list[dict[str, Any]]:
             if perf_counter() > end:
                 return rows
             name = torch.cuda.get_device_name()
-            for choice in autotune.autotune(wanted, [(m, n, k)], device, name=name):
+            for timed in autotune.autotune(wanted, [(m, n, k)], device, name=name):
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
                 guess = sorted(
-                    (spec for spec in tuning.candidates(choice.want) if spec.name in choice.times),
-                    key=lambda spec: tuning.cost(spec, *choice.sizes, processors),
+                    (spec for spec in tuning.candidates(timed.want) if spec.name in timed.times),
+                    key=lambda spec: tuning.cost(spec, *timed.sizes, processors),
                 )[0].name
                 rows.append({
-                    "sizes": choice.sizes,
-                    "recipe": choice.want.recipe,
-                    "fast": choice.want.fast,
-                    "best": choice.best,
+                    "sizes": timed.sizes,
+                    "recipe": timed.want.recipe,
+                    "fast": timed.want.fast,
+                    "best": timed.best,
                     "guess": guess,
-                    "lost": choice.times[guess] / choice.times[choice.best] - 1.0,
-                    "microseconds": choice.times,
+                    "lost": timed.times[guess] / timed.times[timed.best] - 1.0,
+                    "microseconds": timed.times,
                 })
     return rows
 

@@ -21,8 +21,8 @@ from qtensor.compilers import find_cxx
 from qtensor.cutlass_gemm import emit, library
 from qtensor.cutlass_gemm.launch import Arguments
 from qtensor.cutlass_gemm.spec import KernelSpec
-from qtensor.library import backends
-from qtensor.library import gemm as gemm_module
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.problem import Product
 from qtensor.library.define import FILLS
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -85,8 +85,8 @@ class Standin:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Treat CPU tensors as tensors of a GPU with this compute capability."""
-    monkeypatch.setattr(backends, "_device", lambda device: (str(device), capability, 132))
-    monkeypatch.setattr(backends, "_PLANS", {})
+    monkeypatch.setattr(choice, "_device", lambda device: (str(device), capability, 132))
+    monkeypatch.setattr(choice, "_CHOICES", {})
     monkeypatch.setattr(library, "_LOADED", {})
     library.warn_missing.cache_clear()
     library.refresh()
@@ -96,7 +96,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the matmul op choose a backend for CPU tensors too."""
 
     def fill(out: torch.Tensor, args: Any) -> None:
-        if not backends.multiply_(out, *args[:7], args.bias):
-            gemm_module.fill_by_decoding(out, *args)
+        choice.multiply_(out, Product(*args[:7], *args[8:]))
 
     monkeypatch.setitem(FILLS, "gemm", fill)

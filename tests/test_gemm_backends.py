@@ -20,7 +20,7 @@ from test_gemm_cutlass_operands import SQUARE, oriented, pair, quantize
 import qtensor
 from qtensor.cutlass_gemm import library, tuning
 from qtensor.errors import QTensorError
-from qtensor.library import backends
+from qtensor.kernels.gemm import choice
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
 HOPPER, BLACKWELL, ADA, AMPERE, VOLTA = (9, 0), (10, 0), (8, 9), (8, 0), (7, 0)
@@ -68,8 +68,9 @@ def test_the_choice(
     assert found.backend == chosen
     assert (found.kernel is not None) == (chosen == "cutlass")
     assert dict(found.reasons)[chosen].startswith("chosen")
-    assert [backend for backend, _ in found.reasons] == list(backends.BACKENDS)
-    assert capsys.readouterr().out == f"{found}\n"
+    assert [backend for backend, _ in found.reasons] == [*choice.IN_FRONT, *choice.BACKENDS]
+    assert repr(found) == str(found)
+    assert capsys.readouterr().out == ""
     got = qtensor.gemm(a, b, "TN", dtype=torch.bfloat16, backend=chosen)
     assert_product(got, values(a), values(b).mT)
 
@@ -389,11 +390,11 @@ def test_the_choice_takes_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------ explain
 
 
-def test_explain_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_for_another_device() -> None:
     a, b = quantize("mxfp8", (32, 64), False, 0), quantize("mxfp8", (16, 64), False, 1)
     found = qtensor.explain(a, b, arch="sm_90a")
     assert found.backend == "dequant"
-    out = capsys.readouterr().out
+    out = str(found)
     assert out.splitlines()[0].endswith("TN, M=32 N=16 K=64, sm_90a: dequant")
     assert "there is no kernel mxfp8 e4m3 x e4m3 -> " in out
     with pytest.raises(

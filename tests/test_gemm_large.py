@@ -16,7 +16,7 @@ from test_gemm import assert_product, values
 
 import qtensor
 from qtensor.kernels.cpu import native
-from qtensor.library import tiles
+from qtensor.kernels.gemm import tiles
 
 N, K = 515, 1030
 """More than ``tiles.SMALL`` elements, ragged for every block; K is even, as dot products of pairs

@@ -46,9 +46,9 @@ from native_cases import (
 from test_quantize_hypothesis import exact, options_of, tensors
 
 import qtensor
+from qtensor import registry as codecs
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, plan
-from qtensor.library import codec as codecs
 from qtensor.quantizers.mx import MXQuantizer
 
 # ---- what is served ----------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def outside() -> Iterator[type]:
     """A format that the kernels do not know, though its spec is one of theirs: other factors, so
     other bytes.
     """
-    kept = dict(codecs._CODECS)
+    kept = dict(codecs._CLASSES)
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Outside(type(qtensor.quantizer("mxfp8"))):
@@ -120,8 +120,8 @@ def outside() -> Iterator[type]:
             super().encode_(out, x * 2, scale, amax, seed)
 
     yield Outside
-    codecs._CODECS.clear()
-    codecs._CODECS.update(kept)
+    codecs._CLASSES.clear()
+    codecs._CLASSES.update(kept)
     codecs.parse.cache_clear()
 
 

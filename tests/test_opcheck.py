@@ -127,13 +127,9 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     yield (a, name, [32, 48], b, name, [32, 48], "NT", torch.float32), {}
     yield ([torch.randn(5, 48)], "", [5, 48], b, name, [32, 48], "TN", torch.float32, None), {}
     yield (a, name, [32, 48], [torch.randn(48, 3)], "", [48, 3], "NN", torch.float32), {}
-
-
-def gemm_by(case: FormatCase) -> Iterator[Sample]:
-    for args, options in gemm(case):
-        bias = options.get("bias")
-        yield (*args[:8], bias, "reference", False), {}
-        yield (*args[:8], bias, "auto", True), {}
+    plain = (a, name, [32, 48], b, name, [32, 48], "TN", torch.float32, None)
+    yield (*plain, "reference"), {}
+    yield (*plain, "auto", True), {}
 
 
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
@@ -337,7 +333,6 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize": dequantize,
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
-    "qtensor::gemm_by": gemm_by,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,

@@ -19,7 +19,7 @@ from formats import BY_NAME, FORMATS, USAGES, FormatCase, assert_same_tensor, fo
 from torch import Tensor
 
 import qtensor
-from qtensor.library import codec
+from qtensor import registry as codec
 from qtensor.library.codec import parse
 from qtensor.storage.base import QuantizedTensorStorage
 
@@ -33,7 +33,7 @@ def every_value(case: FormatCase) -> Iterator[dict[str, Any]]:
 
 def twice(case: FormatCase, options: dict[str, Any]) -> tuple[qtensor.Quantizer, qtensor.Quantizer]:
     """Two objects: the one-line API would hand out one."""
-    cls = codec.codec_class(case.name)
+    cls = codec.quantizer_class(case.name)
     return cls(**options), cls(**options)
 
 
@@ -269,10 +269,10 @@ def test_torch_dtypes_name_elements() -> None:
 @pytest.fixture
 def own_format() -> Iterator[None]:
     """Formats that a test registers are gone after it."""
-    known = dict(codec._CODECS)
+    known = dict(codec._CLASSES)
     yield
-    codec._CODECS.clear()
-    codec._CODECS.update(known)
+    codec._CLASSES.clear()
+    codec._CLASSES.update(known)
     parse.cache_clear()
 
 
@@ -407,13 +407,13 @@ def test_an_option_without_a_hash_is_refused_with_the_rule() -> None:
 
 def test_a_format_that_takes_another_class_is_built_anew() -> None:
     """The class is part of what is remembered, not the format's name alone."""
-    kept = dict(codec._CODECS)
+    kept = dict(codec._CLASSES)
     first = qtensor.quantizer("mxfp8")
     try:
-        codec._CODECS["mxfp8"] = type("Other", (type(first),), {"format": "mxfp8_other"})
+        codec._CLASSES["mxfp8"] = type("Other", (type(first),), {"format": "mxfp8_other"})
         assert type(qtensor.quantizer("mxfp8")).__name__ == "Other"
     finally:
-        codec._CODECS.clear()
-        codec._CODECS.update(kept)
+        codec._CLASSES.clear()
+        codec._CLASSES.update(kept)
         codec.parse.cache_clear()
     assert qtensor.quantizer("mxfp8") is first

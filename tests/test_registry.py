@@ -29,8 +29,8 @@ from formats import (
 )
 
 import qtensor
+from qtensor import registry as codec
 from qtensor.formats import E4M3, LEAD, ONE, Buffer, FormatSpec, K
-from qtensor.library import codec
 from qtensor.quantizers.base import Quantizer
 from qtensor.storage import registry
 from qtensor.storage.base import BareStorage
@@ -143,10 +143,10 @@ def define_toy() -> types.SimpleNamespace:
 @pytest.fixture(scope="module")
 def toy() -> Iterator[FormatCase]:
     """The toy format, forgotten again afterwards."""
-    kept = dict(registry._CLASSES), dict(codec._CODECS)
+    kept = dict(registry._CLASSES), dict(codec._CLASSES)
     define_toy()
     yield FormatCase("toy", 2.0**-8, {"levels": (127, 63)})
-    for table, old in zip((registry._CLASSES, codec._CODECS), kept, strict=True):
+    for table, old in zip((registry._CLASSES, codec._CLASSES), kept, strict=True):
         table.clear()
         table.update(old)
     codec.parse.cache_clear()
@@ -267,7 +267,7 @@ def test_a_taken_class_name_is_refused(toy: FormatCase) -> None:
 
 
 def test_a_taken_format_id_is_refused(toy: FormatCase) -> None:
-    before = dict(codec._CODECS)
+    before = dict(codec._CLASSES)
     with pytest.raises(
         qtensor.QTensorError,
         match=r"format 'mxfp8': .*one quantizer class; got .*Other.*choose another",
@@ -281,4 +281,4 @@ def test_a_taken_format_id_is_refused(toy: FormatCase) -> None:
         class Nameless(qtensor.MXFP8Quantizer):
             pass
 
-    assert before == codec._CODECS
+    assert before == codec._CLASSES

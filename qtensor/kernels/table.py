@@ -16,6 +16,7 @@ from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
 from qtensor.kernels.triton.calls import supports as triton_supports
 from qtensor.kernels.triton.float_calls import KERNELS as TRITON_FLOATS
 from qtensor.layout import Shape
+from qtensor.registry import transposed
 
 QuantizeKernel = Callable[
     [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
@@ -107,6 +108,29 @@ def dequantize_(
     return backend is not None and backend.dequantize_(codec, buffers, shape, out, part)
 
 
+def decode_transposed(
+    quantizer: Any, buffers: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """Decode a weight behind ``t()`` from views of the buffers of its transpose, which kernels read.
+
+    Args:
+        quantizer: of the buffers.
+        buffers: in slot order.
+        shape: logical shape.
+        dtype: of the result.
+
+    Returns:
+        The values, as a transposed view; None for anything else, or if no kernel decodes it.
+    """
+    if len(shape) != 2 or quantizer.rowwise or buffers[0].is_contiguous():
+        return None
+    if not serves(quantizer, dtype, buffers[0].device.type):
+        return None
+    twin, rows = transposed(quantizer, buffers)
+    values = torch.empty(shape[::-1], dtype=dtype, device=buffers[0].device)
+    return values.t() if dequantize_(twin, rows, values.shape, values) else None
+
+
 def quantized(
     codec: Any,
     x: Tensor,
@@ -129,6 +153,14 @@ def dequantized(
     if backend is None or backend.dequantized is None:
         return None
     return backend.dequantized(codec, buffers, shape, dtype)
+
+
+def refusal(quantizer: Any, dtype: torch.dtype, device_type: str) -> str | None:
+    """Return why a device type has no kernels for a format and dtype, or None."""
+    backend = BACKENDS.get(device_type)
+    if backend is None:
+        return f"no kernels for {device_type}"
+    return backend.supports(quantizer, dtype)
 
 
 def serves(codec: Any, dtype: torch.dtype, device_type: str) -> bool:

@@ -6,13 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from qtensor.registry import LISTENERS
+
 _CACHES: list[Any] = []
 
 
 def forget_constants() -> None:
-    """Work all constants out anew: what texts name has changed. Graphs that are compiled keep theirs."""
+    """Compute all constants again; graphs that are compiled keep theirs."""
     for cached in _CACHES:
         cached.cache_clear()
+
+
+LISTENERS.append(forget_constants)
 
 
 def compile_constant(function: Callable[..., Any]) -> Any:

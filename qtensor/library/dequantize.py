@@ -12,9 +12,9 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.checks import check_buffers
-from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import FILLS, LIBRARY, Shortcuts, below_autograd, leaf_op, no_outputs
 from qtensor.library.denormals import denormals_kept
+from qtensor.registry import by_name, parse
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -52,32 +52,12 @@ def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
     return torch.empty(tuple(args.shape), dtype=args.dtype, device=args.buffers[0].device)
 
 
-def turned(codec: Codec, buffers: list[Tensor]) -> tuple[Codec, list[Tensor]]:
-    """The quantizer and buffers of the transpose of a matrix: views."""
-    twin, moves = codec.transpose_plan
-    named = by_name(codec, buffers)
-    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
-
-
-def decode_turned(
-    codec: Codec, buffers: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor | None:
-    """A weight behind ``t()``: views of the buffers of its transpose, which the kernels read; None for anything else."""
-    if len(shape) != 2 or codec.rowwise or buffers[0].is_contiguous():
-        return None
-    if not table.serves(codec, dtype, buffers[0].device.type):
-        return None
-    twin, rows = turned(codec, buffers)
-    values = torch.empty(shape[::-1], dtype=dtype, device=buffers[0].device)
-    return values.t() if table.dequantize_(twin, rows, values.shape, values) else None
-
-
 def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     codec = parse(args.quantizer)
     if table.dequantize_(codec, args.buffers, args.shape, out):
         return
     check_buffers("dequantize", args.buffers, args.quantizer, args.shape)
-    values = decode_turned(codec, args.buffers, tuple(args.shape), out.dtype)
+    values = table.decode_transposed(codec, args.buffers, tuple(args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
         return

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import check, fail
-from qtensor.kernels import table
-from qtensor.kernels.cpu.native import Part
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
-from qtensor.library import small, tiles
+from qtensor.library import small
 from qtensor.library.checks import check_buffers
-from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
-from qtensor.library.dequantize import decode_turned, turned
-from qtensor.reference.gemm import matmul, matmul_
+from qtensor.registry import QuantizerLike, parse
 
 LAYOUTS = ("TN", "NN", "NT")
 """TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b columnwise). NT: ``a.T @ b`` (wgrad,
@@ -45,6 +42,8 @@ class GemmArgs(NamedTuple):
     layout: str
     dtype: torch.dtype
     bias: Tensor | None = None
+    backend: str = "auto"
+    fast: bool = False
 
 
 def _gemm_alloc(args: GemmArgs) -> Tensor:
@@ -76,140 +75,12 @@ def check_product(args: Any) -> None:
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
-    if out.is_cpu and small.multiply_(out, *args[:7], args.bias):
+    if out.is_cpu and args.backend == "auto" and small.multiply_(out, *args[:7], args.bias):
         return
     check_product(args)
-    if not out.is_cpu:
-        # Only products on other devices need what chooses among their kernels.
-        from qtensor.library import backends  # noqa: PLC0415
-
-        with below_autograd(), torch._C._DisableAutocast():
-            if backends.multiply_(out, *args[:7], args.bias):
-                return
-    fill_by_decoding(out, *args)
-
-
-def fill_by_decoding(
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> None:
-    """The backend "reference": decoded operands, multiplied in float32."""
-    # torch.autocast would round them to its dtype, in eager code alone.
+    # torch.autocast would round operands to its dtype, in eager code alone.
     with below_autograd(), torch._C._DisableAutocast():
-        if _fill_by_tiles(out, a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias):
-            return
-        left, right, factor = _decode_operands(
-            a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout
-        )
-        left = left.mT if layout == "NT" else left
-        right = right.mT if layout == "TN" else right
-        if out.dtype == torch.float32 and out.ndim == left.ndim == right.ndim == 2:
-            matmul_(out, left, right, factor, bias)
-        else:
-            out.copy_(matmul(left, right, factor, bias))
-
-
-def _fill_by_tiles(
-    out: Tensor,
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-    bias: Tensor | None,
-) -> bool:
-    """The product with a large weight whose rows are at hand; False for any other, with nothing written."""
-    if layout == "NT" or not out.is_cpu or (bias is not None and bias.ndim > 1):
-        return False
-    weight = _weight(b, b_quantizer, tuple(b_shape), layout, bool(a_quantizer))
-    if weight is None:
-        return False
-    codec = parse(a_quantizer) if a_quantizer else None
-    if codec is not None and not codec.rowwise:
-        return False
-    return tiles.multiply_(out, tiles.Operand(codec, a, tuple(a_shape)), weight, bias)
-
-
-def _weight(
-    buffers: list[Tensor], quantizer: str, shape: tuple[int, ...], layout: str, both: bool
-) -> tiles.Operand | None:
-    """``b`` of a product as the rows (N, K) that its columns are: in layout TN, or behind ``t()``.
-
-    Args:
-        buffers: of ``b``.
-        quantizer: of ``b``.
-        shape: of ``b``.
-        layout: of the product.
-        both: both operands are quantized, so that the side whose blocks run along the contraction counts.
-    """
-    if not quantizer or not tiles.is_large(shape):
-        return None
-    codec = parse(quantizer)
-    if layout == "TN":
-        served = codec.rowwise if both else codec.side() == "_rowwise"
-        return tiles.Operand(codec, buffers, (shape[0], shape[1])) if served else None
-    if not (codec.columnwise if both else codec.side() == "_columnwise"):
-        return None
-    twin, rows = turned(codec, buffers)
-    return tiles.Operand(twin, rows, (shape[1], shape[0])) if twin.rowwise else None
-
-
-def _decode_operands(
-    a: list[Tensor],
-    a_quantizer: str,
-    a_shape: Shape,
-    b: list[Tensor],
-    b_quantizer: str,
-    b_shape: Shape,
-    layout: str,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both operands in float32, and the product of the factors that go to the end."""
-    left, right = (parse(q) if q else None for q in (a_quantizer, b_quantizer))
-    # One operand quantized: its value counts, whichever side holds it. Both: the sides whose blocks run along the
-    # contraction.
-    both = left is not None and right is not None
-    a_values, a_factor = _values(left, a, a_shape, layout == "NT" if both else None)
-    b_values, b_factor = _values(right, b, b_shape, layout != "TN" if both else None)
-    if a_factor is None or b_factor is None:
-        return a_values, b_values, b_factor if a_factor is None else a_factor
-    return a_values, b_values, a_factor * b_factor
-
-
-@functools.cache
-def _part(columnwise: bool | None, codes_only: bool) -> Part:
-    return Part(columnwise=columnwise, codes_only=codes_only)
-
-
-def _values(
-    codec: Codec | None, buffers: list[Tensor], shape: Shape, columnwise: bool | None
-) -> tuple[Tensor, Tensor | None]:
-    """Float32 values of an operand; one factor for the whole tensor is kept out of them."""
-    if codec is None:
-        return buffers[0].float(), None
-    size = tuple(shape)
-    values = torch.empty(size, dtype=torch.float32, device=buffers[0].device)
-    part = _part(columnwise, codec.per_tensor)
-    if table.dequantize_(codec, buffers, size, values, part):
-        return values, by_name(codec, buffers)["_scale_inv"] if codec.per_tensor else None
-    if (
-        len(size) == 2
-        and (values_t := decode_turned(codec, buffers, size, torch.float32)) is not None
-    ):
-        return values_t, None
-    named = by_name(codec, buffers)
-    if codec.per_tensor:
-        return codec.decode_codes(named, size)
-    return codec.decode(named, size, columnwise), None
+        choice.multiply_(out, Product(*args[:7], *args[8:]))
 
 
 _CONTRACTED = {
@@ -238,7 +109,12 @@ def check_bias(bias_shape: Shape, out_shape: Shape) -> None:
 
 
 def _refuse(
-    a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, rule: str, fix: str
+    a: QuantizerLike | None,
+    a_shape: Shape,
+    b: QuantizerLike | None,
+    b_shape: Shape,
+    rule: str,
+    fix: str,
 ) -> NoReturn:
     formats = ", ".join(codec.format for codec in (a, b) if codec is not None)
     got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
@@ -266,7 +142,7 @@ def refuse_layout(layout: object) -> NoReturn:
 
 
 def check_operands(
-    a: Codec | None, a_shape: Shape, b: Codec | None, b_shape: Shape, layout: str
+    a: QuantizerLike | None, a_shape: Shape, b: QuantizerLike | None, b_shape: Shape, layout: str
 ) -> None:
     """Refuse operands whose sizes do not meet or whose blocks do not run along the contraction.
 
@@ -300,7 +176,7 @@ def check_operands(
 
 GEMM = leaf_op(
     "gemm(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape, "
-    "str layout, ScalarType dtype, Tensor? bias=None) -> Tensor",
+    "str layout, ScalarType dtype, Tensor? bias=None, str backend='auto', bool fast=False) -> Tensor",
     GemmArgs,
     _gemm_alloc,
     _gemm_fill,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import fail
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
 from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
-from qtensor.library.gemm import check_layout, output_shape
+from qtensor.library.gemm import GemmArgs, check_layout, check_product, output_shape
 
 Operand = tuple[list[Tensor], str, tuple[int, ...]]
 """(buffers, canonical text of the quantizer or "", logical shape)."""
@@ -20,19 +22,6 @@ Operand = tuple[list[Tensor], str, tuple[int, ...]]
 OPERANDS = (
     "Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape"
 )
-
-
-def _accumulated_in_place(target: Tensor, operands: tuple[Any, ...], overwrite: bool) -> bool:
-    """Whether kernels of a GPU did it, without a product in between; if not, nothing is written."""
-    # Only products on other devices need what chooses among their kernels.
-    from qtensor.library import backends  # noqa: PLC0415
-
-    with below_autograd():
-        if not overwrite:
-            return backends.accumulate_(target, *operands)
-        ready = target.dtype == torch.float32 and target.is_contiguous()
-        arguments = (target, *operands, None)
-        return ready and backends.multiply_(*arguments)
 
 
 class GemmAccumulateArgs(NamedTuple):
@@ -56,19 +45,20 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     shape = output_shape(args.a_shape, args.b_shape, args.layout)
     if target.shape != shape or not target.is_floating_point():
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
-        fail(
-            "gemm_accumulate_", rule, f"{target.dtype} {tuple(target.shape)}", "Pass such a tensor"
-        )
+        got = f"{target.dtype} {tuple(target.shape)}"
+        fail("gemm_accumulate_", rule, got, "Pass such a tensor")
     if not target.is_cpu:
-        operands = args[1:8]
-        if _accumulated_in_place(target, operands, args.overwrite):
-            return
+        check_product(GemmArgs(*args[1:8], torch.float32))
+        in_place = choice.overwrite_ if args.overwrite else choice.accumulate_
+        with below_autograd(), torch._C._DisableAutocast():
+            if in_place(target, Product(*args[1:8])):
+                return
     # The product in float32, where it is accumulated; the sum is rounded once.
-    product = BODIES["gemm"](*args[1:8], torch.float32, None)
+    result = BODIES["gemm"](*args[1:8], torch.float32)
     if args.overwrite:
-        target.copy_(product)
+        target.copy_(result)
     else:
-        target.add_(product)
+        target.add_(result)
 
 
 GEMM_ACCUMULATE = leaf_op(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.layout import Shape, buffer_shapes, round_up
+from qtensor.layout import Shape, buffer_shapes, contiguous_strides, round_up
 from qtensor.library import small
 from qtensor.library.checks import check_seed
-from qtensor.library.codec import contiguous_strides, parse
+from qtensor.library.codec import parse
 from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
 from qtensor.library.linear import LinearBackwardArgs, LinearForwardArgs, alloc_amax, places
 from qtensor.library.quantize import check_input

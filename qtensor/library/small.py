@@ -21,6 +21,8 @@ from qtensor.kernels.cpu.program import (
     available,
     serves,
 )
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.problem import Problem
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
 
@@ -478,3 +480,21 @@ def _new_backward(key: tuple[Any, ...]) -> _Backward | None:
     if bias:
         builder.sum_rows(dy, shape[0], shape[1], bias_at)
     return _Backward(builder.build(), expected_buffers(x), expected_buffers(weight))
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why no program computes a product, or None."""
+    if problem.capability is not None or not problem.device.startswith("cpu"):
+        return "it runs on CPUs"
+    left, right = (
+        (side.canonical, tuple(side.shape), side.dtype) for side in (problem.a, problem.b)
+    )
+    bias = None if problem.bias is None else (problem.bias[1], problem.bias[0][0])
+    if problem.bias is not None and len(problem.bias[0]) != 1:
+        return "the bias must have one dimension"
+    if _new_product(left, right, problem.layout, problem.dtype, bias) is None:
+        return f"it computes small quantized matrices of at most {SMALL} elements"
+    return None
+
+
+choice.IN_FRONT["small"] = refusal

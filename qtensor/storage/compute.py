@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
+from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm.choice import Explanation, check_backend
+from qtensor.kernels.gemm.problem import sides
 from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
@@ -18,14 +21,10 @@ from qtensor.library.gemm import (
     output_shape,
     refuse_layout,
 )
-from qtensor.library.gemm_by import GEMM_BY
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
 from qtensor.storage.write import plain
-
-if TYPE_CHECKING:
-    from qtensor.library.backends import Explanation
 
 
 def gemm(
@@ -85,15 +84,13 @@ def gemm_operands(
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
     """The product by a named backend."""
-    from qtensor.library.backends import check_backend  # noqa: PLC0415 - as in library/gemm.py
-
     check_backend(backend)
     tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         rule = "a product with backend or fast_accumulation has no gradient"
         fix = "Leave both at their defaults, or call it under torch.no_grad()"
         fail("gemm", rule, "an operand that requires grad", fix)
-    return GEMM_BY(*arguments, backend, fast)
+    return GEMM(*arguments, backend, fast)
 
 
 def explain(
@@ -105,7 +102,7 @@ def explain(
     *,
     arch: str | None = None,
 ) -> Explanation:
-    """Print who computes ``gemm(a, b, layout, bias, dtype)``, and why nobody faster does.
+    """Return which backend computes ``gemm(a, b, layout, bias, dtype)``, and why no faster one does.
 
     Args:
         a: as for ``gemm``; only formats and shapes count.
@@ -113,28 +110,23 @@ def explain(
         layout: as for ``gemm``.
         bias: as for ``gemm``.
         dtype: as for ``gemm``.
-        arch: "sm_90a", ...: as if the operands were on such a GPU; None: the device that they are on.
+        arch: "sm_90a" or another architecture, as if the operands were on such a GPU; None is the
+            device that they are on.
 
     Returns:
-        What was printed, as a value: the backend, the kernel, and a reason for each backend.
+        The backend, the kernel, and a reason for each backend. Its repr is a table.
 
     Raises:
         QTensorError: operands that do not fit.
     """
-    from qtensor.library import backends  # noqa: PLC0415 - as in library/gemm.py
-    from qtensor.library.problem import operands as both_sides  # noqa: PLC0415
-
     left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
         a, b, layout, bias, dtype
     )
-    sides = both_sides(
+    both = sides(
         (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
     )
     place = left[0].device if arch is None else arch
-    problem = backends.problem_for(*sides, layout, result, bias, place)
-    found = backends.explain(problem)
-    print(found)
-    return found
+    return choice.explain(choice.problem_for(both, layout, result, bias, place))
 
 
 def operands(

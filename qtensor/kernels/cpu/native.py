@@ -390,7 +390,7 @@ def linear_(
     """``out = x @ weight.T * factor + bias`` from the rowwise buffers of a weight, decoded to bfloat16 in the cache.
 
     Args:
-        weight: with the quantizer ``codec``, the ``buffers`` in slot order and the ``shape`` (N, K).
+        weight: its ``quantizer``, its ``buffers`` in slot order and its ``shape`` (N, K).
         x: (..., K) bfloat16, contiguous.
         factor: float32 of the rows of ``x`` (or one for all), or None.
         bias: (N,) float32, or None.
@@ -399,7 +399,7 @@ def linear_(
     Returns:
         False, with nothing written, where the CPU has no bfloat16 dot products or the weight no kernel.
     """
-    code, site = DTYPES.get(out.dtype), site_of(weight.codec, torch.Size(weight.shape))
+    code, site = DTYPES.get(out.dtype), site_of(weight.quantizer, torch.Size(weight.shape))
     if code is None or site is None or not x.numel() or not out.is_contiguous():
         return False
     kernels = library()

@@ -1,65 +1,97 @@
-"""A product as those who compute it see it: sizes, formats and directions, without data."""
+"""A product as backends see it: formats, sizes and directions, without data; and the call itself."""
 
 from __future__ import annotations
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.layout import Shape, buffer_shapes
-from qtensor.library.codec import Codec, parse
+from qtensor.registry import QuantizerLike, parse
 
 SCALAR_FORMATS = ("fp8", "fp8_delayed")
-"""FP8 with one factor a tensor."""
+"""FP8 formats with one factor for the whole tensor."""
+
+
+class Product(NamedTuple):
+    """The arguments of a product.
+
+    Attributes:
+        a: buffers of the left operand in slot order, or one plain tensor.
+        a_quantizer: canonical text, or "" for a plain tensor.
+        a_shape: logical shape, (..., M, K), or (..., K, M) in layout NT.
+        b: as ``a``.
+        b_quantizer: as ``a_quantizer``.
+        b_shape: logical shape, (N, K) in layout TN, else (K, N); or with the batch dims of ``a``.
+        layout: TN, NN or NT.
+        bias: float tensor that broadcasts to the product, or None.
+        backend: "auto" or the name of a backend.
+        fast: sums may stay in narrow accumulators (FP8 on sm_90a).
+    """
+
+    a: list[Tensor]
+    a_quantizer: str
+    a_shape: Shape
+    b: list[Tensor]
+    b_quantizer: str
+    b_shape: Shape
+    layout: str
+    bias: Tensor | None = None
+    backend: str = "auto"
+    fast: bool = False
 
 
 @dataclass(frozen=True)
-class Operand:
+class GemmSide:
     """One side of a product.
 
     Attributes:
-        quantizer: canonical string, or "" for a plain tensor.
+        canonical: text of the quantizer, or "" for a plain tensor.
         shape: logical.
         dtype: of a plain tensor, else uint8.
         columnwise: the direction that is read where there are two; None: the quantizer's own.
         contracted: the logical dim that is summed over: -1 or -2.
     """
 
-    quantizer: str
+    canonical: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     columnwise: bool | None
     contracted: int
 
     @functools.cached_property
-    def codec(self) -> Codec | None:
-        """The quantizer."""
-        return parse(self.quantizer) if self.quantizer else None
+    def quantizer(self) -> QuantizerLike | None:
+        """The quantizer, or None for a plain tensor."""
+        return parse(self.canonical) if self.canonical else None
 
     @property
     def label(self) -> str:
         """For messages."""
-        if self.codec is None:
+        if self.quantizer is None:
             return str(self.dtype).removeprefix("torch.")
-        return self.codec.format
+        return self.quantizer.format
 
     @property
     def element(self) -> str | None:
         """Name of the element code, or None for plain tensors."""
-        return None if self.codec is None else self.codec.element.name  # type: ignore[attr-defined]
+        return None if self.quantizer is None else self.quantizer.element.name  # type: ignore[attr-defined]
 
     @functools.cached_property
     def side(self) -> str:
         """Prefix of the buffers that are read: "_rowwise" or "_columnwise"."""
-        return "" if self.codec is None else self.codec.side(self.columnwise)
+        return "" if self.quantizer is None else self.quantizer.side(self.columnwise)
 
     @functools.cached_property
     def _slots(self) -> dict[str, int]:
-        return {} if self.codec is None else {s.name: i for i, s in enumerate(self.codec.slots)}
+        return (
+            {}
+            if self.quantizer is None
+            else {s.name: i for i, s in enumerate(self.quantizer.slots)}
+        )
 
     def slot(self, name: str) -> int | None:
         """Index of a buffer, or None where there is none of that name."""
@@ -68,13 +100,13 @@ class Operand:
     @functools.cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the buffers of a whole tensor."""
-        if self.codec is None:
+        if self.quantizer is None:
             return (self.shape,)
-        return tuple(tuple(size) for size in buffer_shapes(self.codec.slots, self.shape))
+        return tuple(tuple(size) for size in buffer_shapes(self.quantizer.slots, self.shape))
 
     def option(self, name: str, default: Any = None) -> Any:
-        """An option of the quantizer."""
-        return getattr(self.codec, name, default)
+        """Return an option of the quantizer."""
+        return getattr(self.quantizer, name, default)
 
     @property
     def rotated(self) -> bool:
@@ -97,14 +129,14 @@ class Problem:
         layout: TN, NN or NT.
         dtype: of the result.
         bias: shape and dtype of the bias, or None.
-        device: type of the device.
+        device: name of the device.
         capability: compute capability of a CUDA device, else None.
         processors: multiprocessors of it.
         fast: fast accumulation is allowed.
     """
 
-    a: Operand
-    b: Operand
+    a: GemmSide
+    b: GemmSide
     layout: str
     dtype: torch.dtype
     bias: tuple[tuple[int, ...], torch.dtype] | None = None
@@ -153,24 +185,28 @@ class Problem:
         )
 
 
-def operands(
+def sides(
     a: tuple[str, Shape, torch.dtype], b: tuple[str, Shape, torch.dtype], layout: str
-) -> tuple[Operand, Operand]:
-    """Both sides of a product from (canonical string or "", logical shape, dtype of the first buffer).
+) -> tuple[GemmSide, GemmSide]:
+    """Return both sides of a product from (canonical text or "", logical shape, dtype of buffer 0).
 
-    With both quantized, the sides count whose blocks run along the contraction; alone, an operand's value counts.
+    If both are quantized, each is read in the direction with blocks along the contraction. A single
+    quantized side is read in the direction that holds its value.
     """
     both = bool(a[0] and b[0])
-    left = Operand(
+    left = GemmSide(
         a[0], tuple(a[1]), a[2], layout == "NT" if both else None, -2 if layout == "NT" else -1
     )
-    right = Operand(
+    right = GemmSide(
         b[0], tuple(b[1]), b[2], layout != "TN" if both else None, -1 if layout == "TN" else -2
     )
     return left, right
 
 
-def whole(operand: Operand, buffers: list[Tensor], slots: tuple[int, ...]) -> bool:
-    """Whether buffers have the sizes of a whole tensor; parts of padded factors lack what kernels read."""
+def whole(operand: GemmSide, buffers: list[Tensor], slots: tuple[int, ...]) -> bool:
+    """Return whether buffers have the sizes of a whole tensor.
+
+    Slices of padded factors lack the padding that kernels read.
+    """
     sizes = operand.sizes
     return all(buffers[i].shape == sizes[i] for i in slots)

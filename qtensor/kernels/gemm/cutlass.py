@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,37 +10,15 @@ from qtensor.cutlass_gemm import tuning
 from qtensor.cutlass_gemm.launch import Launcher, Tensors, fault
 from qtensor.cutlass_gemm.spec import ARCHS, OUTPUTS, KernelSpec
 from qtensor.cutlass_gemm.tuning import Want
-from qtensor.errors import QTensorError
-from qtensor.library.problem import SCALAR_FORMATS, Operand, Problem, whole
-from qtensor.reference.blocks import swizzle
+from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem, whole
+from qtensor.kernels.gemm.reading import reading
 
 _ARCH_OF = {capability: arch for arch, capability in ARCHS.items()}
 _FP4_MAX = 6.0
 _HADAMARD = 16
 
-Reader = Callable[[list[Tensor]], Tensor]
 
-
-@dataclass(frozen=True)
-class Reading:
-    """How a kernel gets the buffers of an operand: functions from the buffers to what it reads.
-
-    Attributes:
-        codes: to the matrix of codes, in the kernel's layout, contiguous.
-        slots: indices of the buffers in use, which must be whole.
-        factors: to block factors, or None.
-        scale: to one float32 factor, or one a line; None where there is none.
-        lines: ``scale`` has one entry a line.
-    """
-
-    codes: Reader
-    slots: tuple[int, ...]
-    factors: Reader | None = None
-    scale: Reader | None = None
-    lines: bool = False
-
-
-def _recipe(operand: Operand) -> str | None:
+def _recipe(operand: GemmSide) -> str | None:
     """The kernels' recipe for a format."""
     if operand.label in (*SCALAR_FORMATS, "fp8_rowwise"):
         return "fp8"
@@ -133,74 +108,6 @@ def kernels(problem: Problem) -> tuple[KernelSpec, ...] | str:
     return possible or str(known[0].refusal(m, n, k))
 
 
-# ------------------------------------------------------------------------------------------- buffers
-
-
-def reading(operand: Operand, recipe: str) -> Reading:
-    """How a kernel of the recipe reads an operand."""
-    if recipe == "fp8":
-        return _read_fp8(operand)
-    data = operand.slot(f"{operand.side}_data")
-    factors = operand.slot(f"{operand.side}_scale_inv")
-    if data is None or factors is None:
-        raise QTensorError(f"gemm[{operand.label}]: no {operand.side} buffers")
-    slots = (data, factors)
-    if recipe == "fp8_blockwise":
-        return Reading(_item(data), slots, _item(factors))
-    turned = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
-    codes = _turned(data) if turned and recipe == "mxfp4" else _item(data)
-    tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
-    if recipe != "nvfp4":
-        return Reading(codes, slots, tiles)
-    amax = operand.slot(f"_amax{operand.side}")
-    if amax is None:
-        raise QTensorError(f"gemm[{operand.label}]: no amax of the {operand.side} data")
-    return Reading(codes, (*slots, amax), tiles, _item(amax), bool(operand.option("row_scaled")))
-
-
-def _read_fp8(operand: Operand) -> Reading:
-    """Codes with the contraction last: either copy of them holds the same bytes."""
-    scale = operand.slot("_scale_inv")
-    straight = operand.slot("_data" if operand.contracted == -1 else "_transpose")
-    other = operand.slot("_transpose" if operand.contracted == -1 else "_data")
-    lines = operand.label == "fp8_rowwise"
-    if scale is None:
-        raise QTensorError(f"gemm[{operand.label}]: no _scale_inv")
-    if straight is not None:
-        return Reading(_item(straight), (straight, scale), None, _item(scale), lines)
-    if other is None:
-        raise QTensorError(f"gemm[{operand.label}]: no codes")
-    turned = _last_first(other) if operand.contracted == -1 else _turned(other)
-    return Reading(turned, (other, scale), None, _item(scale), lines)
-
-
-@functools.cache
-def _item(slot: int) -> Reader:
-    return lambda buffers: buffers[slot]
-
-
-@functools.cache
-def _turned(slot: int) -> Reader:
-    """The codes of a matrix transposed: bytes are moved, none is changed."""
-    return lambda buffers: buffers[slot].t().contiguous()
-
-
-@functools.cache
-def _last_first(slot: int) -> Reader:
-    """``_transpose`` (K, ...) as (..., K)."""
-    return lambda buffers: buffers[slot].movedim(0, -1).contiguous()
-
-
-@functools.cache
-def _tiles(slot: int, turned: bool, swizzled: bool) -> Reader:
-    """Block factors in tiles of 128x4; tiles of the transpose where blocks run along the rows."""
-    if swizzled:
-        return lambda buffers: buffers[slot]
-    if turned:
-        return lambda buffers: swizzle(buffers[slot].t())
-    return lambda buffers: swizzle(buffers[slot])
-
-
 class Cutlass:
     """A kernel bound to a problem.
 
@@ -214,6 +121,7 @@ class Cutlass:
 
     def __init__(self, problem: Problem, spec: KernelSpec, launcher: Launcher) -> None:
         self.problem, self.spec, self.launcher = problem, spec, launcher
+        self.detail = f": {spec.name}"
         self.a, self.b = reading(problem.a, spec.recipe), reading(problem.b, spec.recipe)
 
     def __call__(

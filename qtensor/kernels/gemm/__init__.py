@@ -1,0 +1,1 @@
+"""Matrix products of quantized operands: the backends, and the choice between them."""

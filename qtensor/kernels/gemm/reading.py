@@ -1,0 +1,99 @@
+"""How GPU kernels read the buffers of an operand: functions from buffers to matrices and factors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qtensor.errors import QTensorError
+from qtensor.kernels.gemm.problem import GemmSide
+from qtensor.reference.blocks import swizzle
+
+Reader = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a kernel gets the buffers of an operand: functions from the buffers to what it reads.
+
+    Attributes:
+        codes: to the matrix of codes, in the kernel's layout, contiguous.
+        slots: indices of the buffers in use, which must be whole.
+        factors: to block factors, or None.
+        scale: to one float32 factor, or one a line; None where there is none.
+        lines: ``scale`` has one entry a line.
+    """
+
+    codes: Reader
+    slots: tuple[int, ...]
+    factors: Reader | None = None
+    scale: Reader | None = None
+    lines: bool = False
+
+
+def reading(operand: GemmSide, recipe: str) -> Reading:
+    """How a kernel of the recipe reads an operand."""
+    if recipe == "fp8":
+        return _read_fp8(operand)
+    data = operand.slot(f"{operand.side}_data")
+    factors = operand.slot(f"{operand.side}_scale_inv")
+    if data is None or factors is None:
+        raise QTensorError(f"gemm[{operand.label}]: no {operand.side} buffers")
+    slots = (data, factors)
+    if recipe == "fp8_blockwise":
+        return Reading(_item(data), slots, _item(factors))
+    turned = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
+    codes = _turned(data) if turned and recipe == "mxfp4" else _item(data)
+    tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
+    if recipe != "nvfp4":
+        return Reading(codes, slots, tiles)
+    amax = operand.slot(f"_amax{operand.side}")
+    if amax is None:
+        raise QTensorError(f"gemm[{operand.label}]: no amax of the {operand.side} data")
+    return Reading(codes, (*slots, amax), tiles, _item(amax), bool(operand.option("row_scaled")))
+
+
+def _read_fp8(operand: GemmSide) -> Reading:
+    """Codes with the contraction last: either copy of them holds the same bytes."""
+    scale = operand.slot("_scale_inv")
+    straight = operand.slot("_data" if operand.contracted == -1 else "_transpose")
+    other = operand.slot("_transpose" if operand.contracted == -1 else "_data")
+    lines = operand.label == "fp8_rowwise"
+    if scale is None:
+        raise QTensorError(f"gemm[{operand.label}]: no _scale_inv")
+    if straight is not None:
+        return Reading(_item(straight), (straight, scale), None, _item(scale), lines)
+    if other is None:
+        raise QTensorError(f"gemm[{operand.label}]: no codes")
+    turned = _last_first(other) if operand.contracted == -1 else _turned(other)
+    return Reading(turned, (other, scale), None, _item(scale), lines)
+
+
+@functools.cache
+def _item(slot: int) -> Reader:
+    return lambda buffers: buffers[slot]
+
+
+@functools.cache
+def _turned(slot: int) -> Reader:
+    """The codes of a matrix transposed: bytes are moved, none is changed."""
+    return lambda buffers: buffers[slot].t().contiguous()
+
+
+@functools.cache
+def _last_first(slot: int) -> Reader:
+    """``_transpose`` (K, ...) as (..., K)."""
+    return lambda buffers: buffers[slot].movedim(0, -1).contiguous()
+
+
+@functools.cache
+def _tiles(slot: int, turned: bool, swizzled: bool) -> Reader:
+    """Block factors in tiles of 128x4; tiles of the transpose where blocks run along the rows."""
+    if swizzled:
+        return lambda buffers: buffers[slot]
+    if turned:
+        return lambda buffers: swizzle(buffers[slot].t())
+    return lambda buffers: swizzle(buffers[slot])
