@@ -50,6 +50,24 @@ def _facts(t: Tensor) -> str:
     return f"{t.dtype}{list(t.shape)}{list(t.stride())}{t.device}{flags}"
 
 
+def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
+    """Return a parameter that shares the buffers of ``tensor``.
+
+    Libraries that move parameters rebuild them as ``type(parameter)(tensor, requires_grad=...)``.
+
+    Raises:
+        QTensorError: ``tensor`` is not of class ``cls``.
+    """
+    if type(tensor) is not cls:
+        fail(
+            cls.__name__,
+            f"the only argument must be an instance of {cls.__name__}",
+            type(tensor).__name__,
+            "Quantize it first, or pass the shape, the nominal dtype, the quantizer and buffers",
+        )
+    return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+
+
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """A storage that is a ``torch.Tensor`` of the nominal dtype and the logical shape.
 
@@ -75,14 +93,20 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @staticmethod
     def __new__(
         cls: type[QuantizedTensor],
-        shape: Shape,
-        dtype: torch.dtype,
-        quantizer: Codec | str,
+        shape: Any,
+        dtype: torch.dtype | None = None,
+        quantizer: Codec | str | None = None,
         *,
         requires_grad: bool = False,
         **buffers: Any,
     ) -> QuantizedTensor:
-        """Wrap buffers given by constructor keyword, as the quantizer (a value or its canonical string) describes them."""
+        """Wrap the buffers that a quantizer describes.
+
+        Buffers are passed by constructor keyword, such as ``rowwise_data``. With a tensor of this class as the only
+        positional argument, return ``torch.nn.Parameter(tensor, requires_grad)``.
+        """
+        if quantizer is None or dtype is None:
+            return _as_parameter(cls, shape, requires_grad)
         if isinstance(quantizer, str):
             quantizer = parse(quantizer)
         if quantizer.spec is not cls.spec:
@@ -103,15 +127,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __init__(
         self,
-        shape: Shape,
-        dtype: torch.dtype,
-        quantizer: Codec | str,
+        shape: Any,
+        dtype: torch.dtype | None = None,
+        quantizer: Codec | str | None = None,
         *,
         requires_grad: bool = False,
         **buffers: Any,
     ) -> None:
         """Tell ``torch.export`` of the construction; ``__new__`` has set every attribute."""
-        if is_exporting():
+        if is_exporting() and quantizer is not None:
             canonical = quantizer if isinstance(quantizer, str) else quantizer.canonical
             record_construction(self, shape, dtype, canonical, buffers)
 
