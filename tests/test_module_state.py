@@ -113,6 +113,26 @@ def test_explain_allocates_nothing():
     assert all(owner._states["weight"].delayed_state is None for owner in owners)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_sequence_keeps_a_bounded_number_of_plans(backend, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(qtensor.ops.fuser, "MOST_PLANS", 2)
+    sequence = qtensor.ops.Sequential(qtensor.ops.Linear(WIDTH, WIDTH), qtensor.ops.ReLU())
+    call = torch.compile(sequence, backend=backend, fullgraph=True) if backend else sequence
+    x = torch.randn(32, WIDTH)
+    chosen = [RECIPES[name]() for name in ("mxfp8", "current", "nvfp4")] * 2
+    outputs = []
+    for recipe in chosen:
+        with region(recipe):
+            outputs.append(call(x))
+    for first, second in zip(outputs[:3], outputs[3:], strict=True):
+        assert torch.equal(first, second)
+    (fuser,) = [g for g in sequence.groups if isinstance(g, qtensor.ops.fuser.OperationFuser)]
+    assert (
+        len([name for name in vars(fuser) if name.startswith("plan_") and name[5:].isdigit()]) == 2
+    )
+
+
 # ---- state dicts ---------------------------------------------------------------------------------
 
 

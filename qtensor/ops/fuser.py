@@ -16,7 +16,6 @@ from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
 from qtensor.ops.plan import SequencePlan, channels
-from qtensor.recipes import compile_constant
 
 HAND_OVER_FROM = 2**16
 """Smallest input, in elements, for which operations pass each other quantized tensors on a CPU.
@@ -29,23 +28,38 @@ _NUMBERS = itertools.count()
 _FUSERS: weakref.WeakValueDictionary[int, OperationFuser] = weakref.WeakValueDictionary()
 
 
-@compile_constant
+MOST_PLANS = 64
+"""Plans that a fuser keeps. Each recipe and each first operation with a gradient has its own."""
+
+
 def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> str:
     """Return the name of the fuser's attribute that holds the plan for these values.
 
-    The plan is created if needed.
+    The plan is created if needed; beyond ``MOST_PLANS`` the oldest one is dropped.
 
-    Each plan is a separate attribute, so that a compiled graph depends only on its own plan.
+    Each plan is a separate attribute, so that a compiled graph depends only on its own plan. A graph
+    whose plan was dropped is compiled again.
     """
     fuser = _FUSERS[number]
-    name = f"plan_{len(fuser.plan_names)}"
-    fuser.plan_names.append(name)
+    values = (keys, first, epoch)
+    name = fuser.plan_names.get(values)
+    if name is not None:
+        return name
+    name = f"plan_{fuser.plans_made}"
+    fuser.plans_made += 1
     ops = fuser.ops
     by_index = dict(zip(fuser.keyed, keys, strict=True))
     every = [by_index.get(index, "") for index in range(len(ops))]
     steps = fuse(ops, every, first) if fuser.fusing else fuse_nothing(ops, first)
     setattr(fuser, name, SequencePlan(ops, steps, fuser.fusing, run_plan))
+    fuser.plan_names[values] = name
+    if len(fuser.plan_names) > MOST_PLANS:
+        delattr(fuser, fuser.plan_names.pop(next(iter(fuser.plan_names))))
     return name
+
+
+# Dynamo calls the function while it traces, and takes the name for a constant.
+_plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def fuse_nothing(ops: Sequence[BasicOperation], first: int) -> tuple[Any, Any]:
@@ -77,7 +91,8 @@ class OperationFuser(Wiring):
         self.asking = self._overriding("grad_output_request")
         self.stateful = self._overriding("published_count")
         self.reporting = tuple([index for index, op in enumerate(self.ops) if op.reports])
-        self.plan_names: list[str] = []
+        self.plan_names: dict[tuple[tuple[str, ...], int, int], str] = {}
+        self.plans_made = 0
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
         for index, op in enumerate(self.ops):
