@@ -1,7 +1,11 @@
-"""The cache of compiled kernels: a library is built once, under a name made of all that it depends on.
+"""The cache of compiled kernels: each library is built once, in a folder named after its sources and flags.
 
-A result lies in ``<cache>/libraries/<name>-<key>/`` with a manifest beside it. That folder is made under another
-name and renamed, so it is there whole or not at all, and other processes need no lock to use it.
+A library lies in `<cache>/libraries/<name>-<key>/` beside a manifest with its size and SHA-256. The
+folder is filled under a temporary name and then renamed: other processes see all of it or none of
+it, and need no lock.
+
+The key does not depend on the compiler. A cache that was filled in one image serves in another one
+that has no compiler or a newer one.
 """
 
 from __future__ import annotations
@@ -13,22 +17,43 @@ import os
 import platform
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from qtensor.cache_folders import (
+    cache_dir,
+    libraries_folder,
+    make_folder,
+    readable_roots,
+    untrusted,
+    writable_root,
+)
 from qtensor.compilers import Command, Compiler, parallel_jobs, run_all
-from qtensor.errors import BuildError, check, fail
+from qtensor.errors import BuildError, CompilerNotFound, check, fail
 
-BUILD_ABI = 1
-"""Part of every key. Raise it when this file builds in another way, so that older results are not found."""
+__all__ = [
+    "BUILD_ABI",
+    "BuildSpec",
+    "Built",
+    "Unit",
+    "build",
+    "cache_dir",
+    "clean",
+    "is_built",
+    "library_path",
+    "list_built",
+    "rebuild",
+    "source_key",
+]
+
+BUILD_ABI = 2
+"""Part of every key. Raise it when this module changes how it builds, so that older libraries are not found."""
 
 _STALE = 24 * 60 * 60.0
 _WORK = ".making-"
@@ -41,15 +66,16 @@ _MAGIC = {"linux": b"\x7fELF"}
 
 @dataclass(frozen=True)
 class Unit:
-    """One compile to an object. The same source may be in several units, with other flags.
+    """One compilation of a source to an object. A source may be in several units with different flags.
 
     Attributes:
         source: the file to compile.
-        flags: all flags but ``-c``, ``-o`` and those for position-independent code. No ``-march=native``: homes,
-            and so caches, are shared by machines with different processors.
-        name: unique in its recipe; names the object file.
-        include: folders for ``-I`` whose paths do not count, such as those of an installed package; what their contents
-            depend on is in ``flags`` or in the recipe's headers.
+        flags: all flags except `-c`, `-o` and those for position-independent code. Never
+            `-march=native`: home folders, and so caches, are shared by machines with different
+            processors.
+        name: unique in its `BuildSpec`; names the object file.
+        include: folders for `-I` whose paths are not part of the key, such as those of an installed
+            package. Their version belongs into `flags`, or their files into the spec's `headers`.
     """
 
     source: Path
@@ -59,27 +85,31 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a shared library is made, and all that its bytes depend on.
+class BuildSpec:
+    """How to make a shared library, and everything that its behaviour depends on.
 
-    What is not a file here, such as the version of a library that the headers belong to, goes into a ``-D`` flag.
+    A fact that is not a file here, such as the version of a library that the headers belong to,
+    goes into a `-D` flag.
 
     Attributes:
-        name: of the library; part of its path.
+        name: name of the library; part of its path.
         units: at least one.
-        compiler: compiles and links.
-        headers: files that the sources include; only their contents count, ``-I`` is up to the flags.
-        link_flags: what follows the objects when linking.
-        title: what is compiled, as the notice says it: ``CPU kernels``.
-        effort: seconds that one free processor takes, for the notice; 0 where nobody measured it.
+        compiler: compiles and links; or a function that finds it, which runs only if there is
+            something to compile.
+        headers: files that the sources include. Only their contents are part of the key; `-I`
+            belongs into the flags.
+        link_flags: flags after the objects when linking.
+        title: what the notice says is compiled, for example "CPU kernels".
+        effort: seconds that the build takes on one free processor, for the notice; 0 if unknown.
 
     Raises:
-        QTensorError: no unit, a name that is no plain file name, or two units of one name.
+        QTensorError: there is no unit, a name is not a plain file name, or two units have the same
+            name.
     """
 
     name: str
     units: tuple[Unit, ...]
-    compiler: Compiler
+    compiler: Compiler | Callable[[], Compiler]
     headers: tuple[Path, ...] = ()
     link_flags: tuple[str, ...] = ()
     title: str = "native code"
@@ -87,7 +117,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
-        op = f"recipe {self.name!r}"
+        op = f"build {self.name!r}"
         check(bool(names), op, "a library has at least one unit", "none", "Add a Unit")
         plain = all(_NAME.fullmatch(name) for name in (self.name, *names))
         rule = "names are letters, digits and _ . + -"
@@ -95,141 +125,85 @@ class Recipe:
         distinct = len(set(names)) == len(names)
         check(distinct, op, "each unit has its own name", f"units {names}", "Rename one of them")
 
+    def find_compiler(self) -> Compiler:
+        """Return the compiler.
+
+        Raises:
+            CompilerNotFound: this machine has none.
+        """
+        return self.compiler if isinstance(self.compiler, Compiler) else self.compiler()
+
 
 @dataclass(frozen=True)
 class Built:
-    """A library in the cache: name, key, path, size in bytes, and when it was made (seconds since 1970)."""
+    """A library in the cache.
+
+    Attributes:
+        name: name of the library.
+        key: key of the sources and flags that it was built from.
+        path: the shared library.
+        size: its size in bytes.
+        time: when it was built, in seconds since 1970.
+        compiler: version of the compiler that built it; "" if the manifest does not say.
+        digest: SHA-256 of the library when it was built; "" if the manifest does not say.
+    """
 
     name: str
     key: str
     path: Path
     size: int
     time: float
+    compiler: str = ""
+    digest: str = ""
 
 
-# ------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------
+# look-up
 
 
-def cache_dir() -> Path:
-    """The cache: ``$QTENSOR_CACHE_DIR``, else ``$XDG_CACHE_HOME/qtensor``, else ``~/.cache/qtensor``.
-
-    Raises:
-        BuildError: no variable is set and the user has no home.
-    """
-    try:
-        if own := os.environ.get("QTENSOR_CACHE_DIR"):
-            return Path(own).expanduser().absolute()
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        # The specification has a relative path ignored.
-        return Path(base if os.path.isabs(base) else Path.home() / ".cache") / "qtensor"
-    except RuntimeError as error:
-        fail("cache", "a user has a home folder", error, "Set QTENSOR_CACHE_DIR", BuildError)
-
-
-def _libraries() -> Path:
-    return cache_dir() / "libraries"
-
-
-def _private_dir() -> Path:
-    return Path(tempfile.gettempdir()) / f"qtensor-{os.geteuid()}"
-
-
-def _distrust(folder: Path) -> str | None:
-    """Why a library in that folder of a shared place may be another user's, or None."""
-    try:
-        status = folder.lstat()
-    except OSError as error:
-        return str(error)
-    if not stat.S_ISDIR(status.st_mode):
-        return f"{folder}, which is no folder"
-    if status.st_uid != os.geteuid():
-        return f"{folder}, which belongs to user {status.st_uid}"
-    if status.st_mode & 0o077:
-        return f"{folder} with mode {stat.S_IMODE(status.st_mode):o}, open to other users"
-    return None
-
-
-def _readable_roots() -> list[Path]:
-    """Folders whose libraries may be loaded."""
-    roots = [_libraries()]
-    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files
-        if _distrust(_private_dir()) is None:
-            roots.append(_private_dir() / "libraries")
-    return roots
-
-
-def _unusable(root: Path) -> str | None:
-    """Why nothing can be made in ``root``, or None; makes the folder."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-def _writable_root() -> Path:
-    """The folder to build in: the cache, or a private one, with a warning, where the cache cannot be written."""
-    root = _libraries()
-    reason = _unusable(root)
-    if reason is None:
-        return root
-    op, fix = f"cache {root}", "Set QTENSOR_CACHE_DIR to a folder of yours that can be written"
-    try:
-        private = _private_dir()
-        with contextlib.suppress(FileExistsError):
-            private.mkdir(mode=0o700)
-        why = _distrust(private) or _unusable(private / "libraries")
-    except OSError as error:
-        fail(op, "a folder must be writable", f"{reason}, and {error}", fix, BuildError)
-    if why is not None:
-        rule = "the folder in its place must be yours alone"
-        fail(f"{op} ({reason})", rule, why, fix, BuildError)
-    text = f"qtensor cannot write its cache {root} ({reason}). Compiled kernels go to {private}, "
-    warnings.warn(f"{text}which may not outlive a restart. {fix}.", RuntimeWarning, stacklevel=3)
-    return private / "libraries"
-
-
-# ------------------------------------------------------------------------------------------- look-up
-
-
-def library_path(recipe: Recipe) -> Path:
-    """Where the library lies; if it is not built, where it goes when the cache can be written.
+def library_path(spec: BuildSpec) -> Path:
+    """Return where the library is; if it is not built, where a build puts it if it can write the cache.
 
     Raises:
         BuildError: a source or header cannot be read.
     """
-    key = _key(recipe)
-    known = _find(recipe, key)
-    return known.path if known else _library(_libraries() / f"{recipe.name}-{key}", recipe.name)
+    key = source_key(spec)
+    built = _find(spec, key)
+    if built is not None:
+        return built.path
+    return _library(libraries_folder() / f"{spec.name}-{key}", spec.name)
 
 
-def is_built(recipe: Recipe) -> bool:
-    """Whether ``build`` would return at once.
+def is_built(spec: BuildSpec) -> bool:
+    """Return whether `build` would return at once.
 
     Raises:
         BuildError: a source or header cannot be read.
     """
-    return _find(recipe, _key(recipe)) is not None
+    return _find(spec, source_key(spec)) is not None
 
 
 def list_built() -> tuple[Built, ...]:
-    """Every library in the cache, and in the private folder that stands in for it, by name and time."""
-    folders = (p for root in _readable_roots() if root.is_dir() for p in root.iterdir())
-    found = (_entry(p) for p in folders if _ENTRY.fullmatch(p.name))
-    return tuple(sorted((e for e in found if e), key=lambda e: (e.name, e.time)))
+    """Return every library in the cache and in the private folder that replaces it, by name and time.
+
+    Libraries that other users could have written are left out. The contents are not read.
+    """
+    roots = [root for root in readable_roots() if root.is_dir()]
+    folders = (path for root in roots for path in root.iterdir() if _ENTRY.fullmatch(path.name))
+    entries = [entry for folder in folders if (entry := _entry(folder)) is not None]
+    return tuple(sorted(entries, key=lambda entry: (entry.name, entry.time)))
 
 
 def clean() -> tuple[Built, ...]:
-    """Remove every library, lock and forgotten temporary folder; builds in progress go on.
+    """Remove every library, lock and forgotten temporary folder; builds in progress continue.
 
     A process that has loaded a library keeps it.
 
     Returns:
-        What was removed.
+        The libraries that were removed.
     """
     removed = list_built()
-    for root in _readable_roots():
+    for root in readable_roots():
         if root.is_dir():
             _remove_stale(root)
             for path in root.iterdir():
@@ -240,84 +214,138 @@ def clean() -> tuple[Built, ...]:
     return tuple(entry for entry in removed if not entry.path.exists())
 
 
-def _key(recipe: Recipe) -> str:
-    """The digest of all that the library depends on."""
-    compiler = recipe.compiler
+def source_key(spec: BuildSpec) -> str:
+    """Return the digest of the sources, headers and flags of a library and of the kind of machine.
+
+    Raises:
+        BuildError: a source or header cannot be read.
+    """
     facts = {
         "abi": BUILD_ABI,
         "machine": [sys.platform, platform.machine()],
-        "compiler": [*compiler.command, compiler.version, *compiler.pic],
-        "units": [[u.name, u.source.name, _digest(u.source), *u.flags] for u in recipe.units],
-        "headers": sorted([p.name, _digest(p)] for p in recipe.headers),
-        "link": recipe.link_flags,
+        "units": [[u.name, u.source.name, _file_digest(u.source), *u.flags] for u in spec.units],
+        "headers": sorted([p.name, _file_digest(p)] for p in spec.headers),
+        "link": spec.link_flags,
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _digest(path: Path) -> str:
+_key = source_key
+
+
+def _file_digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        fix = "Install qtensor again" if path.is_relative_to(Path(__file__).parent) else "Mend it"
+        own = path.is_relative_to(Path(__file__).parent)
+        fix = "Install qtensor again" if own else "Make the file readable"
         fail("build", "sources and headers must be readable", error, fix, BuildError)
 
 
-def _library(entry: Path, name: str) -> Path:
-    return entry / f"{name}.so"
+def _library(folder: Path, name: str) -> Path:
+    return folder / f"{name}.so"
 
 
-def _find(recipe: Recipe, key: str) -> Built | None:
-    entries = (_entry(root / f"{recipe.name}-{key}") for root in _readable_roots())
-    return next(filter(None, entries), None)
+def _find(spec: BuildSpec, key: str) -> Built | None:
+    """Return the library of `spec` if the cache has it, unchanged since it was built."""
+    for root in readable_roots():
+        entry = _entry(root / f"{spec.name}-{key}")
+        if entry is not None and _is_intact(entry):
+            return entry
+    return None
 
 
 def _entry(folder: Path) -> Built | None:
-    """What lies in a folder of the cache; None if it is not there or was cut short (a full disk, a crash)."""
+    """Return the library in a folder of the cache.
+
+    None if there is none, if it was cut short (a full disk, a crash) or if another user could have
+    written it.
+    """
     try:
-        found = json.loads((folder / _MANIFEST).read_text())
-        library = _library(folder, found["name"])
-        if library.stat().st_size != found["size"]:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        name, compiler, digest = (str(manifest.get(k, "")) for k in ("name", "compiler", "sha256"))
+        library = _library(folder, name)
+        if library.stat().st_size != manifest["size"]:
             return None
-        return Built(found["name"], found["key"], library, found["size"], found["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+        if any(untrusted(file, folder.parent) for file in (library, folder / _MANIFEST)):
+            return None
+        key, size, built_at = manifest["key"], manifest["size"], manifest["time"]
+        return Built(name, key, library, size, built_at, compiler, digest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-# ------------------------------------------------------------------------------------------- building
+def _is_intact(entry: Built) -> bool:
+    """Return whether a library has the bytes that the compiler wrote."""
+    try:
+        return hashlib.sha256(entry.path.read_bytes()).hexdigest() == entry.digest
+    except OSError:
+        return False
 
 
-def build(recipe: Recipe, *, notice: Callable[[str], None] | None = None) -> Path:
-    """The library of a recipe, compiled and linked if the cache has none.
+# -------------------------------------------------------------------------------------------
+# building
+
+
+def build(spec: BuildSpec, *, notice: Callable[[str], None] | None = None) -> Path:
+    """Return the library of `spec`; compile and link it first if the cache does not have it.
 
     Processes that ask for the same library at the same time build it once.
 
     Args:
-        recipe: what to build.
-        notice: told in one line before it compiles or waits; by default, stderr is.
+        spec: what to build.
+        notice: receives one line before this function compiles or waits; by default the line goes
+            to stderr.
 
     Returns:
         Path of the shared library.
 
     Raises:
-        BuildError: a file cannot be read or written, or the compiler fails, hangs or makes no library.
+        CompilerNotFound: the library is not built and this machine has no compiler.
+        BuildError: a file cannot be read or written, or the compiler fails, hangs or makes no
+            library.
     """
-    key = _key(recipe)
-    known = _find(recipe, key)
-    if known is not None:
-        return known.path
-    tell = notice or _to_stderr
-    root = _writable_root()
-    entry = root / f"{recipe.name}-{key}"
+    key = source_key(spec)
+    built = _find(spec, key)
+    return _build(spec, key, notice or _to_stderr) if built is None else built.path
+
+
+def rebuild(spec: BuildSpec, *, notice: Callable[[str], None] | None = None) -> Path | None:
+    """Replace a library that the system cannot load, if another compiler built it.
+
+    Such a library comes from a machine with a newer C or C++ runtime. The same compiler would only
+    make the same library again.
+
+    Returns:
+        Path of the new library, or None if this machine's compiler built the old one.
+
+    Raises:
+        BuildError: as `build`.
+    """
+    key = source_key(spec)
+    built = _find(spec, key)
+    if built is not None:
+        if built.compiler == spec.find_compiler().version:
+            return None
+        shutil.rmtree(built.path.parent, ignore_errors=True)
+    return _build(spec, key, notice or _to_stderr)
+
+
+def _build(spec: BuildSpec, key: str, tell: Callable[[str], None]) -> Path:
+    compiler = _compiler(spec)
+    root = writable_root()
+    folder = root / f"{spec.name}-{key}"
     try:
-        with _locked(root / f"{entry.name}{_LOCK}", recipe, tell):
-            if _entry(entry) is None:
+        with _locked(root / f"{folder.name}{_LOCK}", spec, tell):
+            entry = _entry(folder)
+            if entry is None or not _is_intact(entry):
                 _remove_stale(root)
-                _make(recipe, key, entry, tell)
+                _make(spec, key, folder, compiler, tell)
     except OSError as error:
         fix = "Make room there, or set QTENSOR_CACHE_DIR to another folder"
         rule = "the cache must be writable"
-        raise BuildError(f"build[{recipe.name}]: {rule}; got {error}. {fix}.") from error
-    return _library(entry, recipe.name)
+        raise BuildError(f"build[{spec.name}]: {rule}; got {error}. {fix}.") from error
+    return _library(folder, spec.name)
 
 
 def _to_stderr(text: str) -> None:
@@ -325,13 +353,13 @@ def _to_stderr(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, recipe: Recipe, tell: Callable[[str], None]) -> Iterator[None]:
-    """Alone in building that library. The lock ends with its process, however it ends."""
+def _locked(path: Path, spec: BuildSpec, tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of one library. The system releases it when the process ends, even if it is killed."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        tell(f"qtensor: waiting for another process that compiles its {recipe.title}")
+        tell(f"qtensor: waiting for another process that compiles its {spec.title}")
         lock.acquire()
     try:
         yield
@@ -340,54 +368,69 @@ def _locked(path: Path, recipe: Recipe, tell: Callable[[str], None]) -> Iterator
 
 
 def _remove_stale(root: Path) -> None:
-    """Remove what killed builds left; younger folders may be in use."""
+    """Remove folders that killed builds left; younger ones may be in use."""
     for path in root.glob(f"{_WORK}*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _STALE:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _make(recipe: Recipe, key: str, entry: Path, tell: Callable[[str], None]) -> None:
-    op = f"build[{recipe.name}]"
-    jobs = parallel_jobs(len(recipe.units))
-    # Twice as long where other work goes on beside, or the processor is slow.
-    least = max(1, round(recipe.effort / jobs))
-    seconds = f"{least} to {2 * least} s; " if recipe.effort else ""
-    tell(f"qtensor: compiling its {recipe.title} (once, {seconds}cached in {entry.parent})")
-    work = Path(tempfile.mkdtemp(prefix=_WORK, dir=entry.parent))
+def _compiler(spec: BuildSpec) -> Compiler:
+    """Return the compiler; an error names the cache too if it may hold the library but is not trusted."""
+    try:
+        return spec.find_compiler()
+    except CompilerNotFound as error:
+        root = libraries_folder()
+        reason = untrusted(root) if root.exists() else None
+        if reason is None:
+            raise
+        raise CompilerNotFound(f"{error} The cache {root} is not trusted: {reason}.") from None
+
+
+def _make(
+    spec: BuildSpec, key: str, folder: Path, compiler: Compiler, tell: Callable[[str], None]
+) -> None:
+    op = f"build[{spec.name}]"
+    jobs = parallel_jobs(len(spec.units))
+    # A slow processor, or one with other work, takes about twice as long.
+    least = max(1, round(spec.effort / jobs))
+    seconds = f"{least} to {2 * least} s; " if spec.effort else ""
+    tell(f"qtensor: compiling its {spec.title} (once, {seconds}cached in {folder.parent})")
+    work = Path(tempfile.mkdtemp(prefix=_WORK, dir=folder.parent))
     try:
         made = work / "made"  # not the work folder itself, which mkdtemp closes to other users
-        made.mkdir()
-        library = _library(made, recipe.name)
-        _compile(op, recipe, library, jobs, work)
-        _check_library(op, library, recipe.compiler)
-        if _key(recipe) != key:
+        make_folder(made)
+        library = _library(made, spec.name)
+        _compile(op, spec, compiler, library, jobs)
+        _check_library(op, library, compiler)
+        if source_key(spec) != key:
             got = "other contents than at the start"
             fix = "Run it again"
             fail(op, "sources must not change while they compile", got, fix, BuildError)
-        _write_manifest(made, recipe, key, library)
-        _install(made, entry)
+        _write_manifest(made, spec, key, compiler)
+        _install(made, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _compile(op: str, recipe: Recipe, library: Path, jobs: int, work: Path) -> None:
-    cxx = recipe.compiler
+def _compile(op: str, spec: BuildSpec, compiler: Compiler, library: Path, jobs: int) -> None:
+    work = library.parent.parent
     units, objects = [], []
-    for unit in recipe.units:
+    for unit in spec.units:
         objects.append(work / f"{unit.name}.o")
         source = str(unit.source.absolute())
         include = (f"-I{folder}" for folder in unit.include)
-        arguments = (*cxx.pic, *unit.flags, *include, "-c", source, "-o", str(objects[-1]))
-        what = f"unit {unit.name!r} of {unit.source.name}"
-        units.append(Command(what, cxx, arguments, objects[-1]))
+        output = ("-c", source, "-o", str(objects[-1]))
+        arguments = (*compiler.pic, *unit.flags, *include, *output)
+        title = f"unit {unit.name!r} of {unit.source.name}"
+        units.append(Command(title, compiler, arguments, objects[-1]))
     run_all(op, units, jobs, work)
-    arguments = ("-shared", "-o", str(library), *map(str, objects), *recipe.link_flags)
-    run_all(op, [Command("the library", cxx, arguments, library)], 1, work)
+    arguments = ("-shared", "-o", str(library), *map(str, objects), *spec.link_flags)
+    run_all(op, [Command("the library", compiler, arguments, library)], 1, work)
 
 
 def _check_library(op: str, library: Path, compiler: Compiler) -> None:
-    """Refuse what is no library, which would fail at every load from now on, and see it on the disk."""
+    """Refuse a file that is not a library, which every later process would fail to load; write it to the disk."""
     with library.open("rb") as file:
         magic = _MAGIC.get(sys.platform, b"")
         head = file.read(len(magic))
@@ -397,24 +440,34 @@ def _check_library(op: str, library: Path, compiler: Compiler) -> None:
         os.fsync(file.fileno())
 
 
-def _write_manifest(made: Path, recipe: Recipe, key: str, library: Path) -> None:
+def _write_manifest(made: Path, spec: BuildSpec, key: str, compiler: Compiler) -> None:
+    library, path = _library(made, spec.name), made / _MANIFEST
     facts = {
-        "name": recipe.name,
+        "name": spec.name,
         "key": key,
         "size": library.stat().st_size,
+        "sha256": _file_digest(library),
         "time": time.time(),
-        "compiler": recipe.compiler.version,
+        "compiler": compiler.version,
     }
-    (made / _MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    for file in (library, path):
+        # Under a umask of 002 or 000 other users could write to them, and no process would trust
+        # them.
+        file.chmod(file.stat().st_mode & ~0o022)
 
 
-def _install(made: Path, entry: Path) -> None:
-    """Rename into place, over what is not whole. A whole one there is as good: someone removed our lock."""
+def _install(made: Path, folder: Path) -> None:
+    """Rename `made` to `folder`, replacing a damaged library there.
+
+    An intact library there is as good: it appears if somebody removed the lock of this build.
+    """
     try:
-        made.rename(entry)
+        made.rename(folder)
     except OSError:
-        if _entry(entry) is None:
-            if not entry.exists():
+        entry = _entry(folder)
+        if entry is None or not _is_intact(entry):
+            if not folder.exists():
                 raise
-            shutil.rmtree(entry)
-            made.rename(entry)
+            shutil.rmtree(folder)
+            made.rename(folder)

@@ -1,4 +1,4 @@
-"""Compilers: found on the machine, asked for their version, and run side by side with a time limit."""
+"""Find the compilers of this machine, and run several of them at once with a time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import NoReturn
 from qtensor.errors import BuildError, CompilerNotFound, fail
 
 TIME_LIMIT = 600.0
-"""Seconds that one run of a compiler may take: a compiler that takes longer hangs."""
+"""Seconds after which a compiler that still runs is stopped."""
 
 _VERSION_TIME_LIMIT = 60.0
 _POLL = 0.01
@@ -35,14 +35,14 @@ _CXX_VARIABLES = ("QTENSOR_CXX", "CXX")
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that has run.
+    """A compiler that answered `--version`.
 
     Attributes:
         path: absolute path of the program.
-        version: the first line that it prints of itself.
-        arguments: what comes first in every call, such as the real compiler after ``ccache``.
-        pic: flags for position-independent code; drivers of other compilers spell them differently.
-        variable: the environment variable by which a user names another one.
+        version: the first line of its answer.
+        arguments: the first arguments of every call, such as the real compiler after `ccache`.
+        pic: flags for position-independent code; other compilers may spell them differently.
+        variable: the environment variable with which a user chooses another compiler.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Compiler:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program and its first arguments."""
+        """Return the program and the first arguments of every call."""
         return (self.path, *self.arguments)
 
 
@@ -62,43 +62,44 @@ class Command:
     """One run of a compiler.
 
     Attributes:
-        what: what it makes, for messages: ``unit 'avx2' of gemm.cpp``.
-        compiler: what runs.
-        arguments: what it gets; paths are absolute.
+        title: the name of the result in messages, for example "unit 'avx2' of gemm.cpp".
+        compiler: the compiler to run.
+        arguments: its arguments; paths are absolute.
         output: the file that it must write.
     """
 
-    what: str
+    title: str
     compiler: Compiler
     arguments: tuple[str, ...]
     output: Path
 
     @property
     def line(self) -> tuple[str, ...]:
-        """The program and all of its arguments."""
+        """Return the program and all of its arguments."""
         return (*self.compiler.command, *self.arguments)
 
 
 def find_cxx() -> Compiler:
-    """The C++ compiler: ``$QTENSOR_CXX``, else ``$CXX``, else the first of c++, g++, clang++ on PATH that runs.
+    """Return the C++ compiler: `$QTENSOR_CXX`, else `$CXX`, else the first of c++, g++, clang++ on PATH that runs.
 
-    Both variables may hold arguments: ``CXX="ccache g++"``. One that is set is used or refused, never passed over.
+    Both variables may contain arguments: `CXX="ccache g++"`. If a variable is set, no other
+        compiler is tried.
 
     Raises:
-        CompilerNotFound: none runs, or the variable that is set names none that does.
+        CompilerNotFound: no compiler runs, or the compiler of the variable does not run.
     """
     for variable in _CXX_VARIABLES:
         if value := os.environ.get(variable, "").strip():
-            found = _probe(_words(value))
-            if isinstance(found, Compiler):
-                return found
-            _not_found(f"{variable}={value!r}: {found}")
+            result = _probe(_words(value))
+            if isinstance(result, Compiler):
+                return result
+            _not_found(f"{variable}={value!r}: {result}")
     tried = []
     for name in _CXX_NAMES:
-        found = _probe((name,))
-        if isinstance(found, Compiler):
-            return found
-        tried.append(f"{name}: {found}")
+        result = _probe((name,))
+        if isinstance(result, Compiler):
+            return result
+        tried.append(f"{name}: {result}")
     _not_found("; ".join(tried))
 
 
@@ -114,7 +115,7 @@ def _not_found(got: str) -> NoReturn:
 
 
 def _words(value: str) -> tuple[str, ...]:
-    """A command as its words; the path of a file is one word, spaces and all."""
+    """Split a command into words; the path of an existing file is one word, even if it contains spaces."""
     if os.path.isfile(value):
         return (value,)
     try:
@@ -124,7 +125,7 @@ def _words(value: str) -> tuple[str, ...]:
 
 
 def _probe(words: tuple[str, ...]) -> Compiler | str:
-    """The compiler of that command, or why it is none."""
+    """Return the compiler that a command runs, or the reason why it is not usable."""
     path = shutil.which(words[0])
     if path is None:
         return "no program of that name that may be run"
@@ -152,7 +153,10 @@ def _probe(words: tuple[str, ...]) -> Compiler | str:
 
 
 def parallel_jobs(runs: int, memory: int = _GIB) -> int:
-    """How many of ``runs`` compilers to run at once: no more than processors, and ``memory`` free bytes for each."""
+    """Return how many of `runs` compilers to run at once.
+
+    At most one for each processor, and one for each `memory` bytes of free memory.
+    """
     free = _free_memory()
     room = runs if free is None else free // memory
     return max(1, min(runs, _processors(), room))
@@ -166,19 +170,19 @@ def _processors() -> int:
 
 
 def _free_memory() -> int | None:
-    """Free bytes by the machine's account and, in a container, by its limit; None where neither is told."""
+    """Return the free bytes of the machine or, if fewer, of the container; None if the system reports neither."""
     free = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         free.append(_fields("/proc/meminfo")["MemAvailable"] * 1024)
     with contextlib.suppress(OSError, ValueError, KeyError):
-        # Not memory.current: it counts the page cache, which gives way.
+        # memory.current would count the page cache, which the system can take back.
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free.append(limit - _fields("/sys/fs/cgroup/memory.stat")["anon"])
     return min(free, default=None)
 
 
 def _fields(path: str) -> dict[str, int]:
-    """Lines such as ``MemAvailable:  1024 kB`` by name."""
+    """Return the numbers in a file with lines such as `MemAvailable:  1024 kB`, by name."""
     rows = (line.split() for line in Path(path).read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows}
 
@@ -192,11 +196,11 @@ class _Run:
 
 
 _PROCESSES: set[subprocess.Popen[bytes]] = set()
-"""Compilers that run now, of all threads."""
+"""Compilers that are running, of all threads."""
 
 
 def stop_all() -> None:
-    """Stop every compiler of this process: for one who gives up builds that run in other threads, which then fail."""
+    """Stop every compiler of this process. Builds in other threads fail; a caller uses this to give them up."""
     for process in tuple(_PROCESSES):
         _kill(process)
 
@@ -205,10 +209,10 @@ def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> No
     """Run the commands, ``jobs`` at a time, and stop all of them at the first failure or interrupt.
 
     Args:
-        op: what the errors begin with.
+        op: the operation, the beginning of every error message.
         commands: independent of each other.
         jobs: at least 1.
-        folder: where their logs and temporary files go; removing it is up to the caller.
+        folder: for logs and temporary files; the caller removes it.
 
     Raises:
         BuildError: a command does not start, fails, hangs or does not write its file.
@@ -216,8 +220,9 @@ def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> No
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         try:
-            # Only the main thread is interrupted. Here it could be between the start of a process and its entry in
-            # the list, and nobody would stop that one.
+            # Only the main thread receives interrupts. If it started the processes, an interrupt
+            # could come between the start of a process and its entry in the list, and nothing would
+            # stop that process.
             pool.submit(_run_all, op, commands, jobs, folder, stop).result()
         finally:
             stop.set()
@@ -244,7 +249,8 @@ def _run_all(
 
 def _start(op: str, command: Command, folder: Path) -> _Run:
     log = folder / f"{command.output.name}.log"
-    # TMPDIR: what a killed compiler leaves goes with the folder. LC_ALL: errors are found by their English names.
+    # TMPDIR: the files of a killed compiler are removed with the folder. LC_ALL: the search for
+    # errors needs English.
     environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}
     try:
         with log.open("wb") as sink:
@@ -255,7 +261,7 @@ def _start(op: str, command: Command, folder: Path) -> _Run:
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env=environment,
-                process_group=0,  # so that _stop reaches the programs that a compiler's driver starts
+                process_group=0,  # so that _kill reaches the programs that the compiler starts
             )
     except OSError as error:
         _failed(op, command, f"{type(error).__name__}: {error}", log)
@@ -292,14 +298,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _failed(op: str, command: Command, got: str, log: Path) -> NoReturn:
     shown = "".join(f"\n    {line}" for line in _first_errors(log)) or " none"
     raise BuildError(
-        f"{op}: {command.what} must compile; got {got}. Mend what the lines below name, or set "
+        f"{op}: {command.title} must compile; got {got}. Fix the errors below, or set "
         f"{command.compiler.variable} to another compiler.\n"
         f"  Command: {shlex.join(command.line)}\n  Output:{shown}"
     )
 
 
 def _first_errors(log: Path) -> list[str]:
-    """Lines of a log from its first error on; those before it are notes and warnings."""
+    """Return some lines of a log from the first error on; the lines before it are notes and warnings."""
     try:
         with log.open("rb") as source:
             lines = _readable(source.read(_LOG_BYTES))
@@ -310,7 +316,7 @@ def _first_errors(log: Path) -> list[str]:
 
 
 def _readable(output: bytes) -> list[str]:
-    """What a program printed, as lines that a terminal can show."""
+    """Return the output of a program as lines that a terminal can show."""
     lines = output.decode(errors="replace").expandtabs(4).splitlines()
     shown = ("".join(c if c.isprintable() else "?" for c in line[:_ERROR_WIDTH]) for line in lines)
     return [line.rstrip() for line in shown if line.strip()]

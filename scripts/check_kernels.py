@@ -30,7 +30,7 @@ _SHOWN = 5
 
 def front_end(spec: KernelSpec, folder: Path) -> list[str]:
     """Return the first errors of a kernel's front end; empty if it passes."""
-    unit = library.recipe(spec, folder).units[0]
+    unit = library.build_spec(spec, folder).units[0]
     nvcc = library.find_nvcc(spec.arch).compiler.path
     include = [f"-I{path}" for path in unit.include]
     command = [nvcc, "--dryrun", *unit.flags, *include, "-c", str(unit.source), "-o", "none.o"]

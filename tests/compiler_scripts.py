@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from qtensor.build import Recipe, Unit
+from qtensor.build import BuildSpec, Unit
 from qtensor.compilers import Compiler, find_cxx
 
 SECONDS = 120
@@ -20,13 +20,13 @@ SECONDS = 120
 PROCESS = """
 import json, signal, sys
 from pathlib import Path
-from qtensor.build import Recipe, Unit, build
+from qtensor.build import BuildSpec, Unit, build
 from qtensor.compilers import Compiler
 
 # A shell starts its background jobs with interrupts ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 source, compiler, told = sys.argv[1:]
-recipe = Recipe("answer", (Unit(Path(source), (), "only"),), Compiler(compiler, "script 1.0"))
+recipe = BuildSpec("answer", (Unit(Path(source), (), "only"),), Compiler(compiler, "script 1.0"))
 path = build(recipe, notice=lambda text: Path(told).open("a").write(text + "\\n"))
 json.dump(str(path), sys.stdout)
 """
@@ -39,11 +39,11 @@ def write_source(folder: Path, text: str = 'extern "C" int answer() { return 42;
     return source
 
 
-def recipe(source: Path, compiler: Compiler | Path, *flags: str, **more) -> Recipe:
+def recipe(source: Path, compiler: Compiler | Path, *flags: str, **more) -> BuildSpec:
     """Return the description of a library ``answer`` with one unit."""
     if isinstance(compiler, Path):
         compiler = Compiler(str(compiler), "script 1.0")
-    return Recipe("answer", (Unit(source, flags, "only"),), compiler, **more)
+    return BuildSpec("answer", (Unit(source, flags, "only"),), compiler, **more)
 
 
 def script(folder: Path, body: str = "", *, name: str = "cxx") -> Path:

@@ -25,9 +25,17 @@ from compiler_scripts import (
 )
 
 from qtensor import build as module
-from qtensor.build import Recipe, Unit, build, is_built, library_path, list_built
+from qtensor.build import (
+    BuildSpec,
+    Unit,
+    build,
+    is_built,
+    library_path,
+    list_built,
+    rebuild,
+)
 from qtensor.compilers import Compiler, find_cxx
-from qtensor.errors import BuildError, QTensorError
+from qtensor.errors import BuildError, CompilerNotFound, QTensorError
 
 pytestmark = pytest.mark.usefixtures("libraries")
 
@@ -64,7 +72,7 @@ def test_one_source_with_several_flags(tmp_path):
     source = write_source(tmp_path, 'extern "C" int NAME() { return VALUE; }')
     values = {"answer": 1, "other": 2}
     units = tuple(Unit(source, (f"-DNAME={n}", f"-DVALUE={v}"), n) for n, v in values.items())
-    library = ctypes.CDLL(str(build(Recipe("several", units, find_cxx()))))
+    library = ctypes.CDLL(str(build(BuildSpec("several", units, find_cxx()))))
     assert (library.answer(), library.other()) == (1, 2)
 
 
@@ -104,9 +112,6 @@ CHANGES = {
     ),
     "link flag": lambda asked: dataclasses.replace(asked, link_flags=("-lm",)),
     "no header": lambda asked: dataclasses.replace(asked, headers=()),
-    "compiler version": lambda asked: changed_compiler(asked, version="other 2.0"),
-    "compiler path": lambda asked: changed_compiler(asked, path="/other/c++"),
-    "compiler arguments": lambda asked: changed_compiler(asked, arguments=("-m64",)),
     "name": lambda asked: dataclasses.replace(asked, name="other"),
 }
 
@@ -117,6 +122,40 @@ def test_a_change_is_another_library(tmp_path, change):
     build(asked)
     assert library_path(change(asked)) != library_path(asked)
     assert not is_built(change(asked))
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": "other 2.0"}, {"path": "/other/c++"}, {"arguments": ("-m64",)}], ids=str
+)
+def test_another_compiler_finds_the_same_library(tmp_path, change):
+    asked = with_header(tmp_path)
+    path = build(asked)
+    assert build(changed_compiler(asked, **change)) == path
+
+
+def test_a_built_library_needs_no_compiler(tmp_path):
+    def no_compiler():
+        raise CompilerNotFound("C++ compiler: there is none")
+
+    asked = with_header(tmp_path)
+    without = dataclasses.replace(asked, compiler=no_compiler)
+    with pytest.raises(CompilerNotFound):
+        build(without)
+    path = build(dataclasses.replace(asked, compiler=find_cxx))
+    assert is_built(without)
+    assert build(without) == library_path(without) == path
+
+
+def test_rebuild_replaces_the_library_of_another_compiler(tmp_path):
+    compiler = script(tmp_path)
+    asked = recipe(write_source(tmp_path), compiler)
+    path = build(asked)
+    count = len(runs(tmp_path))
+    assert rebuild(asked) is None, "the same compiler makes the same library"
+    assert len(runs(tmp_path)) == count
+    assert rebuild(changed_compiler(asked, version="script 2.0")) == path
+    assert len(runs(tmp_path)) == 2 * count
+    assert answer(path) == 42
 
 
 @pytest.mark.parametrize("file", ["answer.cpp", "answer.h"])
@@ -178,7 +217,7 @@ def test_a_source_that_changes_while_it_compiles(tmp_path, libraries):
 def test_a_bad_recipe(tmp_path, name, units, rule):
     listed = tuple(Unit(tmp_path / "answer.cpp", (), unit) for unit in units)
     with pytest.raises(QTensorError, match=rule):
-        Recipe(name, listed, Compiler("/usr/bin/c++", "1.0"))
+        BuildSpec(name, listed, Compiler("/usr/bin/c++", "1.0"))
 
 
 # ------------------------------------------------------------------------------------ at once

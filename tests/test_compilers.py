@@ -15,7 +15,7 @@ from compiler_scripts import (
 )
 
 from qtensor import compilers
-from qtensor.build import Recipe, Unit, build
+from qtensor.build import BuildSpec, Unit, build
 from qtensor.compilers import Compiler, find_cxx, parallel_jobs
 from qtensor.errors import BuildError, CompilerNotFound, QTensorError
 
@@ -165,7 +165,7 @@ def test_units_compile_side_by_side(tmp_path, monkeypatch):
     compiler = Compiler(str(script(tmp_path, TOGETHER)), "1.0")
     source = write_source(tmp_path, 'extern "C" int NAME() { return 1; }')
     units = tuple(Unit(source, (f"-DNAME={name}",), name) for name in ("one", "two"))
-    assert build(Recipe("both", units, compiler)).exists()
+    assert build(BuildSpec("both", units, compiler)).exists()
 
 
 # ------------------------------------------------------------------------------------ failures
@@ -245,7 +245,7 @@ def test_the_first_failure_stops_the_others(tmp_path, libraries, monkeypatch):
     source = write_source(tmp_path)
     units = (Unit(source, ("-DSLOW",), "slow"), Unit(source, (), "bad"), Unit(source, (), "never"))
     with pytest.raises(BuildError, match="unit 'bad'"):
-        build(Recipe("answer", units, compiler))
+        build(BuildSpec("answer", units, compiler))
     wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())))
     assert len(runs(tmp_path)) == 2, "the third unit never starts"
     assert entries(libraries) == []

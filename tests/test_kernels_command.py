@@ -16,6 +16,7 @@ pytest.importorskip("typer", reason="the extra 'cli' is not installed")
 from typer.testing import CliRunner
 
 import qtensor
+from qtensor import build as cache
 from qtensor import cli
 from qtensor.errors import BuildError
 from qtensor.kernels.cpu import sources
@@ -102,7 +103,7 @@ def test_list_of_nothing() -> None:
 
 
 def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in use, what is current for another CPU, and what another compiler made."""
+    """Libraries that are in use, that are current for another CPU, and that were built from other sources."""
     best = sources.usable_isas()[0]
     other = next(isa for isa in sources.ISAS if isa != best)
     for isa in (best, other):
@@ -114,18 +115,27 @@ def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "current" in states[f"cpu_{other}"]
     assert any(line == f"cache: {tmp_path / 'cache'}" for line in lines)
     assert any(line == f"this CPU has: {', '.join(sources.usable_isas())}" for line in lines)
-    monkeypatch.setenv("QTENSOR_CXX", str(script(tmp_path, COPY, name="newer")))
+    monkeypatch.setattr(cache, "BUILD_ABI", -1)
     assert invoke("list").stdout.count("out of date") == 3
 
 
 def test_list_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It still lists, and says what it cannot tell."""
+    """A library that is built needs none."""
     invoke("build")
     monkeypatch.setenv("QTENSOR_CXX", "/nonexistent")
     done = invoke("list")
     assert done.exit_code == 0
+    assert done.stdout.count("in use") == 2
+
+
+def test_list_with_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still lists, and says what it cannot tell."""
+    invoke("build")
+    monkeypatch.setenv("QTENSOR_CPU_ISA", "sse")
+    done = invoke("list")
+    assert done.exit_code == 0
     assert "unknown" in done.stdout
-    assert "a compiler must be on PATH" in done.stdout
+    assert "QTENSOR_CPU_ISA: it must name an instruction set" in done.stdout
 
 
 def test_clean(tmp_path: Path, libraries: Path) -> None:

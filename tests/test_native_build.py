@@ -1,6 +1,4 @@
-"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes,
-one warning that says why.
-"""
+"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes, one warning that says why."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from native_cases import by_reference
 import qtensor
 from qtensor.build import build
 from qtensor.compilers import find_cxx
-from qtensor.kernels.cpu import plan, sources
+from qtensor.kernels.cpu import sources, structs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills and locks as Linux has them")
 
@@ -100,10 +98,8 @@ def falls_back(folder: Path, *reasons: str, **environment: str) -> None:
 
 @pytest.fixture(scope="session")
 def real_library() -> Path:
-    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they
-    take.
-    """
-    return build(sources.recipe(sources.choose_isa()))
+    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they take."""
+    return build(sources.build_spec(sources.choose_isa()))
 
 
 def copier(folder: Path, library: Path, before: str = "") -> Path:
@@ -139,7 +135,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
         "fatal error: no such thing",
         QTENSOR_CXX=str(broken),
     )
-    assert 1 <= len(runs(tmp_path)) <= len(sources.recipe("baseline").units)
+    assert 1 <= len(runs(tmp_path)) <= len(sources.build_spec("baseline").units)
 
 
 def test_a_library_that_does_not_load(tmp_path: Path) -> None:
@@ -149,10 +145,39 @@ def test_a_library_that_does_not_load(tmp_path: Path) -> None:
     falls_back(tmp_path, "undefined symbol", QTENSOR_CXX=str(stub(tmp_path, source, "-Wl,-z,now")))
 
 
+@pytest.mark.parametrize("text", ["int nothing;", 'extern "C" int qt_abi() { return ABI; }'])
+def test_a_library_without_symbols(tmp_path: Path, text: str) -> None:
+    """A foreign file under the right name: every function is looked up when the library is loaded."""
+    source = tmp_path / "foreign.cpp"
+    abi = structs.ABI * 1000 + ctypes.sizeof(structs.CQuantizer)
+    source.write_text(text.replace("ABI", str(abi)) + "\n")
+    compiler = stub(tmp_path, source)
+    falls_back(tmp_path, "is not a library of CPU kernels", QTENSOR_CXX=str(compiler))
+
+
+def test_a_library_that_only_another_compiler_can_make(tmp_path: Path, real_library: Path) -> None:
+    """What a machine with another C++ runtime has left in a shared home is replaced, once."""
+    source = tmp_path / "newer.cpp"
+    source.write_text('extern "C" int missing(); extern "C" int qt_abi() { return missing(); }\n')
+    (tmp_path / "other").mkdir()
+    falls_back(tmp_path, QTENSOR_CXX=str(stub(tmp_path, source, "-Wl,-z,now")))
+    (manifest,) = (tmp_path / "cache").rglob("cpu_*/manifest.json")
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(facts | {"compiler": "newer 99.0"}))
+    falls_back(tmp_path, "undefined symbol", "cannot be compiled again", QTENSOR_CXX="/nonexistent")
+    compiler = copier(tmp_path / "other", real_library)
+    for _ in range(2):
+        told = finish(start(tmp_path, QTENSOR_CXX=str(compiler)))
+        assert (told["native"], told["warnings"]) == (True, [])
+    assert sum("-shared" in run for run in runs(tmp_path / "other")) == 1
+
+
 def test_a_library_of_another_interface(tmp_path: Path) -> None:
     source = tmp_path / "old.cpp"
     source.write_text('extern "C" int qt_abi() { return 7; }\n')
-    expected = f"has interface 7, this qtensor {plan.ABI * 1000 + ctypes.sizeof(plan.Plan)}"
+    expected = (
+        f"has interface 7, this qtensor {structs.ABI * 1000 + ctypes.sizeof(structs.CQuantizer)}"
+    )
     falls_back(tmp_path, expected, QTENSOR_CXX=str(stub(tmp_path, source)))
 
 
@@ -259,17 +284,32 @@ def test_two_processes_build_once(tmp_path: Path, real_library: Path) -> None:
     assert heard == ("qtensor: waiting for another process that compiles its native CPU kernels\n")
     (tmp_path / "go").touch()
     assert all(finish(process)["native"] for process in (first, second))
-    units = sources.recipe(sources.choose_isa()).units
+    units = sources.build_spec(sources.choose_isa()).units
     assert len(runs(tmp_path)) == len(units) + 1
 
 
-def test_a_damaged_library_is_built_again(tmp_path: Path, real_library: Path) -> None:
+@pytest.mark.parametrize("variables", [{}, {"PATH": "/nonexistent"}], ids=["variable", "path"])
+def test_a_built_cache_needs_no_compiler(
+    tmp_path: Path, real_library: Path, variables: dict[str, str]
+) -> None:
+    """An image is built with a compiler, and runs without one or with a newer one."""
+    assert finish(start(tmp_path, QTENSOR_CXX=str(copier(tmp_path, real_library))))["native"]
+    without = variables or {"QTENSOR_CXX": "/nonexistent"}
+    told = finish(start(tmp_path, **without))
+    assert (told["native"], told["warnings"], told["stderr"]) == (True, [], "")
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros"])
+def test_a_damaged_library_is_built_again(tmp_path: Path, real_library: Path, damage: str) -> None:
     compiler = copier(tmp_path, real_library)
     assert finish(start(tmp_path, QTENSOR_CXX=str(compiler)))["native"]
     (built,) = (tmp_path / "cache").rglob("cpu_*.so")
     count = len(runs(tmp_path))
-    with built.open("r+b") as file:
-        file.truncate(100)
+    if damage == "cut":
+        with built.open("r+b") as file:
+            file.truncate(100)
+    else:
+        built.write_bytes(bytes(built.stat().st_size))
     told = finish(start(tmp_path, QTENSOR_CXX=str(compiler)))
     assert (told["native"], told["warnings"]) == (True, [])
     assert len(runs(tmp_path)) == 2 * count

@@ -62,7 +62,7 @@ def assert_rows(codec: Any, options: dict[str, Any], shape: tuple[int, int]) -> 
 
 def reads_a_transpose(codec: Any) -> bool:
     """Whether blocks along columns are decoded from data that lie transposed."""
-    return codec.side() == "_columnwise" and bool(native.make_plan(codec).transposed)
+    return codec.side() == "_columnwise" and bool(native.c_quantizer(codec).transposed)
 
 
 @layouts

@@ -32,7 +32,7 @@ def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set; processes that ask at once wait for one build."""
     if request.param not in sources.usable_isas():
         pytest.skip(reason=f"this CPU has no {request.param}")
-    return native.Library(str(build(sources.recipe(request.param))))
+    return native.Library(str(build(sources.build_spec(request.param))))
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set; processes that ask at once wait for one build."""
     if request.param not in sources.usable_isas():
         pytest.skip(reason=f"this CPU has no {request.param}")
-    return native.Library(str(build(sources.recipe(request.param))))
+    return native.Library(str(build(sources.build_spec(request.param))))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_the_library_is_that_of_the_instruction_set(
     library: native.Library, request: pytest.FixtureRequest
 ) -> None:
     isa = request.node.callspec.params["library"]
-    path = build(sources.recipe(isa))
+    path = build(sources.build_spec(isa))
     assert path.name == f"cpu_{isa}.so"
     assert f"qt_{isa}".encode() in path.read_bytes(), "names carry the namespace"
     assert native.library() is library

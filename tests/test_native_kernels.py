@@ -48,14 +48,14 @@ from test_quantize_hypothesis import exact, options_of, tensors
 import qtensor
 from qtensor import registry as codecs
 from qtensor.kernels import table
-from qtensor.kernels.cpu import native, plan
+from qtensor.kernels.cpu import native, structs
 from qtensor.quantizers.mx import MXQuantizer
 
 # ---- what is served ----------------------------------------------------------------------------
 
 
 def test_every_format_has_kernels() -> None:
-    assert set(plan.FORMATS) == set(BY_NAME)
+    assert set(structs.FORMATS) == set(BY_NAME)
 
 
 @formats

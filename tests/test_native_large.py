@@ -147,7 +147,7 @@ def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iter
     """
     if buffer.shape == part.shape:
         yield torch.equal(buffer, part)
-    elif name.startswith("_columnwise") and native.make_plan(codec).transposed:
+    elif name.startswith("_columnwise") and native.c_quantizer(codec).transposed:
         blocks = (MANY // ROW + 160) // (2 if name.endswith("data") else 16)
         for line, first in zip(buffer[:ROW], part[:ROW, :1], strict=True):
             yield bool((line[:blocks] == first).all())

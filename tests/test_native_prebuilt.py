@@ -56,7 +56,7 @@ def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
 
 
 def test_other_sources_are_compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = package.parent / "elements.h"
+    header = package.parent / "element_codes.h"
     header.write_text("// mended\n")
     monkeypatch.setattr(sources, "headers", lambda: (header,))
     assert is_refused()
@@ -86,7 +86,19 @@ def test_a_library_that_is_not_there(package: Path) -> None:
 
 def test_sources_that_cannot_be_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "headers", lambda: (package / "gone.h",))
-    assert is_refused()
+    assert prebuilt.find(BEST) is None
+    with pytest.raises(BuildError, match="sources and headers must be readable"):
+        prebuilt.provide(BEST)
+
+
+def test_a_library_that_does_not_load_here(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache replaces it."""
+    path = prebuilt.provide(BEST)
+    with pytest.raises(BuildError, match="QTENSOR_CXX"):
+        prebuilt.replace(BEST, path)
+    replacement = package / "other.so"
+    monkeypatch.setattr(prebuilt, "build", lambda spec: replacement)
+    assert prebuilt.replace(BEST, path) == replacement
 
 
 # ---- the wheel ---------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ SUFFIXES = {".py", ".cpp", ".h", ".md", ".sh"}
 NOT_YET = (
     "qtensor/__init__.py",
     "qtensor/api.py",
-    "qtensor/build.py",
-    "qtensor/compilers.py",
     "qtensor/functional/",
     "qtensor/kernels/__init__.py",
     "qtensor/library/",

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from qtensor import build as cache
-from qtensor.build import Built, Recipe, Unit
+from qtensor.build import BuildSpec, Built, Unit
 from qtensor.compilers import parallel_jobs, stop_all
 from qtensor.cutlass_gemm import emit, tuning
 from qtensor.cutlass_gemm.launch import Kernel
@@ -35,7 +35,7 @@ def library_name(spec: KernelSpec) -> str:
     return f"{spec.name}_{emit.digest()}"
 
 
-def recipe(spec: KernelSpec, folder: Path) -> Recipe:
+def build_spec(spec: KernelSpec, folder: Path) -> BuildSpec:
     """Return the build of a kernel, and write its source into ``folder``.
 
     Raises:
@@ -44,7 +44,7 @@ def recipe(spec: KernelSpec, folder: Path) -> Recipe:
     nvcc = find_nvcc(spec.arch)
     source = folder / f"{spec.name}.cu"
     source.write_text(emit.emit(spec))
-    return Recipe(
+    return BuildSpec(
         library_name(spec),
         (Unit(source, compile_flags(spec), "kernel", include_folders()),),
         nvcc.compiler,
@@ -86,7 +86,7 @@ def build(spec: KernelSpec, *, notice: Callable[[str], None] | None = None) -> P
         BuildError: CUTLASS or nvcc is missing, or the compilation fails.
     """
     with tempfile.TemporaryDirectory(prefix="qtensor-gemm-") as folder:
-        path = cache.build(recipe(spec, Path(folder)), notice=notice)
+        path = cache.build(build_spec(spec, Path(folder)), notice=notice)
     refresh()
     return path
 

@@ -47,8 +47,8 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     """
     try:
         chosen = sources.choose_isa()
-        paths = {isa: library_path(sources.recipe(isa)) for isa in sources.ISAS}
-        calls = library_path(sources.calls_recipe())
+        paths = {isa: library_path(sources.build_spec(isa)) for isa in sources.ISAS}
+        calls = library_path(sources.calls_build_spec())
     except QTensorError as error:
         return {}, str(error)
     states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}

@@ -1,13 +1,17 @@
-"""Ops on the state of delayed scaling, which is the caller's, as tensors.
+"""Ops on the state of delayed scaling, which belongs to the caller and consists of tensors.
 
-A state has n columns, one a tensor that is quantized: those of the forward pass first, then the gradients. It is written by
-both passes, each to tensors of its own, so that a graph of one never writes what the other saved:
+A state has n columns, one for each quantized tensor: first the tensors of the forward pass, then
+    the gradients. Each
+pass writes its own tensors, so that the graph of one pass never writes a tensor that the other pass
+saved:
 
-- forward: ``scale`` (n,) float32, ``history`` (rows, n) float32, ``steps`` (2,) int64 on the CPU: the step that the state
-  stands at, and the step of the last gradient maximum that went into the history;
-- backward: ``cell`` (g,) float32, the maxima of the gradients since then, and ``cell_step`` (1,) int64 on the CPU.
+- forward: `scale` (n,) float32, `history` (rows, n) float32, and `steps` (2,) int64 on the CPU: the
+  current step of the state, and the step of the last gradient maximum that went into the history;
+- backward: `cell` (g,) float32, the maxima of the gradients since then, and `cell_step` (1,) int64
+  on the CPU.
 
-The bookkeeping is on the CPU, so that a GPU is never waited for.
+The counters are on the CPU, so that a step never waits for a GPU. Every op checks the sizes and
+dtypes of the state.
 """
 
 from __future__ import annotations
@@ -18,13 +22,60 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.errors import check
 from qtensor.kernels.cpu import state
 from qtensor.library.define import below_autograd, leaf_op, no_outputs
 from qtensor.reference.float8 import delayed_scale, roll_history
 
+ALGORITHMS = ("max", "most_recent")
+"""How a scale comes from a column of the history."""
+
+_LARGEST = torch.finfo(torch.float32).max
+_FIX = "Pass the state that the module made"
+
+
+def _check_tensors(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:
+    """Raise unless all tensors have `dtype`; counters (int64) must be on the CPU too."""
+    for name, t in tensors.items():
+        place = " on the CPU" if dtype is torch.int64 else ""
+        good = t.dtype is dtype and (t.is_cpu or dtype is not torch.int64)
+        rule = f"{name} must be {dtype}{place}"
+        check(good, op, rule, f"{t.dtype} on {t.device}", _FIX)
+
+
+def _check_sizes(op: str, **sizes: tuple[Tensor, int]) -> None:
+    """Raise unless each tensor has the number of elements that stands beside it."""
+    for name, (t, count) in sizes.items():
+        good = t.numel() == count
+        check(good, op, f"{name} must have {count} elements", f"shape {tuple(t.shape)}", _FIX)
+
+
+def _check_history(op: str, history: Tensor, length: int) -> None:
+    """Raise unless the history is a matrix (length or more, n)."""
+    rule = "history must be a matrix (rows, columns)"
+    check(history.dim() == 2, op, rule, f"shape {tuple(history.shape)}", _FIX)
+    rows = history.shape[0]
+    rule = f"the length must be from 1 to the {rows} rows of the history"
+    check(0 < length <= rows, op, rule, length, "Choose a shorter history or a larger state")
+
+
+def _check_state(
+    op: str, history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, length: int
+) -> None:
+    """Raise unless the tensors have the dtypes and sizes that this module's docstring names."""
+    _check_tensors(op, torch.float32, history=history, cell=cell)
+    _check_tensors(op, torch.int64, steps=steps, cell_step=cell_step)
+    _check_history(op, history, length)
+    _check_sizes(op, steps=(steps, 2), cell_step=(cell_step, 1))
+    columns = history.shape[1]
+    rule = f"cell must be a vector of at most {columns} elements, the columns of the history"
+    good = cell.dim() == 1 and cell.numel() <= columns and cell.device == history.device
+    check(good, op, rule, f"shape {tuple(cell.shape)} on {cell.device}", _FIX)
+
 
 def _merged(history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, length: int) -> Tensor:
-    """The rows in use, with the maxima of the gradients in row 0."""
+    """Return the rows in use (length, n), with the maxima of the gradients in row 0."""
+    _check_state("merged_history", history, steps, cell, cell_step, length)
     rows = history[:length].clone()
     if int(cell_step) > int(steps[1]):
         gradients = rows[0, rows.shape[1] - cell.numel() :]
@@ -43,6 +94,7 @@ class MergedHistoryArgs(NamedTuple):
 
 
 def _merged_alloc(args: MergedHistoryArgs) -> Tensor:
+    _check_history("merged_history", args.history, args.length)
     return torch.empty(
         args.length, args.history.shape[1], dtype=torch.float32, device=args.history.device
     )
@@ -53,12 +105,13 @@ def _merged_fill(out: Tensor, args: MergedHistoryArgs) -> None:
 
 
 MERGED_HISTORY = leaf_op(
-    "merged_history(Tensor history, Tensor steps, Tensor cell, Tensor cell_step, int length) -> Tensor",
+    "merged_history(Tensor history, Tensor steps, Tensor cell, Tensor cell_step, "
+    "int length) -> Tensor",
     MergedHistoryArgs,
     _merged_alloc,
     _merged_fill,
 )
-"""The history (length, n) that the next factors come from, for algorithms that are the caller's."""
+"""Return the history (length, n) that the next scales come from, for algorithms of the caller."""
 
 
 class DelayedBeginArgs(NamedTuple):
@@ -85,12 +138,12 @@ def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
 
 def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
     rows, new_scale = args.rows, args.new_scale
-    if rows is None and new_scale is None:
-        tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
-        if state.begin_(
-            outputs, tensors, args.advance, (args.length, args.algorithm, args.margin), args.largest
-        ):
-            return
+    tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
+    options = (args.length, args.algorithm, args.margin)
+    by_recipe = rows is None and new_scale is None
+    if by_recipe and state.begin_(outputs, tensors, args.advance, options, args.largest):
+        return
+    _check_begin(args)
     with below_autograd():
         now = int(args.step)
         if args.advance and now != int(args.steps[0]):
@@ -98,13 +151,42 @@ def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
                 rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
             if new_scale is None:
                 new_scale = _new_scale(rows, args.scale, args.algorithm, args.margin, args.largest)
-            # Through .data: the version of what a graph saved must not move.
+            # Through .data: the version of a tensor that a graph saved must not change.
             args.scale.data.copy_(new_scale)
             args.history.data[: args.length].copy_(roll_history(rows))
             args.steps.data[1] = max(int(args.cell_step), int(args.steps[1]))
             args.steps.data[0] = now
         outputs[0].copy_(args.scale)
         outputs[1].copy_(args.steps)
+
+
+def _check_begin(args: DelayedBeginArgs) -> None:
+    """Raise unless the state and the options have the sizes and values that the op needs."""
+    op = "delayed_begin_"
+    scale, history, rows, new_scale = args.scale, args.history, args.rows, args.new_scale
+    _check_state(op, history, args.steps, args.cell, args.cell_step, args.length)
+    _check_tensors(op, torch.float32, scale=scale)
+    _check_tensors(op, torch.int64, step=args.step)
+    columns = history.shape[1]
+    _check_sizes(op, scale=(scale, columns), step=(args.step, 1))
+    good = scale.dim() == 1 and scale.device == history.device
+    rule = "scale must be a vector on the device of the history"
+    check(good, op, rule, f"shape {tuple(scale.shape)} on {scale.device}", _FIX)
+    largest = args.largest
+    rule = f"largest must have {columns} finite float32 numbers, one for each column"
+    good = len(largest) == columns and all(abs(value) <= _LARGEST for value in largest)
+    check(good, op, rule, largest, "Pass the largest code value of each tensor")
+    rule = f"algorithm must be one of {', '.join(ALGORITHMS)}"
+    known = args.algorithm in ALGORITHMS or new_scale is not None
+    check(known, op, rule, repr(args.algorithm), "Choose one of them")
+    rule = "margin must be from -1000 to 1000"
+    check(abs(args.margin) <= 1000, op, rule, args.margin, "Choose another margin")
+    if rows is not None:
+        good = rows.shape == (args.length, columns)
+        check(good, op, f"rows must be ({args.length}, {columns})", tuple(rows.shape), _FIX)
+    if new_scale is not None:
+        good = new_scale.shape == (columns,)
+        check(good, op, f"new_scale must be ({columns},)", tuple(new_scale.shape), _FIX)
 
 
 def _new_scale(
@@ -119,15 +201,20 @@ def _new_scale(
 
 
 DELAYED_BEGIN = leaf_op(
-    "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor cell_step, Tensor step, "
-    "bool advance, int length, str algorithm, int margin, float[] largest, Tensor? rows=None, Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
+    "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor cell_step, "
+    "Tensor step, bool advance, int length, str algorithm, int margin, float[] largest, Tensor? rows=None, "
+    "Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
     DelayedBeginArgs,
     _begin_alloc,
     _begin_fill,
 )
-"""At the first call of a step (``step``, int64 (1,) on the CPU; only with ``advance``) roll the history and renew the factors. Returns the factors
-to use, (n,), and a ticket (2,) for ``record_gradient_amax_``: tensors of this call, which no later one writes. ``rows``
-replaces the merged history, ``new_scale`` (n,) what the algorithm would compute."""
+"""At the first call of a step, move the history up by one row and compute new scales.
+
+`step` (1,) int64 on the CPU counts steps; nothing changes unless `advance` is true and `step`
+differs from the step of the state. Returns the scales to use, (n,), and a ticket (2,) for
+`record_gradient_amax_`: new tensors, which no later call writes. `rows` replaces the merged
+history; `new_scale` (n,) replaces the result of the algorithm.
+"""
 
 
 class RecordAmaxArgs(NamedTuple):
@@ -139,12 +226,31 @@ class RecordAmaxArgs(NamedTuple):
 
 
 def _record_fill(_: None, args: RecordAmaxArgs) -> None:
-    if state.record_(args.history, args.amax, args.first):
+    history, amax, first = args
+    if state.record_(history, amax, first):
+        return
+    op = "record_amax_"
+    _check_tensors(op, torch.float32, history=history)
+    _check_history(op, history, 1)
+    _check_maxima(op, amax, history.device)
+    count, columns = sum(t.numel() for t in amax), history.shape[1]
+    rule = f"the {count} maxima must fit into the {columns} columns of the history"
+    fix = "Pass the index of the first tensor's column"
+    check(0 <= first <= columns - count, op, rule, f"first={first}", fix)
+    if not amax:
         return
     with below_autograd():
-        found = torch.cat(args.amax)
-        row = args.history.data[0, args.first : args.first + found.numel()]
-        torch.maximum(row, found, out=row)
+        maxima = torch.cat(amax)
+        row = history.data[0, first : first + count]
+        torch.maximum(row, maxima, out=row)
+
+
+def _check_maxima(op: str, amax: list[Tensor], device: torch.device) -> None:
+    """Raise unless each of `amax` is a float32 vector on `device`."""
+    for t in amax:
+        good = t.dtype is torch.float32 and t.dim() == 1 and t.device == device
+        rule = f"each amax must be a float32 vector on {device}"
+        check(good, op, rule, f"{t.dtype} {tuple(t.shape)} on {t.device}", "Pass quantize's amax")
 
 
 RECORD_AMAX = leaf_op(
@@ -153,7 +259,11 @@ RECORD_AMAX = leaf_op(
     no_outputs,
     _record_fill,
 )
-"""``history[0, first:] = max(history[0, first:], amax)``; each amax (1,), or those of several tensors side by side."""
+"""Write `history[0, first:] = max(history[0, first:], amax)`.
+
+history: (rows, n) float32. Each amax is a float32 vector: (1,), or the maxima of several tensors
+    side by side.
+"""
 
 
 class RecordGradientAmaxArgs(NamedTuple):
@@ -166,15 +276,22 @@ class RecordGradientAmaxArgs(NamedTuple):
 
 
 def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
-    if state.record_gradient_(args.cell, args.cell_step, args.amax, args.ticket):
+    cell, cell_step, amax, ticket = args
+    if state.record_gradient_(cell, cell_step, amax, ticket):
         return
+    op = "record_gradient_amax_"
+    _check_tensors(op, torch.float32, cell=cell)
+    _check_tensors(op, torch.int64, cell_step=cell_step, ticket=ticket)
+    _check_maxima(op, [cell, *amax], cell.device)
+    count = sum(t.numel() for t in amax)
+    _check_sizes(op, cell=(cell, count), cell_step=(cell_step, 1), ticket=(ticket, 2))
     with below_autograd():
-        step, consumed = int(args.ticket[0]), int(args.ticket[1])
-        found = torch.cat(args.amax)
-        if int(args.cell_step) > consumed:
-            found = torch.maximum(args.cell, found)
-        args.cell.data.copy_(found)
-        args.cell_step.data.fill_(max(step, int(args.cell_step)))
+        step, consumed = int(ticket[0]), int(ticket[1])
+        maxima = torch.cat(amax) if amax else cell
+        if int(cell_step) > consumed:
+            maxima = torch.maximum(cell, maxima)
+        cell.data.copy_(maxima)
+        cell_step.data.fill_(max(step, int(cell_step)))
 
 
 RECORD_GRADIENT_AMAX = leaf_op(
@@ -183,7 +300,11 @@ RECORD_GRADIENT_AMAX = leaf_op(
     no_outputs,
     _record_gradient_fill,
 )
-"""Keep the maxima of gradients, (1,) or several side by side, for the next step; those that the history has are overwritten."""
+"""Keep the maxima of gradients in `cell` (g,) for the next step; maxima that the history already has are overwritten.
+
+Each amax is a float32 vector, (1,) or several side by side; `ticket` (2,) int64 comes from
+`delayed_begin_`.
+"""
 
 
 _STEP_LOCK = threading.Lock()

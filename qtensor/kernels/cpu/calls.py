@@ -35,9 +35,9 @@ def _handle() -> Any:
     try:
         # Only a process that computes needs the compiler cache.
         from qtensor.build import build  # noqa: PLC0415
-        from qtensor.kernels.cpu.sources import calls_recipe  # noqa: PLC0415
+        from qtensor.kernels.cpu.sources import calls_build_spec  # noqa: PLC0415
 
-        handle = ctypes.CDLL(str(build(calls_recipe())))
+        handle = ctypes.CDLL(str(build(calls_build_spec())))
         handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
         handle.qt_learn.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE)
     except (QTensorError, OSError, AttributeError):

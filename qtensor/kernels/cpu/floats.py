@@ -1,4 +1,9 @@
-"""Norms, activations and sums over rows by the CPU kernels. Each function is False, with nothing written, where it does not serve."""
+"""Norms, activations and sums over rows by the CPU kernels.
+
+A function that ends in `_` returns False if the kernels do not serve a call, or if they ran out of
+memory. The caller then uses the reference, which writes every element of the result. Below, x is
+(..., K) of float32, bfloat16 or float16, and M is the number of its rows.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.structs import ActivationCall, NormCall
 
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"gelu": 0, "qgelu": 1, "relu": 2, "silu": 3, "srelu": 4}
 _GATED = {
@@ -28,82 +33,38 @@ _GATED = {
 
 
 Clamp = tuple[float, float, float, float]
-"""The numbers of ``clamped_swiglu``: alpha, limit, offset, and 128 / alpha."""
+"""The constants of `clamped_swiglu`: alpha, limit, offset, and 128 / alpha."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a fused kernel quantizes to.
+    """How a fused kernel quantizes its result.
 
     Attributes:
         codec: the quantizer.
-        dtype: that the values are rounded to first.
-        given: scale, maxima and seed of the call, as ``quantize`` takes them.
+        dtype: the dtype that values are rounded to before they are quantized.
+        factors: scale, maxima and seed of the call, as `native.quantize_` takes them.
     """
 
     codec: Any
     dtype: torch.dtype
-    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None]
-
-
-class _NormCall(ctypes.Structure):
-    """``struct NormCall`` of plan.h, field by field."""
-
-    _fields_ = (
-        ("x", _POINTER),
-        ("rows", _SIZE),
-        ("cols", _SIZE),
-        ("stride", _SIZE),
-        ("y", _POINTER),
-        ("y_stride", _SIZE),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("mean", _POINTER),
-        ("rstd", _POINTER),
-        ("dx", _POINTER),
-        ("dweight", _POINTER),
-        ("dbias", _POINTER),
-        ("y_dtype", _INT),
-        ("weight_dtype", _INT),
-        ("bias_dtype", _INT),
-        ("zero_centered", _INT),
-        ("threads", _INT),
-        ("eps", ctypes.c_float),
-    )
-
-
-class _ActivationCall(ctypes.Structure):
-    """``struct ActivationCall`` of plan.h, field by field."""
-
-    _fields_ = (
-        ("x", _POINTER),
-        ("dy", _POINTER),
-        ("out", _POINTER),
-        ("rows", _SIZE),
-        ("cols", _SIZE),
-        ("stride", _SIZE),
-        ("dy_stride", _SIZE),
-        ("kind", _INT),
-        ("gated", _INT),
-        ("threads", _INT),
-        ("alpha", ctypes.c_float),
-        ("limit", ctypes.c_float),
-        ("offset", ctypes.c_float),
-        ("bound", ctypes.c_float),
-    )
+    factors: tuple[Tensor | None, list[Tensor] | None, Tensor | None]
 
 
 def readable(*tensors: Tensor | None) -> Any:
-    """The loaded kernels, or None where there are none or they cannot read a tensor."""
+    """Return the loaded kernels, or None if there are none or they cannot read one of the tensors."""
     for t in tensors:
-        if t is not None and (type(t) not in native._PLAIN or not t.is_cpu):
+        if t is not None and (type(t) not in native.PLAIN_TYPES or not t.is_cpu):
             return None
-    found = native.library()
-    return None if isinstance(found, str) else found.handle
+    kernels = native.library()
+    return None if isinstance(kernels, str) else kernels.handle
 
 
 def _rows(t: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor as the kernels read it: not empty, rows contiguous; rows, columns, elements between rows."""
+    """Return a tensor (..., K) with contiguous rows, the number of rows, K, and the stride of rows in elements.
+
+    The tensor must not be empty. It is copied only if its rows are not contiguous.
+    """
     cols = t.shape[-1]
     rows = t.numel() // cols
     if t.is_contiguous():
@@ -115,7 +76,7 @@ def _rows(t: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _vector(t: Tensor | None) -> tuple[Tensor | None, int | None, int]:
-    """A vector, contiguous, with its address and the code of its dtype."""
+    """Return a vector (K,) made contiguous, its address and the number of its dtype; or (None, None, 0)."""
     if t is None:
         return None, None, 0
     t = t.contiguous()
@@ -132,14 +93,15 @@ def norm_call(
     vectors: tuple[Tensor | None, Tensor | None],
     settings: tuple[str, float, bool],
     dtype: torch.dtype,
-) -> tuple[_NormCall, list[Tensor | None]]:
-    """A norm as the kernels take it, and the tensors that it points into.
+) -> tuple[NormCall, list[Tensor | None]]:
+    """Return the arguments of a norm, and the tensors that must live as long as they do.
 
     Args:
-        outputs: y, None where it is not kept; mean; rstd.
-        x: not empty.
-        vectors: weight and bias.
-        settings: the kind, eps and whether the weight is centered at zero.
+        outputs: y (..., K), None if it is not kept; mean (M,) and rstd (M,), float32.
+        x: (..., K), not empty.
+        vectors: weight (K,) and bias (K,), or None.
+        settings: the kind ("layernorm" or "rmsnorm"), eps, and whether the weight is centered at
+            zero.
         dtype: of y.
     """
     y, mean, rstd = outputs
@@ -147,7 +109,7 @@ def norm_call(
     matrix, rows, cols, stride = _rows(x)
     weight, weight_at, weight_dtype = _vector(vectors[0])
     bias, bias_at, bias_dtype = _vector(vectors[1])
-    call = _NormCall(
+    call = NormCall(
         x=matrix.data_ptr(),
         rows=rows,
         cols=cols,
@@ -174,13 +136,12 @@ def norm_(
     bias: Tensor | None,
     settings: tuple[str, float, bool],
 ) -> bool:
-    """Write y, mean and rstd; ``settings`` as ``norm_call`` takes them."""
+    """Write y, mean and rstd. The arguments are those of `norm_call`."""
     handle = readable(x, weight, bias)
     if handle is None or not x.numel():
         return False
     call, _alive = norm_call(outputs, x, (weight, bias), settings, outputs[0].dtype)
-    handle.qt_norm(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
-    return True
+    return bool(handle.qt_norm(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
 
 
 def norm_backward_(
@@ -191,7 +152,17 @@ def norm_backward_(
     stats: tuple[Tensor | None, Tensor],
     zero_centered: bool,
 ) -> bool:
-    """Write dx, dweight and dbias, the last two where they are not empty; the mean is None for RMSNorm."""
+    """Write the gradients of a norm.
+
+    Args:
+        outputs: dx (..., K), dweight (K,) and dbias (K,); the last two may be empty and are then
+            skipped.
+        dy: (..., K), the gradient of the output.
+        x: (..., K), the input of the forward pass.
+        weight: (K,), or None.
+        stats: mean (M,), None for RMSNorm, and rstd (M,), float32.
+        zero_centered: whether the weight is centered at zero.
+    """
     mean, rstd = stats
     handle = readable(dy, x, weight, mean, rstd)
     if handle is None or not x.numel():
@@ -202,7 +173,7 @@ def norm_backward_(
     weight, weight_at, weight_dtype = _vector(weight)
     mean = None if mean is None else mean.contiguous()
     rstd = rstd.contiguous()
-    call = _NormCall(
+    call = NormCall(
         x=matrix.data_ptr(),
         rows=rows,
         cols=cols,
@@ -221,17 +192,16 @@ def norm_backward_(
         zero_centered=zero_centered,
         threads=_threads(rows * cols),
     )
-    handle.qt_norm(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
-    return True
+    return bool(handle.qt_norm(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
 
 
 def bias_grad_(out: Tensor, dy: Tensor) -> bool:
-    """Write the sum of the rows."""
+    """Write the sum of the rows of dy (..., K) to out (K,)."""
     handle = readable(dy)
     if handle is None or not dy.numel():
         return False
     matrix, rows, cols, stride = _rows(dy)
-    call = _NormCall(
+    call = NormCall(
         x=matrix.data_ptr(),
         rows=rows,
         cols=cols,
@@ -239,14 +209,17 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
         y=out.data_ptr(),
         threads=_threads(rows * cols),
     )
-    handle.qt_sum_rows(ctypes.byref(call), _SIZE(_DTYPES[dy.dtype]))
-    return True
+    return bool(handle.qt_sum_rows(ctypes.byref(call), _DTYPES[dy.dtype]) == 0)
 
 
 def activation_call(
     out: Tensor | None, x: Tensor, kind: str, dy: Tensor | None, clamp: Clamp | None
-) -> tuple[_ActivationCall, list[Tensor | None]]:
-    """An activation, or a gradient where there is ``dy``, as the kernels take it, and the tensors that it points into."""
+) -> tuple[ActivationCall, list[Tensor | None]]:
+    """Return the arguments of an activation, and the tensors that must live as long as they do.
+
+    With dy (..., N), the arguments of the gradient of x. N is K, or K / 2 for gated kinds; out is
+    (..., N), or (..., K) with dy.
+    """
     alpha, limit, offset, bound = clamp or (0.0,) * 4
     matrix, rows, cols, stride = _rows(x)
     gated = kind in _GATED
@@ -255,7 +228,7 @@ def activation_call(
     if dy is not None:
         grad, _, _, grad_stride = _rows(dy)
         grad_at = grad.data_ptr()
-    call = _ActivationCall(
+    call = ActivationCall(
         x=matrix.data_ptr(),
         dy=grad_at,
         out=None if out is None else out.data_ptr(),
@@ -277,13 +250,12 @@ def activation_call(
 def activation_(
     out: Tensor, x: Tensor, kind: str, dy: Tensor | None = None, clamp: Clamp | None = None
 ) -> bool:
-    """Write the activation, or the gradient of ``x`` where there is a ``dy``, which must have its dtype."""
+    """Write the activation of x; with dy, which must have the dtype of x, the gradient of x."""
     handle = readable(x, dy)
     if handle is None or not x.numel() or (dy is not None and dy.dtype is not x.dtype):
         return False
     call, _alive = activation_call(out, x, kind, dy, clamp)
-    handle.qt_activation(ctypes.byref(call), _SIZE(_DTYPES[x.dtype]))
-    return True
+    return bool(handle.qt_activation(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
 
 
 def norm_quantize_(
@@ -294,7 +266,16 @@ def norm_quantize_(
     settings: tuple[str, float, bool],
     target: Target,
 ) -> bool:
-    """Write mean, rstd, the buffers of the norm in slot order (and the amax of delayed scaling), and y where it is kept."""
+    """Write a norm quantized: mean, rstd, the buffers and, if it is kept, y.
+
+    Args:
+        outputs: y (..., K), None if it is not kept; mean (M,) and rstd (M,), float32.
+        buffers: in slot order; then the amax (1,) float32 if delayed scaling returns one.
+        x: (..., K).
+        vectors: weight (K,) and bias (K,), or None.
+        settings: as `norm_call` takes them.
+        target: how to quantize y.
+    """
     if readable(x, *vectors) is None or not x.numel():
         return False
     call, _alive = norm_call(outputs, x, vectors, settings, target.dtype)
@@ -309,7 +290,10 @@ def activation_quantize_(
     target: Target,
     clamp: Clamp | None = None,
 ) -> bool:
-    """Write the buffers of the activation in slot order (and the amax of delayed scaling), and ``y`` where it is kept."""
+    """Write an activation quantized: the buffers and, if it is kept, y (..., N).
+
+    The arguments are those of `norm_quantize_` and `activation_call`.
+    """
     if readable(x) is None or not x.numel():
         return False
     call, _alive = activation_call(y, x, kind, None, clamp)
@@ -318,38 +302,39 @@ def activation_quantize_(
 
 
 def _fused(
-    norm: _NormCall | None,
-    activation: _ActivationCall | None,
+    norm: NormCall | None,
+    activation: ActivationCall | None,
     dtype: torch.dtype,
     shape: torch.Size,
-    kept: Tensor | None,
+    y: Tensor | None,
     buffers: Sequence[Tensor],
     target: Target,
 ) -> bool:
     handle = readable()
     if handle is None or native.supports(target.codec, target.dtype) is not None:
         return False
-    scale, amax, _ = target.given
+    scale, amax, _ = target.factors
     tensor_wide = scale is None and not amax and _is_tensor_wide(target.codec, shape)
-    if kept is None and activation is not None and tensor_wide:
-        # Memory for the tensor between costs less than to activate twice, but more than a second norm.
-        kept = torch.empty(shape, dtype=target.dtype)
+    if y is None and activation is not None and tensor_wide:
+        # To keep the result of an activation costs less than to compute it twice; for a norm it
+        # costs more.
+        y = torch.empty(shape, dtype=target.dtype)
     arguments = native.quantize_arguments(
-        target.codec, buffers, shape, target.given, kept, target.dtype
+        target.codec, buffers, shape, target.factors, y, target.dtype
     )
     if arguments is None:
         return False
     status = handle.qt_fused(
         None if norm is None else ctypes.byref(norm),
         None if activation is None else ctypes.byref(activation),
-        _SIZE(_DTYPES[dtype]),
+        _DTYPES[dtype],
         arguments,
     )
     return bool(status == 0)
 
 
 def _is_tensor_wide(codec: Any, shape: torch.Size) -> bool:
-    """Whether a maximum of the whole tensor is behind the factors."""
+    """Return whether the scales depend on the maximum of the whole tensor."""
     return any(math.prod(size) == 1 for size in codec.amax_shapes(shape))
 
 
@@ -361,4 +346,4 @@ KERNELS: dict[str, Callable[..., bool]] = {
     "norm_quantize": norm_quantize_,
     "activation_quantize": activation_quantize_,
 }
-"""Op -> its kernel."""
+"""The kernel of each op."""

@@ -1,4 +1,8 @@
-"""The C interface of the CPU kernels: load the library, hand buffers over."""
+"""The C interface of the CPU kernels: load the library, check tensors and pass their addresses.
+
+A function that ends in `_` returns False if the kernels do not serve a call, or if they ran out of
+memory. The caller then uses the reference, which writes every element of the result.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,20 @@ from torch import Tensor
 
 from qtensor.errors import QTensorError
 from qtensor.kernels.cpu.pages import ask_for_large_pages
-from qtensor.kernels.cpu.plan import ABI, FORMATS, Plan, make_plan
+from qtensor.kernels.cpu.structs import ABI, FORMATS, CQuantizer, c_quantizer
 from qtensor.layout import Shape, buffer_shapes, rows_cols
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ONE_THREAD = 1 << 19
-"""Elements below which waking a second thread costs more than it brings."""
+"""Tensors with up to this many elements use one thread: to wake a second one costs more than it saves."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Types whose memory may be read at once. A result that a collective still fills has another one, and ops wait for it."""
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory native code may access at once.
+
+The result of a collective that still runs has another type; ops on it wait for the collective.
+"""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-# Arguments as entry.cpp has them. The structs hold addresses (0 for none) and sizes.
+# Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=19q")
 _LINEAR = (*(_POINTER,) * 2, *(_SIZE,) * 4, *(_POINTER,) * 5, _SIZE, _POINTER, _POINTER, _SIZE)
 _DEQUANTIZE = struct.Struct("=15q")
@@ -37,19 +44,23 @@ _ONE_ADDRESS = ctypes.addressof(_ONE)
 
 
 class Library:
-    """The loaded kernels."""
+    """The loaded kernels.
+
+    Attributes:
+        handle: the library, for its functions without an attribute of their own.
+        run, linear, quantize, dequantize: functions of c_interface.cpp and program.cpp.
+
+    Raises:
+        OSError: the system cannot load the library, or it is not one of this version of qtensor.
+    """
 
     def __init__(self, path: str) -> None:
         handle = ctypes.CDLL(path)
-        expected = ABI * 1000 + ctypes.sizeof(Plan)
-        if handle.qt_abi() != expected:
-            raise OSError(f"{path} has interface {handle.qt_abi()}, this qtensor {expected}")
-        handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
-        handle.qt_linear.argtypes = _LINEAR
-        handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
-        handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-        handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
-        handle.qt_record_gradient_amax.argtypes = (*(_POINTER,) * 3, ctypes.c_char_p, _SIZE)
+        try:
+            _check_interface(path, handle)
+            _declare(handle)
+        except AttributeError as error:
+            raise OSError(f"{path} is not a library of CPU kernels: {error}") from None
         self.handle = handle
         self.run = handle.qt_run
         self.linear = handle.qt_linear
@@ -57,17 +68,33 @@ class Library:
         self.dequantize = handle.qt_dequantize
 
 
+def _check_interface(path: str, handle: ctypes.CDLL) -> None:
+    expected = ABI * 1000 + ctypes.sizeof(CQuantizer)
+    interface = handle.qt_abi()
+    if interface != expected:
+        raise OSError(f"{path} has interface {interface}, this qtensor {expected}")
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """Declare the arguments of every function, so that a library without one of them is refused."""
+    for name in ("qt_norm", "qt_sum_rows", "qt_activation"):
+        getattr(handle, name).argtypes = (_POINTER, _SIZE)
+    handle.qt_fused.argtypes = (_POINTER, _POINTER, _SIZE, ctypes.c_char_p)
+    handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
+    handle.qt_linear.argtypes = _LINEAR
+    handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
+    handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+    handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
+    handle.qt_record_gradient_amax.argtypes = (*(_POINTER,) * 3, ctypes.c_char_p, _SIZE)
+
+
 @functools.cache
 def library() -> Library | str:
-    """The kernels, built at the first call; or, after one warning, why there are none."""
+    """Return the kernels, built at the first call; or, after one warning, the reason why there are none."""
     if os.environ.get("QTENSOR_NATIVE") == "0":
         return "switched off by QTENSOR_NATIVE=0"
     try:
-        # Only a process that computes needs the compiler cache.
-        from qtensor.kernels.cpu.prebuilt import provide  # noqa: PLC0415
-        from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
-
-        return Library(str(provide(choose_isa())))
+        return _load()
     except (QTensorError, OSError) as error:
         reason = str(error)
     warnings.warn(
@@ -78,9 +105,29 @@ def library() -> Library | str:
     return reason
 
 
+def _load() -> Library:
+    # Only a process that computes needs the compiler cache.
+    from qtensor.kernels.cpu import prebuilt  # noqa: PLC0415
+    from qtensor.kernels.cpu.sources import choose_isa  # noqa: PLC0415
+
+    isa = choose_isa()
+    path = prebuilt.provide(isa)
+    try:
+        return Library(str(path))
+    except OSError as error:
+        try:
+            replacement = prebuilt.replace(isa, path)
+        except QTensorError as second:
+            raise OSError(f"{error}; and it cannot be compiled again: {second}") from None
+        if replacement is None:
+            raise
+    return Library(str(replacement))
+
+
 SHARED = 8
-# Where a buffer goes among those of a call: data, factors, amax, given amax of rows, then of columns, then what they share.
-_PLACES = {
+# Index of a buffer's address in a call: data, scales, amax and the caller's amax of the rowwise
+# direction, the same four of the columnwise direction, then the scales that both directions share.
+_POSITIONS = {
     "_data": 0,
     "_rowwise_data": 0,
     "_rowwise_scale_inv": 1,
@@ -95,13 +142,13 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Part:
-    """What of a tensor to decode.
+    """The part of a tensor to decode.
 
     Attributes:
-        first: first row of the (M, K) view; with columnwise blocks of factors, a multiple of the block.
-        count: rows; all that follow if None.
-        columnwise: the direction to read where there are two; the quantizer's if None.
-        codes_only: leave out the factor of a ``per_tensor`` format.
+        first: first row of the (M, K) view; with columnwise blocks, a multiple of the block.
+        count: number of rows; None for all rows from `first` on.
+        columnwise: the direction to read if the tensor has both; None for the quantizer's own.
+        codes_only: leave out the scale of a `per_tensor` format.
     """
 
     first: int = 0
@@ -115,35 +162,47 @@ WHOLE = Part()
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A quantizer and a shape as the kernels take them."""
+    """The layout of a quantizer's buffers for one shape, as the kernels take it.
 
-    plan: Plan
+    Attributes:
+        quantizer: the struct that the kernels read.
+        address: its address.
+        rows: rows of the (M, K) view.
+        cols: its columns.
+        slots: (slot, position among the addresses of a call, shape, dtype) of each buffer.
+        scale_inv: slot of the one buffer of scales that both directions share, or None.
+        factors: number of elements of that buffer.
+        amax_entries: (position, number of elements) of each amax of the caller, in the order of
+            `Quantizer.amax`.
+        side: 0 if the value of the tensor is read from the rowwise buffers, 1 for the columnwise
+            ones.
+    """
+
+    quantizer: CQuantizer
     address: int
     rows: int
     cols: int
     slots: tuple[tuple[int, int, torch.Size, torch.dtype], ...]
-    """(slot, place, shape, dtype) of each buffer; the one that both directions share has a place of its own."""
     scale_inv: int | None
-    """The slot of the one buffer that both directions share."""
     factors: int
-    """Entries of that buffer."""
-    given: tuple[tuple[int, int], ...]
-    """(place, entries) of the maxima of a call, in the order of ``Quantizer.amax``."""
+    amax_entries: tuple[tuple[int, int], ...]
     side: int
-    """Where the quantizer's value lies: 0 in the rowwise buffers, 1 in the columnwise ones."""
 
 
 _SITES: dict[tuple[str, torch.Size], Site | None] = {}
-_MOST_SITES = 4096
+_MAX_SITES = 4096
 
 
 def site_of(codec: Any, shape: Shape) -> Site | None:
-    """None for what the kernels do not have: other formats, and tensors without elements."""
+    """Return the layout for a quantizer and a shape, or None if the kernels do not serve them.
+
+    They do not serve formats outside `FORMATS` and tensors without elements.
+    """
     key = codec.canonical, shape
     try:
         return _SITES[key]  # type: ignore[index]
     except KeyError:
-        if len(_SITES) >= _MOST_SITES:
+        if len(_SITES) >= _MAX_SITES:
             _SITES.clear()
         site = _new_site(codec, shape) if codec.format in FORMATS and 0 not in shape else None
         return _SITES.setdefault(key, site)  # type: ignore[arg-type]
@@ -154,25 +213,26 @@ def _new_site(codec: Any, shape: Shape) -> Site:
     sizes = [torch.Size(size) for size in buffer_shapes(codec.slots, shape)]
     shared = names.index("_scale_inv") if "_scale_inv" in names else None
     slots = tuple(
-        (i, _PLACES[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(codec.slots)
+        (i, _POSITIONS[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(codec.slots)
     )
-    taken = [place for _, place, _, _ in slots]
+    positions = [position for _, position, _, _ in slots]
     entries = (
         [torch.Size(size).numel() for size in codec.amax_shapes(shape)] if _has_amax(codec) else []
     )
-    places = (3,) if shared is not None else tuple(p + 3 for p in (0, 4) if p in taken)
-    plan = make_plan(codec)
+    amax_positions = (3,) if shared is not None else tuple(p + 3 for p in (0, 4) if p in positions)
+    side = int(0 not in positions) if shared is not None else int(codec.side() == "_columnwise")
+    quantizer = c_quantizer(codec)
     rows, cols = rows_cols(shape)
     return Site(
-        plan,
-        ctypes.addressof(plan),
-        rows,
-        cols,
-        slots,
-        shared,
-        0 if shared is None else sizes[shared].numel(),
-        tuple(zip(places, entries, strict=False)),
-        (0 if 0 in taken else 1) if shared is not None else int(codec.side() == "_columnwise"),
+        quantizer=quantizer,
+        address=ctypes.addressof(quantizer),
+        rows=rows,
+        cols=cols,
+        slots=slots,
+        scale_inv=shared,
+        factors=0 if shared is None else sizes[shared].numel(),
+        amax_entries=tuple(zip(amax_positions, entries, strict=False)),
+        side=side,
     )
 
 
@@ -180,33 +240,36 @@ def _has_amax(codec: Any) -> bool:
     return codec.spec.block is None or codec.spec.scale == "e4m3"
 
 
-def _floats(t: Tensor, count: int) -> bool:
-    """Whether a kernel can read ``count`` float32 of it."""
-    plain = type(t) in _PLAIN and t.is_cpu and t.dtype == torch.float32
-    return plain and t.numel() == count and t.is_contiguous()
+def is_plain(t: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether native code can access the elements of `t` as an array of `dtype`."""
+    return type(t) in PLAIN_TYPES and t.dtype is dtype and t.is_cpu and t.is_contiguous()
 
 
 def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int] | None:
-    """Addresses by place, 0 for what is absent; None where a buffer is not that of a whole tensor: parts lack padding, which kernels count on."""
+    """Return the addresses of the buffers by position, 0 for buffers that are absent.
+
+    None if a buffer is not that of a whole tensor: a part has no padding, and the kernels write and
+        read padding.
+    """
     pointers = [0] * 9
-    for slot, place, size, dtype in site.slots:
+    for slot, position, size, dtype in site.slots:
         buffer = buffers[slot]
         if buffer.shape != size or buffer.dtype is not dtype:
             return None
         if not (buffer.is_cpu and buffer.is_contiguous()):
             return None
-        pointers[place] = buffer.data_ptr()
+        pointers[position] = buffer.data_ptr()
     return pointers
 
 
 def supports(codec: Any, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not serve a format and dtype, or None."""
+    """Return why the kernels do not serve a format and dtype, or None if they do."""
     if codec.format not in FORMATS:
         return f"{codec.format} has no native kernel"
     if dtype not in DTYPES:
         return f"{dtype} has no native kernel"
-    found = library()
-    return found if isinstance(found, str) else None
+    kernels = library()
+    return kernels if isinstance(kernels, str) else None
 
 
 def quantize_(
@@ -217,112 +280,108 @@ def quantize_(
     amax: list[Tensor] | None,
     seed: Tensor | None,
 ) -> bool:
-    """Write the buffers of ``codec`` (in slot order, and the amax that delayed scaling returns) from ``x``.
+    """Quantize `x` into `buffers`.
+
+    Args:
+        codec: the quantizer.
+        buffers: in slot order; then the amax (1,) float32 if delayed scaling returns one.
+        x: float32, bfloat16 or float16 of any shape and strides.
+        scale: encode factors of the caller, float32, or None.
+        amax: maxima of the caller, float32, or None.
+        seed: of stochastic rounding, one int64, or None.
 
     Returns:
-        False, with nothing written, where the arguments need the reference's checks or a dtype that is not served.
+        False for arguments that need the reference's checks, and for other dtypes.
     """
-    code, site = DTYPES.get(x.dtype), site_of(codec, x.shape)
-    if code is None or site is None or type(x) not in _PLAIN:
+    if x.dtype not in DTYPES or type(x) not in PLAIN_TYPES:
         return False
     kernels = library()
-    pointers = _pointers(site, buffers)
-    if (
-        isinstance(kernels, str)
-        or pointers is None
-        or not _take_given(codec, site, pointers, scale, amax)
-    ):
+    site = site_of(codec, x.shape)
+    if isinstance(kernels, str) or site is None:
         return False
-    for buffer in buffers:
-        ask_for_large_pages(buffer)
-    cols, matrix, stride = site.cols, x, site.cols
+    matrix = x
     if not x.is_contiguous():
-        matrix = x if x.ndim == 2 else x.reshape(site.rows, cols)
-        stride = matrix.stride(0)
-        if matrix.stride(1) != 1 or stride < cols:
-            matrix, stride = matrix.contiguous(), cols
-    status = kernels.quantize(
-        _QUANTIZE.pack(
-            site.address,
-            matrix.data_ptr(),
-            code,
-            site.rows,
-            cols,
-            stride,
-            torch.get_num_threads() if site.rows * cols > ONE_THREAD else 1,
-            *pointers,
-            0 if scale is None else scale.data_ptr(),
-            buffers[-1].data_ptr() if codec.returns_amax and len(buffers) > len(codec.slots) else 0,
-            0 if seed is None or not codec.stochastic_rounding else int(seed),
-        )
-    )
-    return bool(status == 0)
+        matrix = x if x.ndim == 2 else x.reshape(site.rows, site.cols)
+        if matrix.stride(1) != 1 or matrix.stride(0) < site.cols:
+            matrix = matrix.contiguous()
+    factors = (scale, amax, seed)
+    arguments = quantize_arguments(codec, buffers, x.shape, factors, matrix, x.dtype)
+    return arguments is not None and bool(kernels.quantize(arguments) == 0)
 
 
 def quantize_arguments(
     codec: Any,
     buffers: Sequence[Tensor],
     shape: torch.Size,
-    given: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
+    factors: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
     x: Tensor | None,
     dtype: torch.dtype,
 ) -> bytes | None:
-    """What a kernel takes that makes the tensor which it quantizes.
+    """Return the packed arguments of `qt_quantize`, or None if the kernels do not serve the call.
 
     Args:
         codec: the quantizer.
-        buffers: in slot order, and the amax that delayed scaling returns.
-        shape: of the tensor.
-        given: scale, maxima and seed.
-        x: where the tensor is kept, contiguous, or None.
+        buffers: in slot order; then the amax (1,) float32 if delayed scaling returns one.
+        shape: of the tensor to quantize.
+        factors: scale, maxima and seed, as `quantize_` takes them.
+        x: the tensor, contiguous or a matrix with contiguous rows; None if the kernel computes it.
         dtype: of the tensor.
-
-    Returns:
-        None where the kernels do not serve the call.
     """
-    scale, amax, seed = given
+    scale, amax, seed = factors
     site = site_of(codec, shape)
     pointers = None if site is None else _pointers(site, buffers)
-    if site is None or pointers is None or not _take_given(codec, site, pointers, scale, amax):
+    if site is None or pointers is None or not _add_amax(codec, site, pointers, scale, amax):
         return None
+    returned_amax = None
+    if codec.returns_amax and len(buffers) > len(codec.slots):
+        returned_amax = buffers[-1]
+        if returned_amax.numel() != 1 or not is_plain(returned_amax, torch.float32):
+            return None
     for buffer in buffers:
         ask_for_large_pages(buffer)
-    found = buffers[-1] if codec.returns_amax and len(buffers) > len(codec.slots) else None
     return _QUANTIZE.pack(
         site.address,
         0 if x is None else x.data_ptr(),
         DTYPES[dtype],
         site.rows,
         site.cols,
-        site.cols,
+        site.cols if x is None or x.is_contiguous() else x.stride(0),
         torch.get_num_threads() if site.rows * site.cols > ONE_THREAD else 1,
         *pointers,
         0 if scale is None else scale.data_ptr(),
-        0 if found is None else found.data_ptr(),
+        0 if returned_amax is None else returned_amax.data_ptr(),
         0 if seed is None or not codec.stochastic_rounding else int(seed),
     )
 
 
-def _take_given(
+def _add_amax(
     codec: Any,
     site: Site,
     pointers: list[int],
     scale: Tensor | None,
     amax: list[Tensor] | None,
 ) -> bool:
-    """Whether factors and maxima that come with a call are as the kernels read them; adds the addresses of the maxima."""
+    """Add the addresses of the caller's maxima to `pointers`.
+
+    Returns:
+        False if the caller's scale or maxima are not as the kernels read them.
+    """
     if scale is None:
         if codec.needs_scale:
             return False
-    elif site.scale_inv is None or not _floats(scale, site.factors):
+    elif (
+        site.scale_inv is None
+        or scale.numel() != site.factors
+        or not is_plain(scale, torch.float32)
+    ):
         return False
     if amax:
-        if len(amax) != len(site.given):
+        if len(amax) != len(site.amax_entries):
             return False
-        for value, (place, count) in zip(amax, site.given, strict=True):
-            if not _floats(value, count):
+        for value, (position, count) in zip(amax, site.amax_entries, strict=True):
+            if value.numel() != count or not is_plain(value, torch.float32):
                 return False
-            pointers[place] = value.data_ptr()
+            pointers[position] = value.data_ptr()
     return True
 
 
@@ -333,17 +392,17 @@ def dequantize_(
     out: Tensor,
     part: Part = WHOLE,
 ) -> bool:
-    """Decode ``buffers`` (in slot order) into ``out``.
+    """Decode `buffers` into `out`.
 
     Args:
         codec: the quantizer of the buffers.
         buffers: in slot order.
         shape: the logical shape of the whole tensor.
-        out: float32, bfloat16 or float16, contiguous, of the rows that ``part`` names.
-        part: what to decode.
+        out: float32, bfloat16 or float16, contiguous; holds the rows of `part` only.
+        part: the rows and the direction to decode.
 
     Returns:
-        False, with nothing written, for what the reference has to do.
+        False for parts of buffers and other dtypes, which the reference serves.
     """
     code, site = DTYPES.get(out.dtype), site_of(codec, torch.Size(shape))
     if code is None or site is None or not out.is_contiguous():
@@ -356,7 +415,7 @@ def dequantize_(
     if part.columnwise is not None and site.scale_inv is None:
         side = int(codec.side(part.columnwise) == "_columnwise")
     count = site.rows - part.first if part.count is None else part.count
-    # Exactly one direction is handed over.
+    # The kernel decodes exactly one direction.
     row = pointers[:3] if side == 0 else (0, 0, 0)
     column = pointers[4:7] if side == 1 else (0, 0, 0)
     if out.numel() != count * site.cols or not 0 <= part.first <= site.rows - count:
@@ -387,17 +446,17 @@ def linear_(
     bias: Tensor | None,
     out: Tensor,
 ) -> bool:
-    """``out = x @ weight.T * factor + bias`` from the rowwise buffers of a weight, decoded to bfloat16 in the cache.
+    """Compute `out = x @ weight.T * factor + bias`; the rowwise buffers of the weight are decoded to bfloat16.
 
     Args:
         weight: its ``quantizer``, its ``buffers`` in slot order and its ``shape`` (N, K).
         x: (..., K) bfloat16, contiguous.
-        factor: float32 of the rows of ``x`` (or one for all), or None.
+        factor: float32, one for each row of `x` or one for all rows; or None.
         bias: (N,) float32, or None.
-        out: (..., N), contiguous.
+        out: (..., N) float32, bfloat16 or float16, contiguous.
 
     Returns:
-        False, with nothing written, where the CPU has no bfloat16 dot products or the weight no kernel.
+        False if the CPU has no bfloat16 dot products or the weight no kernel.
     """
     code, site = DTYPES.get(out.dtype), site_of(weight.quantizer, torch.Size(weight.shape))
     if code is None or site is None or not x.numel() or not out.is_contiguous():

@@ -1,4 +1,7 @@
-"""Pages of 2 MiB for large results: memory that is new costs a page fault each 4 KiB, which takes longer than quantizing."""
+"""Ask the system for pages of 2 MiB for large results.
+
+New memory costs a page fault every 4 KiB, which takes longer than to quantize the 4 KiB.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 LARGE = 4 << 20
-"""Bytes from which on it is worth asking."""
+"""Bytes from which on large pages save time."""
 
 
 @functools.cache
 def _madvise() -> Any:
-    """The C library's function, or None where there is none or no such advice."""
+    """Return the C function `madvise`, or None if the system has no such function or no large pages."""
     function = getattr(ctypes.CDLL(None), "madvise", None) if _advice() is not None else None
     if function is not None:
         function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -27,9 +30,10 @@ def _advice() -> int | None:
 
 
 def ask_for_large_pages(t: Tensor) -> None:
-    """Before a result is written: what of its memory is not there yet comes in large pages.
+    """Ask for large pages for the memory of `t`, before it is written for the first time.
 
-    Where the system does not let programs ask (``transparent_hugepage`` is neither ``madvise`` nor ``always``) nothing happens.
+    Small tensors are skipped. The call has no effect if the system does not let programs ask for
+    large pages (`transparent_hugepage` is `never`).
     """
     size = t.nbytes
     if size < LARGE or _madvise() is None:

@@ -1,20 +1,19 @@
 """CPU kernels that came compiled with the package: a wheel for one platform may hold them.
 
-They lie beside their sources, each in the name of its instruction set, and serve as long as these sources are those that they were
-compiled from. Where there are none the compiler of the machine makes them.
+They lie beside their sources, one library for each instruction set. They serve as long as the
+installed sources are those that they were compiled from; otherwise the cache or the compiler of the
+machine provides the kernels.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from qtensor.build import build
+from qtensor.build import build, rebuild, source_key
+from qtensor.errors import BuildError
 from qtensor.kernels.cpu import sources
 
 FOLDER = Path(__file__).parent / "prebuilt"
@@ -22,49 +21,64 @@ _MANIFEST = "manifest.json"
 
 
 def fingerprint(isa: str) -> str:
-    """The digest of what a library of that instruction set is made from, whatever compiles it.
+    """Return the digest of the sources and flags of an instruction set's kernels.
 
     Raises:
-        OSError: a source cannot be read.
+        BuildError: a source cannot be read.
     """
-    units, headers = sources.units(isa), sources.headers()
-    facts = [sys.platform, platform.machine(), [[unit.name, *unit.flags] for unit in units]]
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for path in sorted({unit.source for unit in units} | set(headers)):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    return source_key(sources.build_spec(isa))
 
 
 def find(isa: str) -> Path | None:
-    """The library that came with the package, or None where there is none of these sources."""
+    """Return the library that came with the package, or None if there is none for the installed sources."""
     try:
-        made_from = json.loads((FOLDER / _MANIFEST).read_text())
+        fingerprints = json.loads((FOLDER / _MANIFEST).read_text())
         path = FOLDER / f"cpu_{isa}.so"
-        current = path.is_file() and made_from.get(isa) == fingerprint(isa)
-    except (OSError, ValueError, AttributeError):
+        current = path.is_file() and fingerprints.get(isa) == fingerprint(isa)
+    except (OSError, ValueError, AttributeError, BuildError):
         return None
     return path if current else None
 
 
 def provide(isa: str) -> Path:
-    """The library: the one that came with the package, else that of the cache, built if it is not there.
+    """Return the library that came with the package, else that of the cache; build it if neither exists.
 
     Raises:
-        BuildError: as ``qtensor.build.build``.
+        BuildError: as `qtensor.build.build`.
     """
-    return find(isa) or build(sources.recipe(isa))
+    return find(isa) or build(sources.build_spec(isa))
+
+
+def replace(isa: str, path: Path) -> Path | None:
+    """Return another library in place of one that the system cannot load, or None.
+
+    The cache replaces a library of the package. A library of the cache is compiled again if another
+    compiler built it.
+
+    Args:
+        isa: instruction set.
+        path: the library that does not load.
+
+    Raises:
+        BuildError: as `qtensor.build.build`.
+    """
+    spec = sources.build_spec(isa)
+    return build(spec) if path.parent == FOLDER else rebuild(spec)
 
 
 def write(folder: Path, isas: Iterable[str]) -> list[Path]:
-    """Compile the kernels into ``folder`` as ``find`` expects them in a package.
+    """Compile the kernels into `folder`, in the form in which `find` expects them in a package.
+
+    Returns:
+        One library for each instruction set.
 
     Raises:
-        BuildError: as ``qtensor.build.build``.
+        BuildError: as `qtensor.build.build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = {isa: folder / f"cpu_{isa}.so" for isa in isas}
-    for isa, path in made.items():
-        shutil.copyfile(build(sources.recipe(isa)), path)
-    manifest = json.dumps({isa: fingerprint(isa) for isa in made}, indent=1)
+    libraries = {isa: folder / f"cpu_{isa}.so" for isa in isas}
+    for isa, path in libraries.items():
+        shutil.copyfile(build(sources.build_spec(isa)), path)
+    manifest = json.dumps({isa: fingerprint(isa) for isa in libraries}, indent=1)
     (folder / _MANIFEST).write_text(manifest + "\n")
-    return list(made.values())
+    return list(libraries.values())

@@ -172,7 +172,7 @@ class Builder:
         self._steps.append([*words])
 
     def _plan(self, site: Site) -> int:
-        self._plans.append(site.plan)
+        self._plans.append(site.quantizer)
         return site.address
 
     def operand(self, codec: Any, site: Site) -> Operand:

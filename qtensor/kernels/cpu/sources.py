@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled: which files, for which instruction set."""
+"""Which C++ files the CPU kernels consist of, and the flags of each instruction set."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from qtensor.build import Recipe, Unit
+from qtensor.build import BuildSpec, Unit
 from qtensor.compilers import find_cxx
 from qtensor.errors import check
 
 FOLDER = Path(__file__).parent / "src"
 ISAS = ("avx512", "avx2", "baseline")
-"""Instruction sets, the best first. "baseline" is whatever the compiler assumes of the machine."""
+"""Instruction sets, the best first. "baseline" is the one that the compiler assumes by default."""
 _FLAGS = {
     "avx512": (
         "-DQT_ISA=512",
@@ -35,14 +35,24 @@ _COMMON = (
     "-O3",
     # A contracted a * b + c would round once where the reference rounds twice.
     "-ffp-contract=off",
+    # Kernels access the same memory as floats and as integers.
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
     "-Wno-psabi",
+    # GCC reports its own AVX-512 intrinsics that leave a register undefined on purpose (GCC bug
+    # 105593).
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    # Loops over the rest of a row run for less than a vector; GCC warns about 2^62 rounds.
+    "-Wno-aggressive-loop-optimizations",
 )
 _OPENMP = ("-fopenmp",) if platform.system() == "Linux" else ()
 
 
 @functools.cache
 def _capabilities() -> dict[str, bool]:
-    """What the CPU can do, in the names of ``torch.cpu.get_capabilities``."""
+    """Return what the CPU can do, under the names of `torch.cpu.get_capabilities`."""
     probe = getattr(torch.cpu, "get_capabilities", None)  # torch 2.12 and later
     if probe is not None:
         return {name: bool(value) for name, value in probe().items() if isinstance(value, bool)}
@@ -54,60 +64,54 @@ def _capabilities() -> dict[str, bool]:
 
 
 def usable_isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU has, the best first."""
-    have = _capabilities()
-    return tuple(isa for isa in ISAS if all(have.get(part) for part in _NEEDS[isa]))
+    """Return the instruction sets of this CPU, the best first."""
+    capabilities = _capabilities()
+    return tuple(isa for isa in ISAS if all(capabilities.get(part) for part in _NEEDS[isa]))
 
 
 def choose_isa() -> str:
-    """The instruction set to build for: ``QTENSOR_CPU_ISA``, else the best that this CPU has.
+    """Return the instruction set to use: `QTENSOR_CPU_ISA`, else the best of this CPU.
 
     Raises:
-        QTensorError: the variable names no instruction set, or one that the CPU lacks.
+        QTensorError: the variable does not name an instruction set of this CPU.
     """
     usable = usable_isas()
-    wanted = os.environ.get("QTENSOR_CPU_ISA")
-    if wanted is None:
+    requested = os.environ.get("QTENSOR_CPU_ISA")
+    if requested is None:
         return usable[0]
     check(
-        wanted in usable,
+        requested in usable,
         "QTENSOR_CPU_ISA",
         f"it must name an instruction set of this CPU: {', '.join(usable)}",
-        repr(wanted),
+        repr(requested),
         "Unset it to take the best",
     )
-    return wanted
+    return requested
 
 
 def units(isa: str) -> tuple[Unit, ...]:
-    """What is compiled: each kernel for each dtype of its input, and the C interface."""
+    """Return the compilations of an instruction set: each kernel for each input dtype, and the C interface."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    found = [
-        Unit(FOLDER / f"{name}.cpp", flags, name)
-        for name in ("entry", "linear", "program", "state")
-    ]
+    names = ("c_interface", "linear", "program", "delayed_scaling")
+    all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
     for source in ("quantize", "dequantize", "norm", "activation"):
         for dtype in ("Float32", "Bfloat16", "Float16"):
             dtype_flags = (*flags, f"-DQT_DTYPE={dtype}")
-            found.append(Unit(FOLDER / f"{source}.cpp", dtype_flags, f"{source}_{dtype}"))
-    return tuple(found)
+            all_units.append(Unit(FOLDER / f"{source}.cpp", dtype_flags, f"{source}_{dtype}"))
+    return tuple(all_units)
 
 
 def headers() -> tuple[Path, ...]:
-    """What the sources include."""
+    """Return the files that the sources include."""
     return tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
 
 
-def recipe(isa: str) -> Recipe:
-    """What ``qtensor.build`` compiles for an instruction set.
-
-    Raises:
-        CompilerNotFound: there is no C++ compiler.
-    """
-    return Recipe(
+def build_spec(isa: str) -> BuildSpec:
+    """Return what `qtensor.build` needs to compile the kernels of an instruction set; needs no compiler yet."""
+    return BuildSpec(
         f"cpu_{isa}",
         units(isa),
-        find_cxx(),
+        find_cxx,
         headers(),
         _OPENMP,
         title="native CPU kernels",
@@ -115,12 +119,8 @@ def recipe(isa: str) -> Recipe:
     )
 
 
-def calls_recipe() -> Recipe:
-    """What ``qtensor.build`` compiles of calls.cpp, against the torch that is installed.
-
-    Raises:
-        CompilerNotFound: there is no C++ compiler.
-    """
+def calls_build_spec() -> BuildSpec:
+    """Return what `qtensor.build` needs to compile calls.cpp against the installed torch."""
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",
@@ -132,4 +132,8 @@ def calls_recipe() -> Recipe:
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
     unit = Unit(FOLDER / "calls.cpp", flags, "calls", include)
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return Recipe("op_calls", (unit,), find_cxx(), (), libraries, "CPU ops", 8.0)
+    return BuildSpec("op_calls", (unit,), find_cxx, (), libraries, "CPU ops", 8.0)
+
+
+recipe = build_spec
+calls_recipe = calls_build_spec

@@ -1,4 +1,8 @@
-"""The state of delayed scaling by native code. Each function is False, with nothing written, where it does not serve."""
+"""The state of delayed scaling by native code.
+
+Each function returns False, with nothing written, if the kernels do not serve a call. The C++ code
+trusts every size: these functions check all of them first.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +17,73 @@ from torch import Tensor
 from qtensor.kernels.cpu import native
 
 _BEGIN = struct.Struct("=13qd")
-_NATIVE = (Tensor, torch.nn.Parameter)
+_MAXIMA = struct.Struct("=2q")
+_MAX_MARGIN = 1000
+_ALGORITHMS = ("max", "most_recent")
 
 
 @functools.lru_cache(maxsize=256)
-def _floats(values: tuple[float, ...]) -> bytes:
+def _packed_floats(values: tuple[float, ...]) -> bytes:
     return struct.pack(f"={len(values)}f", *values)
 
 
-def _plain(floats: Sequence[Tensor], counters: Sequence[Tensor] = ()) -> bool:
-    """Whether native code can read and write them."""
-    for kind, tensors in ((torch.float32, floats), (torch.int64, counters)):
-        for t in tensors:
-            if not (t.is_cpu and t.dtype is kind and type(t) in _NATIVE and t.is_contiguous()):
-                return False
-    return True
+def _all_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Return whether native code can read and write all of `tensors` as arrays of `dtype`."""
+    return all([native.is_plain(t, dtype) for t in tensors])
 
 
 def _handle() -> Any:
-    found = native.library()
-    return None if isinstance(found, str) else found.handle
+    kernels = native.library()
+    return None if isinstance(kernels, str) else kernels.handle
 
 
 def begin_(
     outputs: tuple[Tensor, Tensor],
     state: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     advance: bool,
-    history: tuple[int, str, int],
+    options: tuple[int, str, int],
     largest: Sequence[float],
 ) -> bool:
-    """``delayed_begin_`` by one of the recipe's own algorithms.
+    """Compute `delayed_begin_` for one of the recipe's own algorithms.
 
     Args:
-        outputs: scales and ticket.
-        state: scale, history, steps, cell, cell_step and step.
-        advance: as the op has it.
-        history: length, algorithm and margin.
-        largest: code values.
+        outputs: scales (n,) float32 and ticket (2,) int64.
+        state: scale (n,), history (rows, n) and cell (g,) with g <= n, float32; steps (2,),
+            cell_step (1,) and step (1,), int64. In the order scale, history, steps, cell,
+            cell_step, step.
+        advance: as the op takes it.
+        options: length of the history, algorithm and margin.
+        largest: the largest code value of each column.
     """
-    scale, rows, steps, cell, cell_step, step = state
-    length, algorithm, margin = history
+    scale, history, steps, cell, cell_step, step = state
+    length, algorithm, margin = options
     handle = _handle()
-    count = scale.numel()
-    if handle is None or not _plain((scale, rows, cell), (steps, cell_step, step)):
+    columns = scale.numel()
+    if (
+        handle is None
+        or not _all_plain((scale, history, cell, outputs[0]), torch.float32)
+        or not _all_plain((steps, cell_step, step, outputs[1]), torch.int64)
+        or scale.dim() != 1
+        or len(largest) != columns
+        or history.dim() != 2
+        or history.shape[1] != columns
+        or not 0 < length <= history.shape[0]
+        or cell.numel() > columns
+        or outputs[0].numel() != columns
+        or not steps.numel() == outputs[1].numel() == 2
+        or not cell_step.numel() == step.numel() == 1
+        or algorithm not in _ALGORITHMS
+        or abs(margin) > _MAX_MARGIN
+    ):
         return False
-    if len(largest) != count or not 0 < length <= rows.shape[0] or rows.shape[1:] != (count,):
+    try:
+        largest_codes = _packed_floats(tuple(largest))
+    except OverflowError:  # a number beyond float32
         return False
     handle.qt_delayed_begin(
         _BEGIN.pack(
             scale.data_ptr(),
-            rows.data_ptr(),
+            history.data_ptr(),
             steps.data_ptr(),
             cell.data_ptr(),
             cell_step.data_ptr(),
@@ -71,41 +92,51 @@ def begin_(
             outputs[1].data_ptr(),
             advance,
             length,
-            count,
+            columns,
             cell.numel(),
             algorithm != "max",
             2.0**margin,
         ),
-        _floats(tuple(largest)),
+        largest_codes,
     )
     return True
 
 
-def _pieces(amax: Sequence[Tensor]) -> bytes:
-    return b"".join([struct.pack("=2q", t.data_ptr(), t.numel()) for t in amax])
+def _packed_maxima(amax: Sequence[Tensor]) -> bytes:
+    return b"".join([_MAXIMA.pack(t.data_ptr(), t.numel()) for t in amax])
 
 
 def record_(history: Tensor, amax: Sequence[Tensor], first: int) -> bool:
-    """``record_amax_``."""
+    """Compute `record_amax_`: history (rows, n) and each amax (k,) are float32."""
     handle = _handle()
-    if handle is None or not _plain((history, *amax)):
+    if handle is None or not _all_plain((history, *amax), torch.float32):
+        return False
+    if history.dim() != 2 or history.shape[0] < 1 or first < 0:
         return False
     if first + sum([t.numel() for t in amax]) > history.shape[1]:
         return False
-    handle.qt_record_amax(history.data_ptr() + 4 * first, _pieces(amax), len(amax))
+    handle.qt_record_amax(history.data_ptr() + 4 * first, _packed_maxima(amax), len(amax))
     return True
 
 
 def record_gradient_(
     cell: Tensor, cell_step: Tensor, amax: Sequence[Tensor], ticket: Tensor
 ) -> bool:
-    """``record_gradient_amax_``."""
+    """Compute `record_gradient_amax_`: cell (g,) and amax float32; cell_step (1,) and ticket (2,) int64."""
     handle = _handle()
-    if handle is None or not _plain((cell, *amax), (cell_step, ticket)):
+    if handle is None or not _all_plain((cell, *amax), torch.float32):
+        return False
+    if not _all_plain((cell_step, ticket), torch.int64):
+        return False
+    if cell_step.numel() != 1 or ticket.numel() != 2:
         return False
     if sum([t.numel() for t in amax]) != cell.numel():
         return False
     handle.qt_record_gradient_amax(
-        cell.data_ptr(), cell_step.data_ptr(), ticket.data_ptr(), _pieces(amax), len(amax)
+        cell.data_ptr(),
+        cell_step.data_ptr(),
+        ticket.data_ptr(),
+        _packed_maxima(amax),
+        len(amax),
     )
     return True

@@ -96,7 +96,7 @@ def norm_quantize_(
     if kernels is None:
         return False
     matrix = kernels.lazy_norm(outputs[1:], x, vectors, settings, target.dtype)
-    write_(kernels, target.codec, buffers, matrix, target.given)
+    write_(kernels, target.codec, buffers, matrix, target.factors)
     return True
 
 
@@ -118,7 +118,7 @@ def activation_quantize_(
     if kernels is None:
         return False
     matrix = kernels.lazy_activation(x, kind, clamp)
-    write_(kernels, target.codec, buffers, matrix, target.given)
+    write_(kernels, target.codec, buffers, matrix, target.factors)
     return True
 
 

@@ -3,8 +3,9 @@
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED = i64(8) << 20;  // outputs that would push everything else out of the cache go around it
-constexpr i64 SLICE = 4096;             // elements of a row without gates that a thread takes at a time
+constexpr i64 STREAMED =
+    i64(8) << 20;            // outputs that would push everything else out of the cache go around it
+constexpr i64 SLICE = 4096;  // elements of a row without gates that a thread takes at a time
 
 template <class D, int A, bool Gated>
 static void run(const ActivationCall& c) {
@@ -16,7 +17,8 @@ static void run(const ActivationCall& c) {
     if (!Gated && c.stride == h && (!dy || c.dy_stride == h)) {
         parallel(c.rows * h, SLICE, c.threads, [&](i64 a, i64 b) {
             if (dy)
-                Rows<D, A>::template backward<false>(c, dy + a, x + a, nullptr, out + a, nullptr, b - a, stream);
+                Rows<D, A>::template backward<false>(c, dy + a, x + a, nullptr, out + a, nullptr, b - a,
+                                                     stream);
             else
                 Rows<D, A>::template forward<false>(c, x + a, nullptr, out + a, b - a, stream);
         });
@@ -43,39 +45,47 @@ struct ActivatedRows : Producer {
         using T = typename D::T;
         for (i64 r = begin; r < end; r++) {
             const T* a = (const T*)c.x + r * c.stride;
-            Rows<D, A>::template forward<Gated>(c, a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols, c.cols, false);
+            Rows<D, A>::template forward<Gated>(c, a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols,
+                                                c.cols, false);
         }
     }
 };
 
 // A producer of rows where `made` is asked for, else the whole output.
 template <class D, int A>
-static void either(const ActivationCall& c, Producer** made) {
+static void either(const ActivationCall& c, std::unique_ptr<Producer>* made) {
     if (c.gated && made)
-        *made = new ActivatedRows<D, A, true>(c);
+        made->reset(new ActivatedRows<D, A, true>(c));
     else if (c.gated)
         run<D, A, true>(c);
     else if constexpr (A != SIGMOID && A != CLAMPED) {
         if (made)
-            *made = new ActivatedRows<D, A, false>(c);
+            made->reset(new ActivatedRows<D, A, false>(c));
         else
             run<D, A, false>(c);
     }
 }
 
 template <class D>
-void activation_as(const ActivationCall& c, Producer** made) {
+void activation_as(const ActivationCall& c, std::unique_ptr<Producer>* made) {
     switch (c.kind) {
-        case GELU: return either<D, GELU>(c, made);
-        case QGELU: return either<D, QGELU>(c, made);
-        case RELU: return either<D, RELU>(c, made);
-        case SILU: return either<D, SILU>(c, made);
-        case SRELU: return either<D, SRELU>(c, made);
-        case SIGMOID: return either<D, SIGMOID>(c, made);
-        default: return either<D, CLAMPED>(c, made);
+        case GELU:
+            return either<D, GELU>(c, made);
+        case QGELU:
+            return either<D, QGELU>(c, made);
+        case RELU:
+            return either<D, RELU>(c, made);
+        case SILU:
+            return either<D, SILU>(c, made);
+        case SRELU:
+            return either<D, SRELU>(c, made);
+        case SIGMOID:
+            return either<D, SIGMOID>(c, made);
+        default:
+            return either<D, CLAMPED>(c, made);
     }
 }
 
-template void activation_as<QT_DTYPE>(const ActivationCall&, Producer**);
+template void activation_as<QT_DTYPE>(const ActivationCall&, std::unique_ptr<Producer>*);
 
 }  // namespace QT_NAMESPACE

@@ -1,6 +1,6 @@
 // Activations and their derivatives, gated or not.
 #pragma once
-#include "floats.h"
+#include "row_arithmetic.h"
 
 namespace QT_NAMESPACE {
 
@@ -39,7 +39,8 @@ INLINE Slope derivative(VF x) {
     const Sigmoid s = sigmoid(v);
     // Beyond 128 the sigmoid is what it is at 128.
     if (A != GELU) return {s.value + v * s.slope, low * s.value};
-    return {s.value + (x * s.slope) * (all(1.595769166946411f) + all(0.21406444907188416f) * (x * x)), low * s.value};
+    return {s.value + (x * s.slope) * (all(1.595769166946411f) + all(0.21406444907188416f) * (x * x)),
+            low * s.value};
 }
 
 // x, or the bound where x is above it; NaN stays.
@@ -92,7 +93,8 @@ struct Rows {
         store_vectors<D, pairs>(y, u, 4, stream);
     }
     template <bool Gated>
-    INLINE void backward_group(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db, bool stream) {
+    INLINE void backward_group(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db,
+                               bool stream) {
         VF u[4], v[4] = {}, g[4];
         load4(a, u);
         load4(dy, g);
@@ -119,7 +121,8 @@ struct Rows {
         memcpy(y + i, t[2], rest);
     }
     template <bool Gated>
-    static void backward(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db, i64 n, bool stream) {
+    static void backward(const ActivationCall& c, const T* dy, const T* a, const T* b, T* da, T* db, i64 n,
+                         bool stream) {
         stream = stream && aligned(da) && aligned(db);
         i64 i = 0;
         for (; i + GROUP <= n; i += GROUP) {

@@ -1,12 +1,15 @@
-// Maxima of magnitudes: of a tensor, its rows, its columns; as bits of a float. INF_BITS or more: not finite, as in the
-// input. The finite ones count NaN as 0 and inf as the largest finite number (NVFP4).
+// Maxima of magnitudes: of a tensor, its rows, its columns; as bits of a float. INF_BITS or more: not finite,
+// as in the input. The finite ones count NaN as 0 and inf as the largest finite number (NVFP4).
 #pragma once
-#include "lines.h"
+#include "quantize_rows.h"
 #include "threads.h"
 
 namespace QT_NAMESPACE {
 
-INLINE i32 finite_bits(i32 a) { return a > INF_BITS ? 0 : a == INF_BITS ? INF_BITS - 1 : a; }
+INLINE i32 finite_bits(i32 a) {
+    if (a > INF_BITS) return 0;
+    return a == INF_BITS ? INF_BITS - 1 : a;
+}
 
 template <class D>
 static i32 amax_run(const typename D::T* x, i64 n) {
@@ -24,7 +27,7 @@ static i32 amax_run(const typename D::T* x, i64 n) {
         for (int k = 0; k < 4; k++) m[k] = max((VI)h[k] << 16, (VI)h[k] & all(i32(0xffff0000)));
     } else {
         for (; i + GROUP <= n; i += GROUP) {
-            look_ahead<GROUP * int(sizeof(typename D::T))>(x + i);
+            look_ahead<GROUP* int(sizeof(typename D::T))>(x + i);
             for (int k = 0; k < 4; k++) m[k] = max(m[k], D::one(x + i + k * W) & all(ABS));
         }
     }
@@ -53,7 +56,8 @@ static i32 amax_tensor(const QuantizeCall& c, bool finite) {
     const T* x = (const T*)c.x;
     auto run = finite ? amax_run_finite<D> : amax_run<D>;
     if (c.stride == c.cols || c.rows == 1)
-        return parallel_max(c.rows * c.cols, 4096, c.threads, [&](i64 a, i64 b) { return run(x + a, b - a); });
+        return parallel_max(c.rows * c.cols, 4096, c.threads,
+                            [&](i64 a, i64 b) { return run(x + a, b - a); });
     return parallel_max(c.rows, 1, c.threads, [&](i64 a, i64 b) {
         i32 top = 0;
         for (i64 r = a; r < b; r++) {

@@ -22,7 +22,7 @@ constexpr size_t MOST = 4096;  // calls that are remembered
 constexpr uintptr_t ALIGNED = 16;
 using Run = int (*)(const void* program, const void* addresses);
 
-// ---- what calls.py says -------------------------------------------------------------------------------------------------
+// ---- what calls.py says
 struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call, or behind output -1 - tensor
     i64 tensor, offset;
 };
@@ -32,7 +32,7 @@ struct Lesson {
     i64 cleared;  // bit i: output i starts as zeros
 };
 
-// ---- what is remembered of a call -----------------------------------------------------------------------------------------
+// ---- what is remembered of a call
 struct Output {
     std::vector<i64> size, stride;
     at::ScalarType dtype;

@@ -8,7 +8,7 @@ namespace QT_NAMESPACE {
 
 // Clears flush-to-zero and denormals-are-zero of this thread until the end of the scope.
 class KeepDenormals {
-  public:
+public:
 #if defined(__x86_64__) || defined(_M_X64)
     KeepDenormals() : mode_(_mm_getcsr()) {
         if (mode_ & kFlush) _mm_setcsr(mode_ & ~kFlush);
@@ -17,7 +17,7 @@ class KeepDenormals {
         if (mode_ & kFlush) _mm_setcsr(mode_);
     }
 
-  private:
+private:
     static constexpr unsigned kFlush = 0x8040;
     const unsigned mode_;
 #elif defined(__aarch64__)
@@ -29,13 +29,13 @@ class KeepDenormals {
         if (mode_ & kFlush) asm volatile("msr fpcr, %0" : : "r"(mode_));
     }
 
-  private:
+private:
     static constexpr unsigned long kFlush = 1ul << 24;
     unsigned long mode_;
 #else
     KeepDenormals() {}
 #endif
-  public:
+public:
     KeepDenormals(const KeepDenormals&) = delete;
     KeepDenormals& operator=(const KeepDenormals&) = delete;
 };

@@ -1,23 +1,25 @@
 // Which kernel decodes: formats to template arguments; tiles of tensors whose data lie transposed.
-#include "columns.h"
 #include "dequantize.h"
-#include "sinks.h"
+#include "quantize_columns.h"
+#include "scale_layout.h"
 
 namespace QT_NAMESPACE {
 
 constexpr i64 TILE = 256;
 
-// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. , into y. quick(line0, lines,
-// first, length): do all of it, or return false.
+// f(y, ld, line0, lines, first, length): decode lines line0 .. of the transpose, their elements first .. ,
+// into y. quick(line0, lines, first, length): do all of it, or return false.
 template <class T, class Q, class F>
 static void by_transposed_tiles(const DequantizeCall& c, bool stream, const Q& quick, const F& f) {
-    constexpr i64 WIDE = 64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
+    constexpr i64 WIDE =
+        64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
     const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + WIDE - 1) / WIDE;
     parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
         alignas(64) T turned[WIDE * TILE];
         for (i64 t = a; t < b; t++) {
             const i64 r = t / across * TILE, k = t % across * WIDE;
-            const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < WIDE ? c.cols - k : WIDE;
+            const i64 n = c.count - r < TILE ? c.count - r : TILE,
+                      width = c.cols - k < WIDE ? c.cols - k : WIDE;
             if (quick(k, width, r, n)) continue;
             f(turned, n, k, width, r, n);
             turn<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
@@ -25,17 +27,19 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const Q& q
     });
 }
 
-// f(codes, row, first column, columns): decode a part of the rows that share bytes; the codes are those of a tile of the transpose,
-// turned.
+// f(codes, row, first column, columns): decode a part of the rows that share bytes; the codes are those of a
+// tile of the transpose, turned.
 template <int Codes, class F>
 static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     const i64 across = (c.cols + TILE - 1) / TILE, stride = (c.rows + Codes - 1) / Codes;
     constexpr i64 LD = TILE + 64;  // rows do not meet in one set of the cache
-    const auto tile = [&](i64 t) { return c.column.data + t % across * TILE * stride + (c.first + t / across * TILE) / Codes; };
-    u8* codes = new (std::align_val_t(64)) u8[size_t(TILE * LD)];
+    const auto tile = [&](i64 t) {
+        return c.column.data + t % across * TILE * stride + (c.first + t / across * TILE) / Codes;
+    };
+    const Array<u8> codes(TILE * LD);
     for (i64 t = a; t < b; t++) {
         const i64 r = t / across * TILE, k = t % across * TILE;
-        const i64 n = c.count - r < TILE ? c.count - r : TILE, width = c.cols - k < TILE ? c.cols - k : TILE;
+        const i64 n = smaller(c.count - r, TILE), width = smaller(c.cols - k, TILE);
         turn_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
         const u8* next = t + 1 < b ? tile(t + 1) : nullptr;
         for (i64 i = 0; i < n; i += Codes) {
@@ -43,9 +47,10 @@ static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
             f(codes + i / Codes * LD, r + i, k, width);
         }
     }
-    operator delete[](codes, std::align_val_t(64));
 }
-static i64 tiles_of(const DequantizeCall& c) { return (c.count + TILE - 1) / TILE * ((c.cols + TILE - 1) / TILE); }
+static i64 tiles_of(const DequantizeCall& c) {
+    return (c.count + TILE - 1) / TILE * ((c.cols + TILE - 1) / TILE);
+}
 
 // Rows of FP8 with factors of their own, whose codes lie transposed: their tables serve all tiles of a band.
 template <class D, class E>
@@ -53,21 +58,21 @@ static void turned_rows(const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     using Decoder = OneDecoder<D, E>;
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-        Decoder* rows = (Decoder*)operator new(sizeof(Decoder) * TILE, std::align_val_t(64));
+        const Array<Decoder> rows(TILE);
         i64 known = -1;  // the band
         by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
             if (r / TILE != known) {
                 known = r / TILE;
-                for (i64 i = 0; i < TILE && r + i < c.count; i++) new (rows + i) Decoder(c.scale_inv[c.first + r + i]);
+                for (i64 i = 0; i < TILE && r + i < c.count; i++)
+                    new (rows + i) Decoder(c.scale_inv[c.first + r + i]);
             }
             rows[r % TILE].run(codes, n, (T*)c.y + r * c.cols + k, stream);
         });
-        operator delete(rows, std::align_val_t(64));
     });
 }
 
 template <class D, class E>
-static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
+static void float8(const CQuantizer& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     T* y = (T*)c.y;
     if (p.family == TENSOR) {
@@ -79,7 +84,9 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
         }
         const OneDecoder<D, E> one(*c.scale_inv);
         parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-            by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { one.run(codes, n, y + r * c.cols + k, stream); });
+            by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+                one.run(codes, n, y + r * c.cols + k, stream);
+            });
         });
         return;
     }
@@ -100,7 +107,8 @@ static void float8(const Plan& p, const DequantizeCall& c, bool stream) {
         });
 }
 
-// Row k of the 4 rows whose 6-bit codes share bytes; each sum of shifts is one loop, which compilers vectorise.
+// Row k of the 4 rows whose 6-bit codes share bytes; each sum of shifts is one loop, which compilers
+// vectorise.
 static void unpack_row(const u8* line, i64 n, int k, u8* codes) {
     const u8 *second = line + n, *third = second + n;
     if (k == 0) {
@@ -116,33 +124,37 @@ static void unpack_row(const u8* line, i64 n, int k, u8* codes) {
 
 // MX columnwise: rows share the factors of their band.
 template <class D, class E, int Codes>
-static void mx_columns(const Plan& p, const DequantizeCall& c, bool stream) {
+static void mx_columns(const CQuantizer& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
-    const Sink s = sink_of(p, c.column, c.cols, c.rows, true);
+    const ScaleLayout s = scale_layout_of(p, c.column, c.cols, c.rows, true);
     const i64 bands = (c.count + MX - 1) / MX;
     parallel(bands, 1, c.threads, [&](i64 a, i64 b) {
         ColumnFactors<D, E> factors(c.cols);
-        u8* codes = new u8[size_t(c.cols)];
+        const Array<u8> codes(c.cols);
         for (i64 band = a; band < b; band++) {
             const i64 row0 = c.first + band * MX, n = c.count - band * MX < MX ? c.count - band * MX : MX;
             if (!s.tiles && s.line_stride == 1)
-                factors.template fill_codes<true>(c.cols, s.base + s.at(s, 0, row0 / MX));
+                factors.template fill_codes<true>(c.cols, s.base + s.at(0, row0 / MX));
             else
-                factors.fill(c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(s, k, row0 / MX)])); });
+                factors.fill(
+                    c.cols, [&](i64 k) { return bits<float>(e8m0_decode_bits(s.base[s.at(k, row0 / MX)])); });
             for (i64 r = row0; r < row0 + n; r++) {
                 const u8* line = c.column.data + r / Codes * unit_of(Codes) * c.cols;
                 const int k = int(r % Codes);
-                if (Codes == 4) unpack_row(line, c.cols, k, codes), line = codes;
-                factors.template run<Codes == 2 ? 2 : 1>(line, c.cols, (T*)c.y + (r - c.first) * c.cols, stream, k);
+                if (Codes == 4) {
+                    unpack_row(line, c.cols, k, codes);
+                    line = codes;
+                }
+                factors.template run<Codes == 2 ? 2 : 1>(line, c.cols, (T*)c.y + (r - c.first) * c.cols,
+                                                         stream, k);
             }
         }
-        delete[] codes;
     });
 }
 
 // FP8 in blocks of 128 rows whose codes lie transposed.
 template <class D, class E>
-static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
+static void turned_blocks(const DequantizeCall& c, const ScaleLayout& s, bool stream) {
     using T = typename D::T;
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         ColumnFactors<D, E> factors(TILE);
@@ -151,8 +163,8 @@ static void turned_blocks(const DequantizeCall& c, const Sink& s, bool stream) {
             const i64 block = (c.first + r) / 128;
             if (block != known_block || k != known_column)
                 s.line_stride == 1 && !s.tiles && !s.shift
-                    ? factors.fill_floats(n, (const float*)s.base + s.at(s, k, block))
-                    : factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(s, k + i, block)]; });
+                    ? factors.fill_floats(n, (const float*)s.base + s.at(k, block))
+                    : factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(k + i, block)]; });
             known_block = block, known_column = k;
             factors.run(codes, n, (T*)c.y + r * c.cols + k, stream);
         });
@@ -164,9 +176,9 @@ template <class D, class E>
 struct TurnedNv {
     using T = typename D::T;
     static constexpr i64 BLOCKS = TILE / NV;
-    const Plan& p;
+    const CQuantizer& p;
     const DequantizeCall& c;
-    const Sink& s;
+    const ScaleLayout& s;
     const bool stream;
     const ColumnFactors<D, E>& global;
     ColumnFactors<D, E> factors{TILE};
@@ -176,20 +188,22 @@ struct TurnedNv {
     const NvTable one{p.row_scaled ? 0.0f : global.lanes[0][0]};
 #endif
 
-    TurnedNv(const Plan& plan, const DequantizeCall& call, const Sink& sink, bool nontemporal, const ColumnFactors<D, E>& second)
-        : p(plan), c(call), s(sink), stream(nontemporal), global(second) {}
+    TurnedNv(const CQuantizer& quantizer, const DequantizeCall& call, const ScaleLayout& scales,
+             bool nontemporal, const ColumnFactors<D, E>& second)
+        : p(quantizer), c(call), s(scales), stream(nontemporal), global(second) {}
 
     // Factors of a tile: n columns from column k, rows from row r.
     void read(i64 r, i64 k, i64 n) {
-        const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block, count = left < BLOCKS ? left : BLOCKS;
+        const i64 block = (c.first + r) / NV, left = (c.rows + NV - 1) / NV - block,
+                  count = left < BLOCKS ? left : BLOCKS;
         for (i64 i = 0; i < n; i++) {
             u8* line = lines + i * BLOCKS;
             if (!s.tiles)
-                memcpy(line, s.base + s.at(s, k + i, block), size_t(count));
+                memcpy(line, s.base + s.at(k + i, block), size_t(count));
             else if (block % 4 == 0)  // tiles are whole
-                for (i64 j = 0; j < count; j += 4) memcpy(line + j, s.base + s.at(s, k + i, block + j), 4);
+                for (i64 j = 0; j < count; j += 4) memcpy(line + j, s.base + s.at(k + i, block + j), 4);
             else
-                for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(s, k + i, block + j)];
+                for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(k + i, block + j)];
         }
         transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
     }
@@ -202,7 +216,7 @@ struct TurnedNv {
         const bool two = r + 1 < c.count;
         // What read() will ask for in the next tile.
         for (i64 i = k + TILE + r % TILE; i < k + TILE + r % TILE + 2 && i < c.cols; i++)
-            __builtin_prefetch(s.base + s.at(s, i, (c.first + r / TILE * TILE) / NV), 0, 2);
+            __builtin_prefetch(s.base + s.at(i, (c.first + r / TILE * TILE) / NV), 0, 2);
 #if QT_ISA == 512
         if constexpr (D::id == BF16) {
             if (r % NV == 0) {
@@ -211,20 +225,23 @@ struct TurnedNv {
                 if (p.row_scaled) words.fill(n, factors.lanes, second);
             }
             const bool whole = ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & (GROUP - 1)) == 0;
-            if (words.fit) return nv_two_rows(words, codes, n, y, two ? y + c.cols : nullptr, stream && whole);
+            if (words.fit)
+                return nv_two_rows(words, codes, n, y, two ? y + c.cols : nullptr, stream && whole);
         } else
 #endif
-            if (r % NV == 0) factors.template fill_codes<false>(n, stored);
+            if (r % NV == 0)
+            factors.template fill_codes<false>(n, stored);
         factors.template run<2>(codes, n, y, stream, 0, second);
         if (two) factors.template run<2>(codes, n, y + c.cols, stream, 1, second);
     }
 };
 template <class D, class E>
-static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, bool stream) {
+static void turned_nv(const CQuantizer& p, const DequantizeCall& c, const ScaleLayout& s, bool stream) {
     const float* amax = c.column.amax;
     const float bound = 6.0f * p.e4m3_max;
     ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
-    global.fill(p.row_scaled ? c.cols : TILE, [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
+    global.fill(p.row_scaled ? c.cols : TILE,
+                [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         TurnedNv<D, E> tiles(p, c, s, stream, global);
         by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { tiles.run(codes, r, k, n); });
@@ -233,8 +250,9 @@ static void turned_nv(const Plan& p, const DequantizeCall& c, const Sink& s, boo
 
 // A tile of rotated NVFP4 whose codes lie transposed; false where that needs more than quick ways.
 template <class D>
-static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const DequantizeCall& c, [[maybe_unused]] const Sink& s,
-                         [[maybe_unused]] i64 k, [[maybe_unused]] i64 width, [[maybe_unused]] i64 r, [[maybe_unused]] i64 n,
+static bool rotated_tile([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] const DequantizeCall& c,
+                         [[maybe_unused]] const ScaleLayout& s, [[maybe_unused]] i64 k,
+                         [[maybe_unused]] i64 width, [[maybe_unused]] i64 r, [[maybe_unused]] i64 n,
                          [[maybe_unused]] bool stream) {
 #if QT_ISA == 512
     using T = typename D::T;
@@ -245,9 +263,9 @@ static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const 
     for (i64 i = 0; i < WIDE; i++) {
         u8* line = lines + i * BLOCKS;
         if (!s.tiles)
-            memcpy(line, s.base + s.at(s, k + i, block), size_t(n / NV));
+            memcpy(line, s.base + s.at(k + i, block), size_t(n / NV));
         else
-            for (i64 b = 0; b < n / NV; b++) line[b] = s.base[s.at(s, k + i, block + b)];
+            for (i64 b = 0; b < n / NV; b++) line[b] = s.base[s.at(k + i, block + b)];
     }
     transpose<u8>(lines, BLOCKS, turned, WIDE, WIDE, BLOCKS);
     T* y = (T*)c.y + r * c.cols + k;
@@ -256,7 +274,9 @@ static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const 
     for (i64 i = 0; i < n; i += ROWS) {
         const u8* codes = c.column.data + k * stride + (c.first + r + i) / 2;
         if (k + 2 * WIDE <= c.cols) prefetch(codes + WIDE * stride, WIDE, stride, 64);
-        if (!rotated_rows_back<D>(codes, stride, turned + i / NV * WIDE, global, p.signs, y + i * c.cols, c.cols, stream)) return false;
+        if (!rotated_rows_back<D>(codes, stride, turned + i / NV * WIDE, global, p.signs, y + i * c.cols,
+                                  c.cols, stream))
+            return false;
     }
     return true;
 #else
@@ -265,29 +285,41 @@ static bool rotated_tile([[maybe_unused]] const Plan& p, [[maybe_unused]] const 
 }
 
 template <class D, class E, int B, int Codes>
-static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
+static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     using Decoder = LineDecoder<D, E, B, Codes>;
-    auto line_bytes = [&](i64 n, bool whole) { return whole ? (n + B - 1) / B * Decoder::bytes : (n + Codes - 1) / Codes * unit_of(Codes); };
+    auto line_bytes = [&](i64 n, bool whole) {
+        return whole ? (n + B - 1) / B * Decoder::bytes : (n + Codes - 1) / Codes * unit_of(Codes);
+    };
     if (c.row.data) {
         const bool rotated = p.rotated == ROWWISE;
-        const Sink s = source_of(p, c.row, c.rows, c.cols, false);
+        const ScaleLayout s = stored_scale_layout_of(p, c.row, c.rows, c.cols, false);
         const i64 stride = line_bytes(c.cols, rotated);
-        const DecodeLines<T> m{c.row.data + c.first * stride, c.count, c.cols, stride, (T*)c.y, c.cols, c.first, 0};
+        const DecodeLines<T> m{
+            c.row.data + c.first * stride, c.count, c.cols, stride, (T*)c.y, c.cols, c.first, 0};
         parallel(m.count * ((m.length + B - 1) / B), 4 * W, c.threads,
                  [&](i64 a, i64 b) { Decoder(m, p, s, c.row.amax, rotated, stream).run(a, b); });
     } else if (p.transposed) {
         const bool rotated = p.rotated == COLUMNWISE;
-        const Sink s = source_of(p, c.column, c.cols, c.rows, true);
+        const ScaleLayout s = stored_scale_layout_of(p, c.column, c.cols, c.rows, true);
         if constexpr (B == 128) return turned_blocks<D, E>(c, s, stream);
         if constexpr (B == NV) {
             if (!rotated) return turned_nv<D, E>(p, c, s, stream);
         }
         const i64 stride = line_bytes(c.rows, rotated);
-        const auto quick = [&](i64 k, i64 width, i64 r, i64 n) { return B == NV && Codes == 2 && rotated_tile<D>(p, c, s, k, width, r, n, stream); };
+        const auto quick = [&](i64 k, i64 width, i64 r, i64 n) {
+            return B == NV && Codes == 2 && rotated_tile<D>(p, c, s, k, width, r, n, stream);
+        };
         by_transposed_tiles<T>(c, stream, quick, [&](T* out, i64 ld, i64 line, i64 lines, i64 first, i64 n) {
             const i64 at = c.first + first;
-            const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes), lines, n, stride, out, ld, line, at / B};
+            const DecodeLines<T> m{c.column.data + line * stride + at / Codes * unit_of(Codes),
+                                   lines,
+                                   n,
+                                   stride,
+                                   out,
+                                   ld,
+                                   line,
+                                   at / B};
             Decoder(m, p, s, c.column.amax, rotated, false).run(0, lines * ((n + B - 1) / B));
         });
     } else {
@@ -296,7 +328,7 @@ static void blocks(const Plan& p, const DequantizeCall& c, bool stream) {
 }
 
 template <class D>
-bool dequantize_as(const Plan& p, const DequantizeCall& c) {
+bool dequantize_as(const CQuantizer& p, const DequantizeCall& c) {
     const bool stream = c.count * c.cols > (i64(8) << 20);
     if (p.family != BLOCK) {
         if (p.element == E4M3)
@@ -313,6 +345,6 @@ bool dequantize_as(const Plan& p, const DequantizeCall& c) {
     return true;
 }
 
-template bool dequantize_as<QT_DTYPE>(const Plan&, const DequantizeCall&);
+template bool dequantize_as<QT_DTYPE>(const CQuantizer&, const DequantizeCall&);
 
 }  // namespace QT_NAMESPACE

@@ -1,10 +1,10 @@
 // Codes and factors back to float32, rounded once to the output's dtype.
 #pragma once
-#include <new>
 #include <type_traits>
 
-#include "decode512.h"
-#include "lines.h"
+#include "avx512_decode.h"
+#include "memory.h"
+#include "quantize_rows.h"
 #include "threads.h"
 #include "transpose.h"
 
@@ -42,13 +42,15 @@ INLINE void store_group(typename D::T* y, const VF v[4], bool stream) {
 }
 template <int Codes>
 INLINE VB load_codes(const u8* p) {
-    return Codes == 1 ? load<VB>(p) : Codes == 2 ? load_nibbles(p) : load_quads(p);
+    if (Codes == 1) return load<VB>(p);
+    return Codes == 2 ? load_nibbles(p) : load_quads(p);
 }
 constexpr int unit_of(int codes) { return codes == 4 ? 3 : 1; }
 
 // n codes times one factor (step 0) or factors in the lanes' order (step 1).
 template <class D, class E, bool Nan>
-static void decode_groups(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y, bool stream) {
+static void decode_groups(const u8* codes, i64 n, const VF* factors, int step, typename D::T* y,
+                          bool stream) {
     const Table<E>& t = table<E>();
     for (i64 i = 0; i < n; i += GROUP) {
         look_ahead<GROUP>(codes + i);
@@ -92,7 +94,8 @@ struct OneDecoder {
 #endif
     void run(const u8* codes, i64 n, T* y, bool stream) const {
 #if QT_ISA == 512
-        if constexpr (D::id != F32) return decode_by_table<D, E>(codes, n, table, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
+        if constexpr (D::id != F32)
+            return decode_by_table<D, E>(codes, n, table, y, stream && (uintptr_t(y) & (GROUP - 1)) == 0);
 #endif
         decode_run<D, E>(codes, n, four, 0, y, stream);
     }
@@ -104,7 +107,8 @@ static void decode_one(const u8* codes, i64 n, float factor, typename D::T* y, b
     decode_run<D, E>(codes, n, four, 0, y, stream);
 }
 
-// GROUP codes of row k of the rows that share bytes: 4-bit codes beside those of another row, or codes as they are.
+// GROUP codes of row k of the rows that share bytes: 4-bit codes beside those of another row, or codes as
+// they are.
 template <int Joined>
 INLINE VB joined_codes(VB bytes, int k) {
     if (Joined == 1) return bytes;
@@ -116,11 +120,9 @@ INLINE VB joined_codes(VB bytes, int k) {
 template <class D, class E>
 struct ColumnFactors {
     using T = typename D::T;
-    VF* lanes;
+    Array<VF> lanes;
     bool pow2 = false;
-    ColumnFactors(i64 cols) : lanes(new (std::align_val_t(64)) VF[size_t((cols + GROUP - 1) / GROUP * 4)]) {}
-    ~ColumnFactors() { operator delete[](lanes, std::align_val_t(64)); }
-    ColumnFactors(const ColumnFactors&) = delete;
+    explicit ColumnFactors(i64 cols) : lanes((cols + GROUP - 1) / GROUP * 4) {}
 
     // of(k): the factor of column k.
     template <class F>
@@ -168,7 +170,8 @@ struct ColumnFactors {
             for (int h = 0; h < 2; h++) {
                 const VF a = load<VF>(p + h * 2 * W), b = load<VF>(p + h * 2 * W + W);
                 VF* v = lanes + k / W + 2 * h;
-                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a, v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
+                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a,
+                v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
             }
         }
         check(cols);
@@ -197,7 +200,8 @@ struct ColumnFactors {
         }
     }
     template <int Joined>
-    INLINE void group_of(const ColumnFactors& q, const u8* codes, i64 at, T* y, bool stream, int k, const VF* second) {
+    INLINE void group_of(const ColumnFactors& q, const u8* codes, i64 at, T* y, bool stream, int k,
+                         const VF* second) {
         const VB c = joined_codes<Joined>(load<VB>(codes), k);
         const VF* f = q.lanes + at;
         if constexpr (D::id == BF16) {
@@ -207,7 +211,8 @@ struct ColumnFactors {
                 for (int h = 0; h < 2; h++) {
                     // Even columns in the low halves, odd ones in the high halves, as the words have them.
                     const VI even = exponent_steps((VI)f[2 * h]), odd = exponent_steps((VI)f[2 * h + 1]);
-                    store_bytes((u8*)(y + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)((even & all(0xffff)) | odd << 16)), stream);
+                    store_bytes((u8*)(y + h * 2 * W),
+                                (VB)with_exponent<E>(w[h], (VH)((even & all(0xffff)) | odd << 16)), stream);
                 }
                 return;
             }
@@ -240,8 +245,8 @@ struct LineDecoder {
     using T = typename D::T;
     static constexpr int bytes = B * unit_of(Codes) / Codes;
     const DecodeLines<T>& m;
-    const Plan& p;
-    const Sink& s;
+    const CQuantizer& p;
+    const ScaleLayout& s;
     const float* amax;
     const bool rotated, nontemporal;
     const i64 blocks;
@@ -253,8 +258,15 @@ struct LineDecoder {
     i64 known_line = -1;
 #endif
 
-    LineDecoder(const DecodeLines<T>& lines, const Plan& plan, const Sink& sink, const float* maxima, bool rotate, bool stream)
-        : m(lines), p(plan), s(sink), amax(maxima), rotated(rotate), nontemporal(stream), blocks((lines.length + B - 1) / B) {
+    LineDecoder(const DecodeLines<T>& lines, const CQuantizer& quantizer, const ScaleLayout& scales,
+                const float* maxima, bool rotate, bool stream)
+        : m(lines),
+          p(quantizer),
+          s(scales),
+          amax(maxima),
+          rotated(rotate),
+          nontemporal(stream),
+          blocks((lines.length + B - 1) / B) {
         for (int b = 0; b < W; b++) global[b] = amax && !p.row_scaled ? amax[0] / (6.0f * p.e4m3_max) : 1.0f;
 #if QT_ISA == 512
         if (B == NV && D::id == BF16) nv = NvTable(global[0]);
@@ -262,9 +274,10 @@ struct LineDecoder {
     }
 
     float read(i64 line, i64 block) const {
-        const i64 i = s.at(s, m.line0 + line, m.block0 + block);
+        const i64 i = s.at(m.line0 + line, m.block0 + block);
         if (p.scale == SCALE_F32) return ((const float*)s.base)[i];
-        return p.scale == SCALE_E8M0 ? bits<float>(e8m0_decode_bits(s.base[i])) : table<FE4M3>().value[s.base[i]];
+        return p.scale == SCALE_E8M0 ? bits<float>(e8m0_decode_bits(s.base[i]))
+                                     : table<FE4M3>().value[s.base[i]];
     }
 
     void run(i64 first, i64 end) {
@@ -290,8 +303,8 @@ struct LineDecoder {
         }
     }
 
-    bool quick([[maybe_unused]] i64 line, [[maybe_unused]] i64 block, [[maybe_unused]] int lanes, [[maybe_unused]] const u8* codes,
-               [[maybe_unused]] T* y, [[maybe_unused]] bool stream) {
+    bool quick([[maybe_unused]] i64 line, [[maybe_unused]] i64 block, [[maybe_unused]] int lanes,
+               [[maybe_unused]] const u8* codes, [[maybe_unused]] T* y, [[maybe_unused]] bool stream) {
 #if QT_ISA == 512
         if constexpr (B == NV && D::id == BF16) return nv_quick(line, block, lanes, codes, y, stream);
 #endif
@@ -300,11 +313,12 @@ struct LineDecoder {
 
     // Factors of narrow codes that lie side by side.
     bool quick_factors(i64 line, i64 block) {
-        const u8* p = s.base + s.at(s, m.line0 + line, m.block0 + block);
+        const u8* p = s.base + s.at(m.line0 + line, m.block0 + block);
         u8 t[W];
         if (s.tiles) {
             if ((m.block0 + block) % 4) return false;
-            for (int b = 0; b < W; b += 4) memcpy(t + b, s.base + s.at(s, m.line0 + line, m.block0 + block + b), 4);
+            for (int b = 0; b < W; b += 4)
+                memcpy(t + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
             p = t;
         }
         VI c = widen(p);
@@ -325,7 +339,8 @@ struct LineDecoder {
         if (side_by_side && (s.tiles || s.block_stride == 1) && quick_factors(line, block)) return;
         for (int b = 0; b < W; b++) {
             factor[b] = b < lanes ? read(line, block) : 0.0f;
-            if (p.scale == SCALE_E4M3 && p.row_scaled) global[b] = b < lanes ? amax[m.line0 + line] / (6.0f * p.e4m3_max) : 0.0f;
+            if (p.scale == SCALE_E4M3 && p.row_scaled)
+                global[b] = b < lanes ? amax[m.line0 + line] / (6.0f * p.e4m3_max) : 0.0f;
             if (b + 1 < lanes && ++block == blocks) block = 0, line++;
         }
     }
@@ -337,7 +352,8 @@ struct LineDecoder {
     void gather(i64 line, i64 block, int lanes) {
         memset(gathered, 0, sizeof gathered);
         for (int b = 0; b < lanes; b++) {
-            memcpy(gathered + b * bytes, m.codes + line * m.code_stride + block * bytes, size_t(stored(block)));
+            memcpy(gathered + b * bytes, m.codes + line * m.code_stride + block * bytes,
+                   size_t(stored(block)));
             if (++block == blocks) block = 0, line++;
         }
     }
@@ -352,14 +368,17 @@ struct LineDecoder {
 #if QT_ISA == 512
     // NVFP4 to bfloat16 by the words of stored factors; false where these do not allow it.
     bool nv_quick(i64 line, i64 block, int lanes, const u8* codes, T* y, bool stream) {
-        if (p.row_scaled && line != known_line) nv = NvTable(amax[m.line0 + (known_line = line)] / (6.0f * p.e4m3_max));
+        if (p.row_scaled && line != known_line)
+            nv = NvTable(amax[m.line0 + (known_line = line)] / (6.0f * p.e4m3_max));
         if (!nv.fit || rotated || (p.row_scaled && block + lanes > blocks)) return false;
         alignas(16) u8 stored[W] = {};
-        if (lanes == W && block + W <= blocks && (s.tiles ? (m.block0 + block) % 4 == 0 : s.block_stride == 1)) {
-            for (int b = 0; b < W; b += 4) memcpy(stored + b, s.base + s.at(s, m.line0 + line, m.block0 + block + b), 4);
+        if (lanes == W && block + W <= blocks &&
+            (s.tiles ? (m.block0 + block) % 4 == 0 : s.block_stride == 1)) {
+            for (int b = 0; b < W; b += 4)
+                memcpy(stored + b, s.base + s.at(m.line0 + line, m.block0 + block + b), 4);
         } else {
             for (int b = 0; b < lanes; b++) {
-                stored[b] = s.base[s.at(s, m.line0 + line, m.block0 + block)];
+                stored[b] = s.base[s.at(m.line0 + line, m.block0 + block)];
                 if (++block == blocks) block = 0, line++;
             }
         }
@@ -389,7 +408,8 @@ struct LineDecoder {
             VH w[2];
             words<E>(load_codes<Codes>(codes + at * unit_of(Codes) / Codes), table<E>(), w);
             for (int h = 0; h < 2; h++)
-                store_bytes((u8*)(y + at + h * 2 * W), (VB)with_exponent<E>(w[h], (VH)all(pairs[(at + h * 2 * W) / B])), stream);
+                store_bytes((u8*)(y + at + h * 2 * W),
+                            (VB)with_exponent<E>(w[h], (VH)all(pairs[(at + h * 2 * W) / B])), stream);
         }
     }
 
@@ -427,7 +447,9 @@ struct LineDecoder {
         for (int at = 0; at < W * B; at += GROUP) {
             VF v[4];
             decode_group<Float32, E>(load_codes<Codes>(codes + at / Codes), t, v);
-            for (int j = 0; j < 4; j++) store(wide + at + j * W, v[j] * spread<Float32, B>(factor, at, j) * spread<Float32, B>(global, at, j));
+            for (int j = 0; j < 4; j++)
+                store(wide + at + j * W,
+                      v[j] * spread<Float32, B>(factor, at, j) * spread<Float32, B>(global, at, j));
         }
         rotate<true>(wide, p.signs);
 #if QT_ISA == 512

@@ -1,9 +1,11 @@
-// LayerNorm and RMSNorm, forward and backward, and sums over rows. Compiled once for each dtype of x (QT_DTYPE).
-#include "floats.h"
+// LayerNorm and RMSNorm, forward and backward, and sums over rows. Compiled once for each dtype of x
+// (QT_DTYPE).
+#include "row_arithmetic.h"
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED = i64(8) << 20;  // outputs that would push everything else out of the cache go around it
+constexpr i64 STREAMED =
+    i64(8) << 20;  // outputs that would push everything else out of the cache go around it
 
 // A vector of floats in the order of the lanes; `fill` where there is none, and behind its end.
 template <class D, bool Pairs>
@@ -34,7 +36,8 @@ static void spread_vector(float* out, const void* values, int dtype, i64 cols, b
         spread_as<Float16, Pairs>(out, (const u16*)values, cols, plus_one, fill);
 }
 
-// f(chunk's elements, first element, real or padded) over a row; the last ones through a copy padded with zeros.
+// f(chunk's elements, first element, real or padded) over a row; the last ones through a copy padded with
+// zeros.
 template <class D, bool Pairs, class F>
 INLINE void each_chunk(const typename D::T* x, i64 cols, const F& f) {
     i64 k = 0;
@@ -64,13 +67,13 @@ struct Norm {
     using Y = typename DY::T;
     static constexpr bool pairs = D::pairs && DY::pairs;
     const NormCall& c;
-    Floats gamma, bias;
+    Array<float> gamma, bias;
     VI mask[VECTORS];
 
     explicit Norm(const NormCall& call)
         : c(call), gamma(whole_chunks(c.cols) * CHUNK), bias(c.bias ? whole_chunks(c.cols) * CHUNK : 0) {
-        spread_vector<pairs>(gamma.p, c.weight, c.weight_dtype, c.cols, c.zero_centered, 1.0f);
-        if (c.bias) spread_vector<pairs>(bias.p, c.bias, c.bias_dtype, c.cols, false, 0.0f);
+        spread_vector<pairs>(gamma, c.weight, c.weight_dtype, c.cols, c.zero_centered, 1.0f);
+        if (c.bias) spread_vector<pairs>(bias, c.bias, c.bias_dtype, c.cols, false, 0.0f);
         tail_masks<pairs>(c.cols, mask);
     }
     const T* row_of(i64 r) const { return (const T*)c.x + r * c.stride; }
@@ -80,7 +83,8 @@ struct Norm {
         const bool stream = c.rows * c.cols > STREAMED;
         parallel(c.rows, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 r = a; r < b; r++)
-                rows_forward(row_of(r), (Y*)c.y + r * c.cols, r, r + 1 < b ? row_of(r + 1) : row_of(r), stream);
+                rows_forward(row_of(r), (Y*)c.y + r * c.cols, r, r + 1 < b ? row_of(r + 1) : row_of(r),
+                             stream);
         });
         if (stream) fence();
     }
@@ -123,12 +127,14 @@ struct Norm {
         row_out(x, y, mean, rstd, next, stream);
     }
     template <bool Bias>
-    INLINE void rows_out(const Norm& n, const T* x, Y* y, float mean, float rstd, const T* next, bool stream) {
+    INLINE void rows_out(const Norm& n, const T* x, Y* y, float mean, float rstd, const T* next,
+                         bool stream) {
         each_chunk<D, pairs>(x, n.c.cols, [&](VF* v, i64 k, bool) {
-            for (i64 i = 0; i < i64(CHUNK * sizeof(T)); i += 64) __builtin_prefetch((const u8*)(next + k) + i);
+            for (i64 i = 0; i < i64(CHUNK * sizeof(T)); i += 64)
+                __builtin_prefetch((const u8*)(next + k) + i);
             for (int j = 0; j < VECTORS; j++) {
-                v[j] = ((v[j] - all(mean)) * all(rstd)) * load<VF>(n.gamma.p + k + j * W);
-                if (Bias) v[j] = v[j] + load<VF>(n.bias.p + k + j * W);
+                v[j] = ((v[j] - all(mean)) * all(rstd)) * load<VF>(n.gamma + k + j * W);
+                if (Bias) v[j] = v[j] + load<VF>(n.bias + k + j * W);
             }
             store_chunk<DY, pairs>(y + k, v, n.c.cols - k, stream);
         });
@@ -142,19 +148,19 @@ struct Norm {
     void backward() {
         const i64 width = whole_chunks(c.cols) * CHUNK, blocks = (c.rows + ROW_BLOCK - 1) / ROW_BLOCK;
         const bool stream = c.rows * c.cols > STREAMED;
-        Floats of_weight(c.dweight ? blocks * width : 0), of_bias(c.dbias ? blocks * width : 0);
+        Array<float> of_weight(c.dweight ? blocks * width : 0), of_bias(c.dbias ? blocks * width : 0);
         parallel(blocks, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 block = a; block < b; block++) {
-                float* w = c.dweight ? of_weight.p + block * width : nullptr;
-                float* s = c.dbias ? of_bias.p + block * width : nullptr;
+                float* w = c.dweight ? of_weight + block * width : nullptr;
+                float* s = c.dbias ? of_bias + block * width : nullptr;
                 if (w) memset(w, 0, sizeof(float) * size_t(width));
                 if (s) memset(s, 0, sizeof(float) * size_t(width));
                 const i64 end = (block + 1) * ROW_BLOCK < c.rows ? (block + 1) * ROW_BLOCK : c.rows;
                 for (i64 r = block * ROW_BLOCK; r < end; r++) row_backward(r, w, s, stream);
             }
         });
-        if (c.dweight) add_blocks<pairs>(of_weight.p, blocks, c.cols, c.dweight, c.weight_dtype, c.threads);
-        if (c.dbias) add_blocks<pairs>(of_bias.p, blocks, c.cols, c.dbias, c.bias_dtype, c.threads);
+        if (c.dweight) add_blocks<pairs>(of_weight, blocks, c.cols, c.dweight, c.weight_dtype, c.threads);
+        if (c.dbias) add_blocks<pairs>(of_bias, blocks, c.cols, c.dbias, c.bias_dtype, c.threads);
         if (stream) fence();
     }
     INLINE void dy_chunk(const Norm& n, const Y* dy, i64 k, VF g[VECTORS]) {
@@ -172,7 +178,7 @@ struct Norm {
         each_chunk<D, pairs>(x, c.cols, [&](VF* v, i64 k, bool padded) {
             dy_chunk(*this, dy, k, grad);
             for (int j = 0; j < VECTORS; j++) {
-                const VF g = grad[j] * load<VF>(gamma.p + k + j * W), product = g * ((v[j] - mean) * rstd);
+                const VF g = grad[j] * load<VF>(gamma + k + j * W), product = g * ((v[j] - mean) * rstd);
                 along[j] = along[j] + (padded ? (VF)((VI)product & mask[j]) : product);
                 if (c.mean) sum[j] = sum[j] + (padded ? (VF)((VI)g & mask[j]) : g);
             }
@@ -184,7 +190,7 @@ struct Norm {
         each_chunk<D, pairs>(x, c.cols, [&](VF* v, i64 k, bool) {
             dy_chunk(*this, dy, k, grad);
             for (int j = 0; j < VECTORS; j++) {
-                const VF n = (v[j] - mean) * rstd, g = grad[j] * load<VF>(gamma.p + k + j * W);
+                const VF n = (v[j] - mean) * rstd, g = grad[j] * load<VF>(gamma + k + j * W);
                 v[j] = (g - (n * m1 + m2)) * rstd;
                 float *w = of_weight + k + j * W, *s = of_bias + k + j * W;
                 if (of_weight) store(w, load<VF>(w) + grad[j] * n);
@@ -201,10 +207,10 @@ static void sum_rows(const NormCall& c) {
     using T = typename D::T;
     const i64 width = whole_chunks(c.cols) * CHUNK, blocks = (c.rows + ROW_BLOCK - 1) / ROW_BLOCK;
     constexpr int together = 4;  // rows for one pass over the sums
-    Floats partial(blocks * width);
+    Array<float> partial(blocks * width);
     parallel(blocks, 1, c.threads, [&](i64 a, i64 b) {
         for (i64 block = a; block < b; block++) {
-            float* sums = partial.p + block * width;
+            float* sums = partial + block * width;
             memset(sums, 0, sizeof(float) * size_t(width));
             const i64 end = (block + 1) * ROW_BLOCK < c.rows ? (block + 1) * ROW_BLOCK : c.rows;
             for (i64 r = block * ROW_BLOCK; r < end; r += together) {
@@ -225,7 +231,7 @@ static void sum_rows(const NormCall& c) {
             }
         }
     });
-    add_blocks<D::pairs>(partial.p, blocks, c.cols, c.y, D::id, c.threads);
+    add_blocks<D::pairs>(partial, blocks, c.cols, c.y, D::id, c.threads);
 }
 
 template <class D, class DY>
@@ -253,16 +259,18 @@ template <class D, class DY>
 struct NormRows : Producer {
     Norm<D, DY> norm;
     explicit NormRows(const NormCall& c) : norm(c) {}
-    void rows(i64 begin, i64 end, void* out, bool again) override { norm.band(begin, end, (typename DY::T*)out, again); }
+    void rows(i64 begin, i64 end, void* out, bool again) override {
+        norm.band(begin, end, (typename DY::T*)out, again);
+    }
 };
 template <class D>
-Producer* norm_rows_as(const NormCall& c) {
-    if (c.y_dtype == F32) return new NormRows<D, Float32>(c);
-    if (c.y_dtype == BF16) return new NormRows<D, Bfloat16>(c);
-    return new NormRows<D, Float16>(c);
+std::unique_ptr<Producer> norm_rows_as(const NormCall& c) {
+    if (c.y_dtype == F32) return std::make_unique<NormRows<D, Float32>>(c);
+    if (c.y_dtype == BF16) return std::make_unique<NormRows<D, Bfloat16>>(c);
+    return std::make_unique<NormRows<D, Float16>>(c);
 }
 
-template Producer* norm_rows_as<QT_DTYPE>(const NormCall&);
+template std::unique_ptr<Producer> norm_rows_as<QT_DTYPE>(const NormCall&);
 template void norm_as<QT_DTYPE>(const NormCall&);
 template void sum_rows_as<QT_DTYPE>(const NormCall&);
 

@@ -1,16 +1,16 @@
-// What only NVFP4 has: the rotation, stochastic rounding and the choice of two block factors. All work on W blocks of 16
-// floats a line.
+// What only NVFP4 has: the rotation, stochastic rounding and the choice of two block factors. All work on W
+// blocks of 16 floats a line.
 #pragma once
-#include "rotate512.h"
+#include "avx512_rotation.h"
 
 namespace QT_NAMESPACE {
 
 constexpr int MX = 32;
 
-// ---- rotation ---------------------------------------------------------------------------------------------------------------
-// W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an output adds up: a sum
-// of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the reference do; each lane is a block, and equal
-// beginnings of sums are added up once.
+// ---- rotation
+// W blocks of 16: x (W, 16) @ H16 / 4, with the signs on what comes in, or, on the way back, on all that an
+// output adds up: a sum of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the
+// reference do; each lane is a block, and equal beginnings of sums are added up once.
 template <int Rows, int Cols>
 INLINE void turn_blocks(const float* x, float* y) {
 #if QT_ISA == 512
@@ -25,13 +25,15 @@ static void rotate_blocks(const float* x, float* y) {
     turn_blocks<W, NV>(x, t);
     VF v[NV];
 #pragma GCC unroll 16
-    for (int k = 0; k < NV; k++) v[k] = load<VF>(t + k * W) * all(Signs && !Back && (SIGN_MASK >> k & 1) ? -0.25f : 0.25f);
+    for (int k = 0; k < NV; k++)
+        v[k] = load<VF>(t + k * W) * all(Signs && !Back && (SIGN_MASK >> k & 1) ? -0.25f : 0.25f);
 #pragma GCC unroll 16
     for (int j = 0; j < NV; j++) {
         const bool negative = Signs && Back && (SIGN_MASK >> j & 1);
         VF sum = negative ? -v[0] : v[0];
 #pragma GCC unroll 16
-        for (int k = 1; k < NV; k++) sum = (__builtin_parity(unsigned(k & j)) != 0) != negative ? sum - v[k] : sum + v[k];
+        for (int k = 1; k < NV; k++)
+            sum = (__builtin_parity(unsigned(k & j)) != 0) != negative ? sum - v[k] : sum + v[k];
         store(t + j * W, sum);
     }
     turn_blocks<NV, W>(t, y);
@@ -43,9 +45,7 @@ static void rotate(float* x, bool signs) {
     else
         rotate_blocks<false, Back>(x, x);
 }
-INLINE VF flush_subnormals(VF v) {
-    return ((VI)v & all(ABS)) < all(0x00800000) ? all(0.0f) : v;
-}
+INLINE VF flush_subnormals(VF v) { return ((VI)v & all(ABS)) < all(0x00800000) ? all(0.0f) : v; }
 // W blocks to floats without NaN (0) or inf (the largest finite), rotated if asked.
 template <class D>
 static void to_finite(const typename D::T* x, float* y, bool rotated, bool signs) {
@@ -81,18 +81,19 @@ INLINE void pack_all(const u8* codes, u8* out) {
     }
 }
 
-// ---- stochastic rounding -------------------------------------------------------------------------------------------------
+// ---- stochastic rounding
 constexpr u32 PHILOX[2] = {0xD2511F53u, 0xCD9E8D57u}, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
 // The keys of the ten rounds.
 struct Keys {
     u32 of[10][2];
     Keys(i64 seed) {
-        for (u32 r = 0; r < 10; r++) of[r][0] = u32(seed) + r * WEYL[0], of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
+        for (u32 r = 0; r < 10; r++)
+            of[r][0] = u32(seed) + r * WEYL[0], of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
     }
 };
 #if QT_ISA == 512
-// Philox4x32-10: 16 bytes for each of W counters, in two vectors side by side. Numbers of 32 bits lie in the low halves of lanes of
-// 64, as the multiplier takes them; what the high halves hold does not count.
+// Philox4x32-10: 16 bytes for each of W counters, in two vectors side by side. Numbers of 32 bits lie in the
+// low halves of lanes of 64, as the multiplier takes them; what the high halves hold does not count.
 INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
     const __m512i p0 = _mm512_set1_epi64(PHILOX[0]), p1 = _mm512_set1_epi64(PHILOX[1]);
     __m512i c[2][4];
@@ -100,15 +101,18 @@ INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) 
     for (int h = 0; h < 2; h++) {
         // The last step writes lanes 0, 2, 4, 6 before the others.
         const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h)), c[h][1] = _mm512_srli_epi64(c[h][0], 32);
+        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h)),
+        c[h][1] = _mm512_srli_epi64(c[h][0], 32);
         c[h][2] = _mm512_setzero_si512(), c[h][3] = _mm512_set1_epi32(stream);
     }
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
-        const __m512i k0 = _mm512_set1_epi32(i32(keys.of[round][0])), k1 = _mm512_set1_epi32(i32(keys.of[round][1]));
+        const __m512i k0 = _mm512_set1_epi32(i32(keys.of[round][0])),
+                      k1 = _mm512_set1_epi32(i32(keys.of[round][1]));
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            const __m512i a = _mm512_mul_epu32(c[h][0], p0), b = round ? _mm512_mul_epu32(c[h][2], p1) : _mm512_setzero_si512();
+            const __m512i a = _mm512_mul_epu32(c[h][0], p0),
+                          b = round ? _mm512_mul_epu32(c[h][2], p1) : _mm512_setzero_si512();
             c[h][0] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c[h][1], k0, 0x96);
             c[h][2] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c[h][3], k1, 0x96);
             c[h][1] = b, c[h][3] = a;
@@ -118,7 +122,8 @@ INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) 
     for (int h = 0; h < 2; h++) {
         const __m512i low = _mm512_mask_shuffle_epi32(c[h][0], 0xaaaa, c[h][1], _MM_PERM_ENUM(0xa0));
         const __m512i high = _mm512_mask_shuffle_epi32(c[h][2], 0xaaaa, c[h][3], _MM_PERM_ENUM(0xa0));
-        store(out + 128 * h, _mm512_unpacklo_epi64(low, high)), store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
+        store(out + 128 * h, _mm512_unpacklo_epi64(low, high)),
+            store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
     }
 }
 #else
@@ -130,7 +135,8 @@ INLINE Products products(VU a, u32 b) {
 #if QT_ISA == 2
     const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
     const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
-    return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa), (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
+    return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa),
+            (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
 #else
     Products p;
     for (int i = 0; i < W; i++) {
@@ -147,7 +153,8 @@ INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) 
     VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(stream);
     for (int round = 0; round < 10; round++) {
         const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
-        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])), c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
+        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])),
+        c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
         c1 = b.low, c3 = a.low;
     }
     store(words[0], c0), store(words[1], c1), store(words[2], c2), store(words[3], c3);
@@ -186,7 +193,7 @@ INLINE void encode_stochastic(const float* x, const float* factors, const u8* ra
     }
 }
 
-// ---- 4over6 -------------------------------------------------------------------------------------------------------------
+// ---- 4over6
 // Code and value of y on the grid of E2M1; 0 has no sign.
 INLINE void round_e2m1(VF y, VI& code, VF& value) {
     VI u = (VI)y, a = min(u & all(ABS), all(FE2M1::max_bits));
@@ -194,10 +201,10 @@ INLINE void round_e2m1(VF y, VI& code, VF& value) {
     code = magnitude_code<FE2M1>(a) | sign_code<FE2M1, true>(y);
     value = (VF)((VI)(((VF)a + c) - c) | (u & ~all(ABS)));
 }
-// W blocks of `rows` x 16 (the lines `stride` floats apart): codes one a byte and the stored factors. Lanes are blocks. Errors
-// are summed in one order: the 16 columns, then rows by halves.
-static VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, i64 code_stride, const Plan& p, VI amax, VF A,
-                        VF scale, VF inverse) {
+// W blocks of `rows` x 16 (the lines `stride` floats apart): codes one a byte and the stored factors. Lanes
+// are blocks. Errors are summed in one order: the 16 columns, then rows by halves.
+static inline VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, i64 code_stride,
+                               const CQuantizer& p, VI amax, VF A, VF scale, VF inverse) {
     VF base = (VF)amax / all(6.0f) * scale;
     VF divisor = all(6.0f * p.e4m3_max);
     Factors f[2] = {nvfp4_factors(base, inverse), nvfp4_factors(base * all(1.5f), inverse)};

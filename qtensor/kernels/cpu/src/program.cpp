@@ -1,25 +1,26 @@
-// Several kernels in one call, for tensors so small that calls take longer than numbers: quantize, decode, multiply, add up.
+// Several kernels in one call, for tensors so small that calls take longer than numbers: quantize, decode,
+// multiply, add up.
 #include "denormals.h"
-#include "floats.h"
+#include "row_arithmetic.h"
 
 namespace QT_NAMESPACE {
 template <class D>
-bool quantize_as(const Plan& p, const QuantizeCall& c);
+bool quantize_as(const CQuantizer& p, const QuantizeCall& c);
 template <class D>
-bool dequantize_as(const Plan& p, const DequantizeCall& c);
+bool dequantize_as(const CQuantizer& p, const DequantizeCall& c);
 template <class D>
 void sum_rows_as(const NormCall& c);
 
-// ---- what program.py writes: 8 bytes a field. "at" a name: a place in the table of addresses -------------------------------
+// ---- what program.py writes: 8 bytes a field. "at" a name: a place in the table of addresses
 enum Kind { QUANTIZE = 0, DECODE = 1, WIDEN = 2, MULTIPLY = 3, FINISH = 4, SUM_ROWS = 5, CLEAR = 6 };
 
 struct QuantizeStep {
-    const Plan* plan;
+    const CQuantizer* quantizer;
     i64 x_at, dtype, rows, cols;
     i64 row_at[4], column_at[4], scale_inv_at, scale_at, amax_at, seed_at;
 };
 struct DecodeStep {
-    const Plan* plan;
+    const CQuantizer* quantizer;
     i64 y_at, dtype, rows, cols;
     i64 row_at[3], column_at[3], scale_inv_at;
 };
@@ -30,7 +31,8 @@ struct MultiplyStep {  // column-major, as BLAS has it
     i64 a_turned, b_turned, m, n, k, a_at, lda, b_at, ldb, c_at, ldc;
 };
 struct FinishStep {  // y = x * (a * b) + bias, rounded once
-    i64 x_at, rows, cols, a_at, b_at, bias_at, bias_dtype, line_at, y_at, dtype;  // line: memory for a row of floats
+    i64 x_at, rows, cols, a_at, b_at, bias_at, bias_dtype, line_at, y_at,
+        dtype;  // line: memory for a row of floats
 };
 struct SumStep {
     i64 x_at, dtype, rows, cols, y_at;
@@ -54,8 +56,8 @@ struct Step {
 static_assert(sizeof(Step) == 200, "program.py writes 25 words");
 
 // A BLAS of either width reads these integers.
-using Sgemm = void (*)(const char*, const char*, const i64*, const i64*, const i64*, const float*, const float*, const i64*,
-                       const float*, const i64*, const float*, float*, const i64*);
+using Sgemm = void (*)(const char*, const char*, const i64*, const i64*, const i64*, const float*,
+                       const float*, const i64*, const float*, const i64*, const float*, float*, const i64*);
 struct Program {
     i64 steps, given, scratch, bytes;
     Sgemm sgemm;
@@ -64,7 +66,11 @@ struct Program {
 };
 
 constexpr int PLACES = 96;
-enum { NOTHING = 0, ONE = 1, FIRST = 2 };  // places: no address; the factor 1; the addresses given, then those of scratch memory
+enum {
+    NOTHING = 0,
+    ONE = 1,
+    FIRST = 2
+};  // places: no address; the factor 1; the addresses given, then those of scratch memory
 
 struct Arena {
     u8* p = nullptr;
@@ -89,7 +95,9 @@ static void widen_as(const void* x, i64 n, float* y) {
     for (i64 i = 0; i < n; i++) y[i] = D::to_float(((const typename D::T*)x)[i]);
 }
 static void widen_any(const void* x, i64 dtype, i64 n, float* y) {
-    dtype == F32 ? widen_as<Float32>(x, n, y) : dtype == BF16 ? widen_as<Bfloat16>(x, n, y) : widen_as<Float16>(x, n, y);
+    dtype == F32    ? widen_as<Float32>(x, n, y)
+    : dtype == BF16 ? widen_as<Bfloat16>(x, n, y)
+                    : widen_as<Float16>(x, n, y);
 }
 
 // n floats, at most GROUP.
@@ -115,23 +123,44 @@ struct Runner {
         Buffers row = buffers(s.row_at), column = buffers(s.column_at);
         row.given = get<float>(s.row_at[3]), column.given = get<float>(s.column_at[3]);
         const i64* seed = get<i64>(s.seed_at);
-        const QuantizeCall c{at[s.x_at], i32(s.dtype), 1, s.rows, s.cols, s.cols, row, column, get<float>(s.scale_inv_at),
-                             get<float>(s.scale_at), get<float>(s.amax_at), seed ? *seed : 0, 0, 0};
-        return s.dtype == F32    ? quantize_as<Float32>(*s.plan, c)
-               : s.dtype == BF16 ? quantize_as<Bfloat16>(*s.plan, c)
-                                 : quantize_as<Float16>(*s.plan, c);
+        const QuantizeCall c{at[s.x_at],
+                             i32(s.dtype),
+                             1,
+                             s.rows,
+                             s.cols,
+                             s.cols,
+                             row,
+                             column,
+                             get<float>(s.scale_inv_at),
+                             get<float>(s.scale_at),
+                             get<float>(s.amax_at),
+                             seed ? *seed : 0,
+                             0,
+                             0};
+        return s.dtype == F32    ? quantize_as<Float32>(*s.quantizer, c)
+               : s.dtype == BF16 ? quantize_as<Bfloat16>(*s.quantizer, c)
+                                 : quantize_as<Float16>(*s.quantizer, c);
     }
     bool decode(const DecodeStep& s) const {
-        const DequantizeCall c{at[s.y_at], i32(s.dtype), 1, s.rows, s.cols, 0, s.rows, buffers(s.row_at), buffers(s.column_at),
+        const DequantizeCall c{at[s.y_at],
+                               i32(s.dtype),
+                               1,
+                               s.rows,
+                               s.cols,
+                               0,
+                               s.rows,
+                               buffers(s.row_at),
+                               buffers(s.column_at),
                                get<float>(s.scale_inv_at)};
-        return s.dtype == F32    ? dequantize_as<Float32>(*s.plan, c)
-               : s.dtype == BF16 ? dequantize_as<Bfloat16>(*s.plan, c)
-                                 : dequantize_as<Float16>(*s.plan, c);
+        return s.dtype == F32    ? dequantize_as<Float32>(*s.quantizer, c)
+               : s.dtype == BF16 ? dequantize_as<Bfloat16>(*s.quantizer, c)
+                                 : dequantize_as<Float16>(*s.quantizer, c);
     }
     void multiply(const MultiplyStep& s) const {
         const float one = 1.0f, zero = 0.0f;
-        program.sgemm(s.a_turned ? "t" : "n", s.b_turned ? "t" : "n", &s.m, &s.n, &s.k, &one, get<float>(s.a_at), &s.lda,
-                      get<float>(s.b_at), &s.ldb, &zero, get<float>(s.c_at), &s.ldc);
+        program.sgemm(s.a_turned ? "t" : "n", s.b_turned ? "t" : "n", &s.m, &s.n, &s.k, &one,
+                      get<float>(s.a_at), &s.lda, get<float>(s.b_at), &s.ldb, &zero, get<float>(s.c_at),
+                      &s.ldc);
     }
     void finish(const FinishStep& s) const {
         const float *a = get<float>(s.a_at), *b = get<float>(s.b_at);
@@ -159,8 +188,11 @@ struct Runner {
     }
     void sum(const SumStep& s) const {
         NormCall c{};
-        c.x = at[s.x_at], c.rows = s.rows, c.cols = s.cols, c.stride = s.cols, c.y = at[s.y_at], c.threads = 1;
-        s.dtype == F32 ? sum_rows_as<Float32>(c) : s.dtype == BF16 ? sum_rows_as<Bfloat16>(c) : sum_rows_as<Float16>(c);
+        c.x = at[s.x_at], c.rows = s.rows, c.cols = s.cols, c.stride = s.cols, c.y = at[s.y_at],
+        c.threads = 1;
+        s.dtype == F32    ? sum_rows_as<Float32>(c)
+        : s.dtype == BF16 ? sum_rows_as<Bfloat16>(c)
+                          : sum_rows_as<Float16>(c);
     }
     bool run() const {
         for (i64 i = 0; i < program.steps; i++) {
@@ -172,11 +204,20 @@ struct Runner {
                 case DECODE:
                     if (!decode(s.decode)) return false;
                     break;
-                case WIDEN: widen_any(at[s.widen.x_at], s.widen.dtype, s.widen.count, get<float>(s.widen.y_at)); break;
-                case MULTIPLY: multiply(s.multiply); break;
-                case FINISH: finish(s.finish); break;
-                case SUM_ROWS: sum(s.sum); break;
-                default: memset(at[s.clear.at], 0, size_t(s.clear.bytes));
+                case WIDEN:
+                    widen_any(at[s.widen.x_at], s.widen.dtype, s.widen.count, get<float>(s.widen.y_at));
+                    break;
+                case MULTIPLY:
+                    multiply(s.multiply);
+                    break;
+                case FINISH:
+                    finish(s.finish);
+                    break;
+                case SUM_ROWS:
+                    sum(s.sum);
+                    break;
+                default:
+                    memset(at[s.clear.at], 0, size_t(s.clear.bytes));
             }
         }
         return true;
@@ -190,7 +231,8 @@ bool run_program(const Program& program, const void* addresses) {
     runner.at[ONE] = (void*)&one;
     memcpy(runner.at + FIRST, addresses, sizeof(void*) * size_t(program.given));
     u8* memory = arena.at_least(program.bytes);
-    for (i64 i = 0; i < program.scratch; i++) runner.at[FIRST + program.given + i] = memory + program.offsets[i];
+    for (i64 i = 0; i < program.scratch; i++)
+        runner.at[FIRST + program.given + i] = memory + program.offsets[i];
     return runner.run();
 }
 
@@ -199,8 +241,13 @@ bool run_program(const Program& program, const void* addresses) {
 extern "C" {
 
 // Runs a program over addresses (program.given of them, at any address). 0: done; 1: a step has no kernel.
+// 2: out of memory.
 int qt_run(const void* program, const void* addresses) {
     const QT_NAMESPACE::KeepDenormals scope;
-    return QT_NAMESPACE::run_program(*(const QT_NAMESPACE::Program*)program, addresses) ? 0 : 1;
+    try {
+        return QT_NAMESPACE::run_program(*(const QT_NAMESPACE::Program*)program, addresses) ? 0 : 1;
+    } catch (const std::bad_alloc&) {
+        return 2;
+    }
 }
 }

@@ -1,22 +1,23 @@
 // Which kernel quantizes: formats to template arguments.
 #include <new>
 
-#include "fused.h"
+#include "quantize_fused.h"
 
 namespace QT_NAMESPACE {
 
-constexpr i64 STREAMED = i64(8) << 20;  // outputs that would push everything else out of the cache go around it
+constexpr i64 STREAMED =
+    i64(8) << 20;  // outputs that would push everything else out of the cache go around it
 
 template <class D, class E, int B, int Codes>
-static void blocks(const Plan& p, const QuantizeCall& c, bool stream) {
-    BlockQuantizer<D, E, B, Codes>(p, c, sink_of(p, c.row, c.rows, c.cols, false), sink_of(p, c.column, c.cols, c.rows, true),
-                                   stream)
+static void blocks(const CQuantizer& p, const QuantizeCall& c, bool stream) {
+    BlockQuantizer<D, E, B, Codes>(p, c, scale_layout_of(p, c.row, c.rows, c.cols, false),
+                                   scale_layout_of(p, c.column, c.cols, c.rows, true), stream)
         .run();
 }
 
 // Compiled once for each input dtype (QT_DTYPE), so that a build runs in parallel.
 template <class D>
-bool quantize_as(const Plan& p, const QuantizeCall& c) {
+bool quantize_as(const CQuantizer& p, const QuantizeCall& c) {
     const bool stream = c.rows * c.cols > STREAMED;
     if (p.family != BLOCK) {
         if (p.element == E4M3)
@@ -35,7 +36,7 @@ bool quantize_as(const Plan& p, const QuantizeCall& c) {
 
 // False, with nothing written, where factors span columns: they need all rows first.
 template <class D>
-bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer) {
+bool fused_as(const CQuantizer& p, const QuantizeCall& c, Producer& producer) {
     if (p.family == COLUMN || (p.row_scaled && c.column.data)) return false;
     Fused<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
     if (p.family != BLOCK) {
@@ -54,7 +55,7 @@ bool fused_as(const Plan& p, const QuantizeCall& c, Producer& producer) {
     return true;
 }
 
-template bool fused_as<QT_DTYPE>(const Plan&, const QuantizeCall&, Producer&);
-template bool quantize_as<QT_DTYPE>(const Plan&, const QuantizeCall&);
+template bool fused_as<QT_DTYPE>(const CQuantizer&, const QuantizeCall&, Producer&);
+template bool quantize_as<QT_DTYPE>(const CQuantizer&, const QuantizeCall&);
 
 }  // namespace QT_NAMESPACE

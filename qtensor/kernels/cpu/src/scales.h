@@ -2,24 +2,27 @@
 #pragma once
 #include <cfloat>
 
-#include "elements.h"
+#include "element_codes.h"
 
 namespace QT_NAMESPACE {
 
-// Where the factors of one direction go. Lines are what blocks run along: rows, or columns for columnwise data.
-struct Sink {
+// Where the factors of one direction are stored. Blocks run along lines: rows, or columns for columnwise
+// data.
+struct ScaleLayout {
     u8* base;
     i64 line_stride, block_stride;  // in factors
     i64 tiles;                      // 128x4 tiles a row of tiles; 0 = plain
     int size;                       // bytes of a factor
     int shift;                      // 2^shift lines share a stored factor
 
-    INLINE i64 at(const Sink& s, i64 line, i64 block) {
-        if (!s.tiles) return (line >> s.shift) * s.line_stride + block * s.block_stride;
-        return ((line >> 7) * s.tiles + (block >> 2)) * 512 + (line & 31) * 16 + (line >> 5 & 3) * 4 + (block & 3);
+    // Index of the factor of a block of a line.
+    ALWAYS_INLINE i64 at(i64 line, i64 block) const {
+        if (!tiles) return (line >> shift) * line_stride + block * block_stride;
+        const i64 tile = (line >> 7) * tiles + (block >> 2);
+        return tile * 512 + (line & 31) * 16 + (line >> 5 & 3) * 4 + (block & 3);
     }
     void put(i64 line, i64 block, i32 factor) const {
-        i64 i = at(*this, line, block);
+        const i64 i = at(line, block);
         if (size == 1)
             base[i] = u8(factor);
         else
@@ -34,12 +37,13 @@ struct Factors {
 };
 
 // amax: bits of the blocks' maxima, INF_BITS or more where a block has a value that is not finite.
-INLINE VI e8m0_code(VI amax, const Plan& p, i32 max_bits, i32 mantissa) {
+INLINE VI e8m0_code(VI amax, const CQuantizer& p, i32 max_bits, i32 mantissa) {
     VI finite = amax < all(INF_BITS);
     VI code;
     if (p.mode == RCEIL) {
-        // Any mantissa bit of amax / max carries into its exponent. It has one where the mantissa of amax is the larger,
-        // since no quotient rounds to a power of two; that can happen below 2^-126 alone, where what is at most 2^-127 counts as 0.
+        // Any mantissa bit of amax / max carries into its exponent. It has one where the mantissa of amax is
+        // the larger, since no quotient rounds to a power of two; that can happen below 2^-126 alone, where
+        // what is at most 2^-127 counts as 0.
         const i32 top = (max_bits >> 23) - 127, fraction = max_bits & 0x7fffff;
         code = max((VI)(((VU)amax + (VU)all(0x7fffff - fraction)) >> 23) - all(top), all(0));
         if (any((VI)((VU)amax - (VU)all(1) < (VU)all((top + 3) << 23)))) {
@@ -60,10 +64,13 @@ INLINE VI e8m0_encode_bits(VI code) {
     f = code == all(254) ? all(0x00400000) : f;
     return code == all(255) ? all(0x7fc00000) : f;
 }
-INLINE i32 e8m0_decode_bits(u32 code) { return code == 255 ? 0x7fc00000 : code == 0 ? 0x00400000 : i32(code << 23); }
+INLINE i32 e8m0_decode_bits(u32 code) {
+    if (code == 255) return 0x7fc00000;
+    return code == 0 ? 0x00400000 : i32(code << 23);
+}
 
 // max / amax, 1 where amax is 0 or not finite.
-INLINE VF fp8_scale(VI amax, float element_max, const Plan& p, float overflow) {
+INLINE VF fp8_scale(VI amax, float element_max, const CQuantizer& p, float overflow) {
     VF a = (VF)amax;
     VI nan = amax > all(INF_BITS);
     if (p.epsilon > 0) a = (VI)(a < all(p.epsilon)) ? all(p.epsilon) : a;

@@ -1,17 +1,20 @@
-// Vectors of W floats or ints, through the vector extension of GCC and Clang; intrinsics where it has no word for an
-// operation. Compiled three times (QT_ISA 512, 2, 0), each in a namespace of its own, so that no inline function of one
-// build is taken for that of another.
+// Vectors of W floats or ints, through the vector extension of GCC and Clang; intrinsics where it has no word
+// for an operation. Compiled three times (QT_ISA 512, 2, 0), each in a namespace of its own, so that no
+// inline function of one build is taken for that of another.
 #pragma once
 #include <cstring>
 
-#include "plan.h"
+#include "structs.h"
 #if QT_ISA > 0
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define INLINE static ALWAYS_INLINE
 
 namespace QT_NAMESPACE {
+
+constexpr i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
 #if QT_ISA == 512
 constexpr int W = 16;
@@ -91,7 +94,7 @@ INLINE void narrow(u8* p, VI v) {
 }
 
 // Streaming stores keep a large output from evicting the input; the address must be aligned.
-INLINE void store_bytes(u8* p, VB v, bool stream) {
+INLINE void store_bytes(u8* p, VB v, [[maybe_unused]] bool stream) {
 #if QT_ISA == 512
     if (stream) return _mm512_stream_si512((__m512i*)p, (__m512i)v);
 #elif QT_ISA == 2
@@ -123,9 +126,10 @@ INLINE void fence() {
 #endif
 }
 
-// ---- loads: GROUP elements as four vectors of float bits ------------------------------------------------------------
-// Bfloat16 elements 2i and 2i+1 are the halves of dword i: a shift and a mask take them apart ("pairs"), which costs half
-// of widening. pack() undoes the order.
+// ---- loads: GROUP elements as four vectors of float bits
+// Bfloat16 elements 2i and 2i+1 are the halves
+// of dword i: a shift and a mask take them apart ("pairs"), which costs half of widening. pack() undoes the
+// order.
 struct Float32 {
     using T = float;
     static constexpr int id = F32;
@@ -216,7 +220,7 @@ INLINE void widen_group(const u8* p, VI v[4]) {
     }
 }
 
-// ---- pack: four vectors of codes (one a dword) to GROUP bytes in element order ----------------------------------------
+// ---- pack: four vectors of codes (one a dword) to GROUP bytes in element order
 template <bool Pairs>
 INLINE VB pack(const VI c[4]) {
 #if QT_ISA == 512
@@ -277,7 +281,8 @@ INLINE void store_quads(u8* p, VB c) {
     __m256i w = _mm256_maddubs_epi16((__m256i)c, _mm256_set1_epi16(0x4001));
     w = _mm256_madd_epi16(w, _mm256_set1_epi32(0x10000001));
     // Three bytes of each dword, 12 of each half.
-    const __m256i kept = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
+    const __m256i kept =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
     w = _mm256_shuffle_epi8(w, kept);
     u8 t[32];
     store(t, w);
@@ -292,7 +297,7 @@ INLINE void store_quads(u8* p, VB c) {
 #endif
 }
 
-// ---- W vectors to one: lane b is the maximum of vector b ----------------------------------------------------------------
+// ---- W vectors to one: lane b is the maximum of vector b
 INLINE VI column_max(const VI v[W]) {
 #if QT_ISA == 512
     __m512i p[8], q[4], r[2];
@@ -306,7 +311,8 @@ INLINE VI column_max(const VI v[W]) {
     for (int i = 0; i < 2; i++)
         r[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(q[2 * i], q[2 * i + 1], 0x88),
                                 _mm512_shuffle_i32x4(q[2 * i], q[2 * i + 1], 0xdd));
-    return (VI)_mm512_max_epi32(_mm512_shuffle_i32x4(r[0], r[1], 0x88), _mm512_shuffle_i32x4(r[0], r[1], 0xdd));
+    return (VI)_mm512_max_epi32(_mm512_shuffle_i32x4(r[0], r[1], 0x88),
+                                _mm512_shuffle_i32x4(r[0], r[1], 0xdd));
 #elif QT_ISA == 2
     __m256i p[4], q[2];
     const __m256i* z = (const __m256i*)v;
@@ -325,8 +331,9 @@ INLINE VI column_max(const VI v[W]) {
 #endif
 }
 
-// ---- transposes -----------------------------------------------------------------------------------------------------
-// N x N elements of 16 bytes / N each, by log2(N) rounds of interleaving row i with row i + N/2.
+// ---- transposes
+// N x N
+// elements of 16 bytes / N each, by log2(N) rounds of interleaving row i with row i + N/2.
 typedef u8 Row8 __attribute__((vector_size(16)));
 typedef u16 Row16 __attribute__((vector_size(16)));
 typedef u32 Row32 __attribute__((vector_size(16)));
@@ -374,7 +381,8 @@ static void transpose(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols) {
     i64 r = 0;
     for (; r + N <= rows; r += N) {
         i64 c = 0;
-        for (; c + N <= cols; c += N) transpose_square<typename RowOf<T>::V>(x + r * ldx + c, ldx, y + c * ldy + r, ldy);
+        for (; c + N <= cols; c += N)
+            transpose_square<typename RowOf<T>::V>(x + r * ldx + c, ldx, y + c * ldy + r, ldy);
         for (; c < cols; c++)
             for (int i = 0; i < N; i++) y[c * ldy + r + i] = x[(r + i) * ldx + c];
     }

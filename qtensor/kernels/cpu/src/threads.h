@@ -1,27 +1,38 @@
-// Threads: torch's own OpenMP pool, as many as torch uses.
+// Loops over several threads: torch's own OpenMP pool, with as many threads as torch uses.
 #pragma once
+#include <atomic>
+#include <new>
+
 #include "denormals.h"
-#include "plan.h"
+#include "structs.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 namespace QT_NAMESPACE {
 
-// f(first, end) over equal parts of 0 .. n in whole units; one part a thread.
+// Runs f(first, end) over equal parts of 0 .. n in whole units; one part a thread.
+// An exception must not leave an OpenMP region: an allocation that fails in a thread throws after all have
+// ended.
 template <class F>
 static inline void parallel(i64 n, i64 unit, int threads, const F& f) {
     const i64 units = (n + unit - 1) / unit;
     if (threads > units) threads = int(units);
 #ifdef _OPENMP
     if (threads > 1) {
+        std::atomic<bool> out_of_memory{false};
 #pragma omp parallel num_threads(threads)
         {
             const KeepDenormals scope;
-            const i64 count = omp_get_num_threads(), at = omp_get_thread_num();
-            const i64 first = units * at / count * unit, end = units * (at + 1) / count * unit;
-            if (first < n) f(first, end < n ? end : n);
+            const i64 count = omp_get_num_threads(), part = omp_get_thread_num();
+            const i64 first = units * part / count * unit, end = units * (part + 1) / count * unit;
+            try {
+                if (first < n) f(first, end < n ? end : n);
+            } catch (const std::bad_alloc&) {
+                out_of_memory = true;
+            }
         }
+        if (out_of_memory) throw std::bad_alloc();
         return;
     }
 #endif

@@ -7,11 +7,15 @@ namespace QT_NAMESPACE {
 #if QT_ISA == 512
 template <class T>
 INLINE __m512i low_of(__m512i a, __m512i b) {
-    return sizeof(T) == 1 ? _mm512_unpacklo_epi8(a, b) : sizeof(T) == 2 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpacklo_epi32(a, b);
+    return sizeof(T) == 1   ? _mm512_unpacklo_epi8(a, b)
+           : sizeof(T) == 2 ? _mm512_unpacklo_epi16(a, b)
+                            : _mm512_unpacklo_epi32(a, b);
 }
 template <class T>
 INLINE __m512i high_of(__m512i a, __m512i b) {
-    return sizeof(T) == 1 ? _mm512_unpackhi_epi8(a, b) : sizeof(T) == 2 ? _mm512_unpackhi_epi16(a, b) : _mm512_unpackhi_epi32(a, b);
+    return sizeof(T) == 1   ? _mm512_unpackhi_epi8(a, b)
+           : sizeof(T) == 2 ? _mm512_unpackhi_epi16(a, b)
+                            : _mm512_unpackhi_epi32(a, b);
 }
 // N vectors of which 4 parts of 16 bytes are transposed side by side: N rows to N columns of each part.
 template <class T, int N>
@@ -28,7 +32,8 @@ INLINE void turn_parts(__m512i a[N]) {
         for (int i = 0; i < N; i++) a[i] = b[i];
     }
 }
-// Count squares, whose rows are vectors, one below the other: lines of memory of y that lie side by side leave together.
+// Count squares, whose rows are vectors, one below the other: lines of memory of y that lie side by side
+// leave together.
 template <class T, int Count = 1>
 static void turn_squares(const T* x, i64 ldx, T* y, i64 ldy, bool stream) {
     constexpr int N = 16 / sizeof(T);
@@ -54,28 +59,32 @@ static void turn_squares(const T* x, i64 ldx, T* y, i64 ldy, bool stream) {
             }
         }
         for (int k = 0; k < 4; k++)
-            for (int s = 0; s < Count; s++) store_bytes((u8*)(y + (N * k + i) * ldy + 4 * N * s), line[k][s], stream);
+            for (int s = 0; s < Count; s++)
+                store_bytes((u8*)(y + (N * k + i) * ldy + 4 * N * s), line[k][s], stream);
     }
 }
 #endif
 
 // x (rows, cols) to y (cols, rows), whole lines of y at a time.
 template <class T>
-static void turn(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols, bool stream) {
+static void turn(const T* x, i64 ldx, T* y, i64 ldy, i64 rows, i64 cols, [[maybe_unused]] bool stream) {
     constexpr int N = 64 / sizeof(T);
     i64 r = 0, c = 0;
 #if QT_ISA == 512
     stream = stream && ((uintptr_t(y) | uintptr_t(ldy * i64(sizeof(T)))) & 63) == 0;
     for (; r + N <= rows; r += N) {
-        for (c = 0; c + N <= cols; c += N) turn_squares<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, stream);
+        for (c = 0; c + N <= cols; c += N)
+            turn_squares<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, stream);
         if (c < cols) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, N, cols - c);
     }
 #endif
-    for (c = 0; c < cols; c += N) transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, rows - r, cols - c < N ? cols - c : N);
+    for (c = 0; c < cols; c += N)
+        transpose<T>(x + r * ldx + c, ldx, y + c * ldy + r, ldy, rows - r, cols - c < N ? cols - c : N);
 }
 
 // x (rows, cols) to y (cols, rows), which leaves in whole lines of memory.
-static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols, bool stream) {
+static inline void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols,
+                              [[maybe_unused]] bool stream) {
     constexpr i64 HIGH = 256, WIDE = 64;
     i64 r = 0;
 #if QT_ISA == 512
@@ -95,7 +104,7 @@ static void turn_bytes(const u8* x, i64 ldx, u8* y, i64 ldy, i64 rows, i64 cols,
     alignas(64) u8 tile[HIGH * WIDE];
     for (; r < rows; r += HIGH)
         for (i64 c = 0; c < cols; c += WIDE) {
-            const i64 n = rows - r < HIGH ? rows - r : HIGH, width = cols - c < WIDE ? cols - c : WIDE;
+            const i64 n = smaller(rows - r, HIGH), width = smaller(cols - c, WIDE);
             transpose<u8>(x + r * ldx + c, ldx, tile, n, n, width);
             for (i64 i = 0; i < width; i++) put_bytes(y + (c + i) * ldy + r, tile + i * n, n, stream);
         }

@@ -1,26 +1,27 @@
-// Block formats along lines: W blocks at a time, from maxima to stored codes. A line is a row of the matrix that is given:
-// of the tensor, or of the transpose that columns.h makes of a tile.
+// Block formats along lines: W blocks at a time, from maxima to stored codes. A line is a row of the matrix
+// that is given: of the tensor, or of the transpose that quantize_columns.h makes of a tile.
 #pragma once
+#include "block_strips.h"
 #include "nvfp4.h"
-#include "strips.h"
 
 namespace QT_NAMESPACE {
 
 // What is fixed for one direction of a call.
 struct Direction {
-    const Plan* plan;
-    Sink sink;
+    const CQuantizer* quantizer;
+    ScaleLayout scales;
     bool rotate;
-    int stream;               // of random bytes
+    int stream;  // of random bytes
     i64 seed;
-    Global global;            // NVFP4 with one maximum
-    const float* line_amax;   // NVFP4 with one for each line
-    float overflow;           // factor where float32 has none (fp8_blockwise)
-    bool whole_groups;        // codes of padding are stored too (rotated data)
+    Global global;           // NVFP4 with one maximum
+    const float* line_amax;  // NVFP4 with one for each line
+    float overflow;          // factor where float32 has none (fp8_blockwise)
+    bool whole_groups;       // codes of padding are stored too (rotated data)
     bool nontemporal;
 };
 
-// Where element `at` of a strip lies, whose blocks begin `stride` apart: one behind the other but for those of many groups.
+// Where element `at` of a strip lies, whose blocks begin `stride` apart: one behind the other but for those
+// of many groups.
 template <int B>
 INLINE i64 place(int at, i64 stride) {
     return B > GROUP ? at / B * stride + at % B : at;
@@ -96,7 +97,8 @@ INLINE VB encode_group(const typename D::T* x, const VF f[4]) {
 
 // W blocks, nearest rounding.
 template <class D, class E, int B, int Codes, bool Safe>
-INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
+INLINE void encode_strip(const typename D::T* x, const float* factors, u8* out, bool stream, i64 stride = B,
+                         i64 out_stride = B) {
     for (int at = 0; at < W * B; at += GROUP) {
         VF f[4];
         for (int j = 0; j < 4; j++) f[j] = spread<D, B>(factors, at, j);
@@ -111,9 +113,11 @@ template <class D>
 INLINE bool fits_quarters(VI amax, VF encode) {
     // Below it a product could underflow to -0, whose sign is dropped, where four times it would not.
     const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);
-    return !any(~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
+    return !any(
+        ~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p120f))));
 }
-// GROUP elements of NVFP4 of which none is far beyond the grid. f: four times the factors, since the table counts quarters.
+// GROUP elements of NVFP4 of which none is far beyond the grid. f: four times the factors, since the table
+// counts quarters.
 template <class D>
 INLINE VB quarters_group(const typename D::T* x, const VF f[4]) {
     VI v[4];
@@ -130,7 +134,9 @@ INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bo
             VB codes[2];
             for (int h = 0; h < 2; h++) {
                 VF f[4];
-                for (int j = 0; j < 4; j++) f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[at / GROUP + h][j]), factors);
+                for (int j = 0; j < 4; j++)
+                    f[j] = (VF)_mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[at / GROUP + h][j]),
+                                                     factors);
                 codes[h] = quarters_group<D>(x + at + h * GROUP, f);
             }
             store_bytes(out + at / Codes, nibbles_of(codes[0], codes[1]), stream);
@@ -142,16 +148,19 @@ INLINE bool encode_small(const typename D::T* x, VI amax, VF encode, u8* out, bo
 
 // The same for bfloat16 with factors 2^(127 - code), where every code allows it.
 template <class D, class E, int B, int Codes>
-INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
+INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream, i64 stride = B,
+                        i64 out_stride = B) {
     if constexpr (D::id == BF16 && B >= 2 * W) {
         VI code = all(254) - (VI)((VU)encode >> 23);
         if (any(code < all(LEAST_CODE<E>))) return false;
-        const __m512i bases = _mm512_castsi128_si512(_mm512_cvtepi32_epi8((__m512i)(code + all(base_of<E>(0)))));
+        const __m512i bases =
+            _mm512_castsi128_si512(_mm512_cvtepi32_epi8((__m512i)(code + all(base_of<E>(0)))));
         for (int at = 0; at < W * B; at += GROUP) {
             const __m512i block = B == MX ? _mm512_load_si512(BYTES.block[at / GROUP % 8]) : bytes_of(at / B);
             const __m512i base = _mm512_permutexvar_epi8(block, bases);
             VB codes = pow2_group<E>(x + place<B>(at, stride), base);
-            store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes, stream);
+            store_codes<E, Codes>(out + place<B>(at, out_stride) * (Codes == 4 ? 3 : 1) / Codes, codes,
+                                  stream);
         }
         return true;
     }
@@ -169,7 +178,7 @@ struct GlobalLanes {
 
 template <class E>
 INLINE Factors factors_of(VI amax, const Direction& d, const GlobalLanes& g) {
-    const Plan& p = *d.plan;
+    const CQuantizer& p = *d.quantizer;
     if (p.scale == SCALE_E8M0) {
         VI code = e8m0_code(amax, p, E::max_bits, E::mantissa);
         return {(VF)e8m0_encode_bits(code), code};
@@ -182,14 +191,17 @@ INLINE Factors factors_of(VI amax, const Direction& d, const GlobalLanes& g) {
 }
 
 // Store the factors of a strip; `lanes` of them are real.
-INLINE void put_factors(const Sink& s, VI stored, i64 line, i64 block, i64 blocks, int lanes, i64 line0, i64 block0) {
-    if (s.size == 1 && lanes == W && block + W <= blocks && (s.tiles ? (block0 + block) % 4 == 0 : s.block_stride == 1)) {
+INLINE void put_factors(const ScaleLayout& s, VI stored, i64 line, i64 block, i64 blocks, int lanes,
+                        i64 line0, i64 block0) {
+    if (s.size == 1 && lanes == W && block + W <= blocks &&
+        (s.tiles ? (block0 + block) % 4 == 0 : s.block_stride == 1)) {
         u8 codes[W];
         if (!s.tiles) {
-            narrow(s.base + s.at(s, line0 + line, block0 + block), stored);
+            narrow(s.base + s.at(line0 + line, block0 + block), stored);
         } else {
             narrow(codes, stored);
-            for (int b = 0; b < W; b += 4) memcpy(s.base + s.at(s, line0 + line, block0 + block + b), codes + b, 4);
+            for (int b = 0; b < W; b += 4)
+                memcpy(s.base + s.at(line0 + line, block0 + block + b), codes + b, 4);
         }
         return;
     }
@@ -203,10 +215,11 @@ INLINE void put_factors(const Sink& s, VI stored, i64 line, i64 block, i64 block
 template <class D, class E, int B, int Codes>
 struct LineQuantizer {
     using T = typename D::T;
-    static constexpr int strip = W * B, batch = 8192 / int(sizeof(T)) / strip > 1 ? 8192 / int(sizeof(T)) / strip : 1;
+    static constexpr int strip = W * B,
+                         batch = 8192 / int(sizeof(T)) / strip > 1 ? 8192 / int(sizeof(T)) / strip : 1;
     const Lines<T>& m;
     const Direction& d;
-    const Plan& p;
+    const CQuantizer& p;
     Strips<D, B, Codes> strips;
     const bool nv, special;
     const Keys keys;
@@ -222,8 +235,13 @@ struct LineQuantizer {
     u8* target[batch];
 
     LineQuantizer(const Lines<T>& lines, const Direction& direction)
-        : m(lines), d(direction), p(*direction.plan), strips(lines), nv(p.scale == SCALE_E4M3),
-          special(nv && (d.rotate || p.stochastic || p.four_over_six)), keys(d.seed) {
+        : m(lines),
+          d(direction),
+          p(*direction.quantizer),
+          strips(lines),
+          nv(p.scale == SCALE_E4M3),
+          special(nv && (d.rotate || p.stochastic || p.four_over_six)),
+          keys(d.seed) {
         for (int b = 0; b < W; b++) global.set(b, d.global);
     }
 
@@ -243,11 +261,13 @@ struct LineQuantizer {
     // The next strips among `left` blocks whose elements, and codes, lie one behind the other; how many.
     int find_batch(i64 line, i64 block, i64 left) {
         const bool flat = strips.flat_in && strips.flat_out;
-        const i64 full = flat ? (m.count - line) * strips.blocks : m.length / B;  // blocks from the start of the line
+        const i64 full =
+            flat ? (m.count - line) * strips.blocks : m.length / B;  // blocks from the start of the line
         const T* x = strips.source(line, block);
         u8* out = strips.target(line, block);
         int n = 0;
-        for (; n < batch && (n + 1) * W <= left && block + W <= full; n++, x += strip, out += W * strips.bytes) {
+        for (; n < batch && (n + 1) * W <= left && block + W <= full;
+             n++, x += strip, out += W * strips.bytes) {
             source[n] = x, target[n] = out;
             if ((block += W) < strips.blocks || flat) continue;
             block = 0, line++;
@@ -276,7 +296,7 @@ struct LineQuantizer {
             if (d.line_amax) set_global(at + s * W, W);
             const Factors f = factors_of<E>(amax[s], d, global);
             store(encode[s], f.encode);
-            put_factors(d.sink, f.stored, line, block, strips.blocks, W, m.line0, m.block0);
+            put_factors(d.scales, f.stored, line, block, strips.blocks, W, m.line0, m.block0);
             for (block += W; block >= strips.blocks; block -= strips.blocks) line++;
         }
         // What comes after them, in their order.
@@ -298,18 +318,19 @@ struct LineQuantizer {
         return !any(top >= all(INF_BITS));
     }
 
-    // Strips of the same block of W lines, for blocks of many groups in lines that hold few of them. False, with nothing of value
-    // written, where a value is not finite.
+    // Strips of the same block of W lines, for blocks of many groups in lines that hold few of them. False,
+    // with nothing of value written, where a value is not finite.
     bool run_down() {
-        const bool stream = d.nontemporal && ((uintptr_t(m.out) | uintptr_t(m.out_stride)) & (GROUP - 1)) == 0;
+        const bool stream =
+            d.nontemporal && ((uintptr_t(m.out) | uintptr_t(m.out_stride)) & (GROUP - 1)) == 0;
         for (i64 line = 0; line < m.count; line += W)
             for (i64 block = 0; block < strips.blocks; block++) {
                 source[0] = strips.source(line, block);
                 if (!find_maxima<true>(1)) return false;
                 const Factors f = factors_of<E>(amax[0], d, global);
                 store(encode[0], f.encode);
-                const Sink& s = d.sink;
-                store(s.base + 4 * s.at(s, m.line0 + line, m.block0 + block), f.stored);
+                const ScaleLayout& s = d.scales;
+                store(s.base + 4 * s.at(m.line0 + line, m.block0 + block), f.stored);
                 codes_to(*this, source[0], 0, strips.target(line, block), stream, m.stride, m.out_stride);
             }
         return true;
@@ -325,21 +346,25 @@ struct LineQuantizer {
         if (d.line_amax) set_global(at, lanes);
         const VI stored = strip_of(x, out, at, stream);
         if (!direct) strips.scatter(line, block, scattered, d.whole_groups, d.nontemporal);
-        put_factors(d.sink, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
+        put_factors(d.scales, stored, line, block, strips.blocks, lanes, m.line0, m.block0);
     }
 
     // Codes of a strip of finite values whose maxima and factors are known.
     void codes(const T* x, int s, u8* target, bool stream) {
         // Packed codes leave in pieces too small to go around the cache one by one.
         u8* out = stream && Codes > 1 ? scattered : target;
-        codes_to(*this, x, s, out, stream && out == target);  // what went around the cache takes long to read back
+        codes_to(*this, x, s, out,
+                 stream && out == target);  // what went around the cache takes long to read back
         if (out != target) put_bytes(target, out, W * strips.bytes, true);
     }
-    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride = B, i64 out_stride = B) {
+    INLINE void codes_to(const LineQuantizer& q, const T* x, int s, u8* out, bool stream, i64 stride = B,
+                         i64 out_stride = B) {
 #if QT_ISA == 512
         const VF f = load<VF>(q.encode[s]);
         if (encode_small<D, E, B, Codes>(x, q.amax[s], f, out, stream)) return;
-        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) && encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride)) return;
+        if ((q.p.scale == SCALE_E8M0 || q.p.pow2) &&
+            encode_pow2<D, E, B, Codes>(x, (VI)f, out, stream, stride, out_stride))
+            return;
 #endif
         encode_strip<D, E, B, Codes, false>(x, q.encode[s], out, stream, stride, out_stride);
     }
@@ -371,7 +396,8 @@ struct LineQuantizer {
         to_finite<D>(x, wide, d.rotate, p.signs);
         const VI amax = strip_maxima<Float32, NV>(wide);
         if (p.four_over_six) {
-            VI stored = encode_4over6(wide, 1, 0, unpacked, 0, p, amax, global.amax, global.scale, global.inverse);
+            VI stored =
+                encode_4over6(wide, 1, 0, unpacked, 0, p, amax, global.amax, global.scale, global.inverse);
             pack_all<Codes>(unpacked, out);
             return stored;
         }

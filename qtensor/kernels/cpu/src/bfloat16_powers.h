@@ -7,14 +7,17 @@ namespace QT_NAMESPACE {
 // Factors that are not positive powers of two which keep every value of an element normal.
 template <class E>
 INLINE VI unfit_exponents(VI factor) {
-    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23), most = all((254 + 127 - (E::max_bits >> 23)) << 23);
+    const VI least = all((1 + 127 - (E::min_exponent - E::mantissa)) << 23),
+             most = all((254 + 127 - (E::max_bits >> 23)) << 23);
     return (VI)(factor < least) | (VI)(factor > most) | (VI)((factor & all(0x7fffff)) != all(0));
 }
 template <class E>
 INLINE bool fits_exponents(VI factor) {
     return !any(unfit_exponents<E>(factor));
 }
-INLINE VI exponent_steps(VI factor) { return (factor >> 16) - all(127 << 7); }  // what is added to a bfloat16, in the low halves
+INLINE VI exponent_steps(VI factor) {
+    return (factor >> 16) - all(127 << 7);
+}  // what is added to a bfloat16, in the low halves
 
 // Zeros, infinities and NaN stay.
 template <class E>

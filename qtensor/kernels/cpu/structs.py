@@ -1,4 +1,4 @@
-"""A quantizer's facts as the struct that the C++ kernels read (plan.h)."""
+"""The structs that the C++ kernels read: a quantizer's facts and the arguments of norms and activations (structs.h)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from qtensor.formats import E2M1, FormatSpec
 
-ABI = 3
+ABI = 4
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
 _SCALES = {"float32": 0, "e8m0": 1, "e4m3": 2}
 _MODES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
@@ -24,11 +24,11 @@ FORMATS = (
     "mxfp4",
     "nvfp4",
 )
-"""The formats whose arithmetic the kernels have. Another one with the same facts may still round differently."""
+"""The formats that the kernels compute. Another format with the same facts may still round differently."""
 
 
-class Plan(ctypes.Structure):
-    """``struct Plan`` of plan.h, field by field."""
+class CQuantizer(ctypes.Structure):
+    """`struct CQuantizer` of structs.h, field by field."""
 
     _fields_ = (
         ("abi", ctypes.c_int32),
@@ -54,12 +54,59 @@ class Plan(ctypes.Structure):
     )
 
 
-def make_plan(codec: Any) -> Plan:
-    """The facts of a quantizer of one of ``FORMATS``."""
+class NormCall(ctypes.Structure):
+    """`struct NormCall` of structs.h, field by field."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("rstd", ctypes.c_void_p),
+        ("dx", ctypes.c_void_p),
+        ("dweight", ctypes.c_void_p),
+        ("dbias", ctypes.c_void_p),
+        ("y_dtype", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("zero_centered", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class ActivationCall(ctypes.Structure):
+    """`struct ActivationCall` of structs.h, field by field."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("dy", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("dy_stride", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("bound", ctypes.c_float),
+    )
+
+
+def c_quantizer(codec: Any) -> CQuantizer:
+    """Return the facts of a quantizer of one of `FORMATS`."""
     spec: FormatSpec = codec.spec
     value: dict[str, Any] = {name: getattr(codec, name, None) for name in codec.option_names()}
     codes, size = (2, 1) if codec.element == E2M1 else (4, 3) if value.get("packed") else (1, 1)
-    return Plan(
+    return CQuantizer(
         abi=ABI,
         family=_family(codec),
         element=_ELEMENTS[codec.element.name],

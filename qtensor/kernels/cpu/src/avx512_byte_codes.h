@@ -1,7 +1,7 @@
-// 64 elements to codes in byte lanes, with AVX-512. An element comes as a word: its sign, 8 bits of exponent and 7 of significand
-// are a bfloat16, or a float32 rounded to odd, whose last bit tells whether anything was cut off. Those 7 bits pick the code's
-// fraction from a table, rounding included; exponents are subtracted beside it. simd.h and elements.h say what is computed;
-// here is only speed.
+// 64 elements to codes in byte lanes, with AVX-512. An element comes as a word: its sign, 8 bits of exponent
+// and 7 of significand are a bfloat16, or a float32 rounded to odd, whose last bit tells whether anything was
+// cut off. Those 7 bits pick the code's fraction from a table, rounding included; exponents are subtracted
+// beside it. simd.h and element_codes.h say what is computed; here is only speed.
 #pragma once
 #include "scales.h"
 
@@ -22,7 +22,8 @@ struct ByteOrder {
 };
 static constexpr ByteOrder BYTES;
 
-// Steps from the code of 2^e to that of 1.m * 2^e, both normal, by the 7 bits m behind the leading 1. Nearest, ties to the even code.
+// Steps from the code of 2^e to that of 1.m * 2^e, both normal, by the 7 bits m behind the leading 1.
+// Nearest, ties to the even code.
 template <class E>
 struct Fractions {
     alignas(64) u8 at[128];
@@ -37,13 +38,15 @@ struct Fractions {
 template <class E>
 static constexpr Fractions<E> FRACTIONS;
 
-// Where the codes of values below the smallest normal one, 2^e, stand: those of 1.m * 2^(e - 1 - d), d = 0, 1, ..., take fewer and
-// fewer bits and share the bytes of one or two tables. Extra: bits that a factor between 1 and 2 adds.
+// Where the codes of values below the smallest normal one, 2^e, stand: those of 1.m * 2^(e - 1 - d), d = 0,
+// 1, ..., take fewer and fewer bits and share the bytes of one or two tables. Extra: bits that a factor
+// between 1 and 2 adds.
 template <class E, int Extra>
 struct SmallPlaces {
     static constexpr int depth = E::mantissa + 1 + Extra;  // from there on, the code is 0
     int table[depth], shift[depth], tables;
-    alignas(16) u8 control[16], mask[16];  // by d: the shift, with the highest bit for the second table; the bits that count
+    alignas(16) u8 control[16],
+        mask[16];  // by d: the shift, with the highest bit for the second table; the bits that count
     constexpr SmallPlaces() : table(), shift(), tables(1), control(), mask() {
         int used[2] = {0, 0};
         for (int d = 0; d < depth; d++) {
@@ -62,7 +65,9 @@ static constexpr SmallPlaces<E, Extra> SMALL_PLACES;
 template <class E, int Extra>
 struct SmallCodes {
     alignas(64) u8 at[SMALL_PLACES<E, Extra>.tables][128];
-    constexpr void put(int d, int m, int code) { at[SMALL_PLACES<E, Extra>.table[d]][m] |= u8(code << SMALL_PLACES<E, Extra>.shift[d]); }
+    constexpr void put(int d, int m, int code) {
+        at[SMALL_PLACES<E, Extra>.table[d]][m] |= u8(code << SMALL_PLACES<E, Extra>.shift[d]);
+    }
 };
 template <class E>
 static constexpr SmallCodes<E, 0> small_fractions() {
@@ -76,26 +81,31 @@ static constexpr SmallCodes<E, 0> SMALL_FRACTIONS = small_fractions<E>();
 
 template <class E>
 struct Codes8 {
-    static constexpr int fields = (E::max_bits >> 23) - E::min_exponent + 1;  // of the exponent of the largest value
-    static constexpr int most = fields << E::mantissa | (E::max_bits >> (23 - E::mantissa) & ((1 << E::mantissa) - 1));
+    static constexpr int fields =
+        (E::max_bits >> 23) - E::min_exponent + 1;  // of the exponent of the largest value
+    static constexpr int most =
+        fields << E::mantissa | (E::max_bits >> (23 - E::mantissa) & ((1 << E::mantissa) - 1));
 };
-// A word of exponent e times 2^(127 - code) is normal where e > base. With a base from LEAST_BASE on, words of exponent 0 (zero,
-// and subnormals, whose leading 1 is not implied) get code 0, as they should.
+// A word of exponent e times 2^(127 - code) is normal where e > base. With a base from LEAST_BASE on, words
+// of exponent 0 (zero, and subnormals, whose leading 1 is not implied) get code 0, as they should.
 template <class E>
-constexpr int base_of(int code) { return code + E::min_exponent - 128; }
+constexpr int base_of(int code) {
+    return code + E::min_exponent - 128;
+}
 template <class E>
 constexpr int LEAST_BASE = E::mantissa + 2;
 template <class E>
 constexpr i32 LEAST_CODE = LEAST_BASE<E> + 128 - E::min_exponent;
 
-// The parts of 64 words: bytes of exponents, of low halves (the last bit of the exponent is their highest; tables of 128 leave it
-// out) and of high halves.
+// The parts of 64 words: bytes of exponents, of low halves (the last bit of the exponent is their highest;
+// tables of 128 leave it out) and of high halves.
 struct Parts {
     __m512i exponent, fraction, high;
 };
 INLINE Parts parts_of(__m512i v0, __m512i v1) {
     const __m512i even = _mm512_load_si512(BYTES.even);
-    return {_mm512_permutex2var_epi8(_mm512_srli_epi16(v0, 7), even, _mm512_srli_epi16(v1, 7)), _mm512_permutex2var_epi8(v0, even, v1),
+    return {_mm512_permutex2var_epi8(_mm512_srli_epi16(v0, 7), even, _mm512_srli_epi16(v1, 7)),
+            _mm512_permutex2var_epi8(v0, even, v1),
             _mm512_permutex2var_epi8(v0, _mm512_load_si512(BYTES.odd), v1)};
 }
 template <class E>
@@ -111,25 +121,30 @@ INLINE __m512i normal_codes(const Parts& p, __m512i base, __m512i fraction) {
 template <class E>
 INLINE VB with_signs(__m512i q, const Parts& p) {
     const __m512i top = bytes_of(1 << (E::width - 1));
-    return (VB)_mm512_ternarylogic_epi32(q, E::width == 8 ? p.high : _mm512_srli_epi16(p.high, 8 - E::width), top, 0xf8);
+    return (VB)_mm512_ternarylogic_epi32(q, E::width == 8 ? p.high : _mm512_srli_epi16(p.high, 8 - E::width),
+                                         top, 0xf8);
 }
 
 // q with the codes of the words at or below the base.
 template <class E, int Extra>
-INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small, const SmallCodes<E, Extra>& t) {
+INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small,
+                          const SmallCodes<E, Extra>& t) {
     const auto& places = SMALL_PLACES<E, Extra>;
     const __m512i below = _mm512_min_epu8(_mm512_sub_epi8(base, p.exponent), bytes_of(15));
     const __m512i control = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.control)), below);
     const __m512i mask = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(places.mask)), below);
     __m512i v = fraction_of<E>(p.fraction, t.at[0]);
-    if (places.tables == 2) v = _mm512_mask_mov_epi8(v, _mm512_movepi8_mask(control), fraction_of<E>(p.fraction, t.at[places.tables - 1]));
+    if (places.tables == 2)
+        v = _mm512_mask_mov_epi8(v, _mm512_movepi8_mask(control),
+                                 fraction_of<E>(p.fraction, t.at[places.tables - 1]));
     // Each byte of eight, shifted right by its own count; bits of the next one come after those that count.
     v = _mm512_multishift_epi64_epi8(_mm512_add_epi8(control, _mm512_set1_epi64(0x3830282018100800)), v);
     return _mm512_mask_mov_epi8(q, small, _mm512_and_si512(v, mask));
 }
 
-// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code). history: a bit for each group before, set where it had values
-// below the smallest normal one: a branch that one in two groups takes costs more than the work that it saves.
+// Codes of words times 2^(127 - code). base: bytes, base_of<E>(code). history: a bit for each group before,
+// set where it had values below the smallest normal one: a branch that one in two groups takes costs more
+// than the work that it saves.
 template <class E>
 INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
     const Parts p = parts_of(v0, v1);
@@ -137,11 +152,13 @@ INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
     history = history << 1 | (small != 0);
     // Few values of an 8-bit element are subnormal, many of a narrower one.
-    if (E::width < 8 || __builtin_expect((history & 0xff) != 0, 0)) q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
+    if (E::width < 8 || __builtin_expect((history & 0xff) != 0, 0))
+        q = with_small<E, 0>(q, p, base, small, SMALL_FRACTIONS<E>);
     return with_signs<E>(q, p);
 }
 
-// 32 floats to words, rounded to odd: in order, and where even and odd elements stand in vectors of their own.
+// 32 floats to words, rounded to odd: in order, and where even and odd elements stand in vectors of their
+// own.
 INLINE __m512i odd_words(VI a, VI b) {
     const __m512i low = _mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(BYTES.low), (__m512i)b);
     const __m512i high = _mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(BYTES.high), (__m512i)b);
@@ -150,18 +167,21 @@ INLINE __m512i odd_words(VI a, VI b) {
 INLINE __m512i odd_words_of_pairs(VI even, VI odd) {
     const __m512i upper = _mm512_set1_epi32(i32(0xffff0000));
     const __m512i high = _mm512_ternarylogic_epi32((__m512i)((VU)even >> 16), (__m512i)odd, upper, 0xf8);
-    const __m512i low = _mm512_ternarylogic_epi32((__m512i)even, _mm512_slli_epi32((__m512i)odd, 16), upper, 0xd8);
+    const __m512i low =
+        _mm512_ternarylogic_epi32((__m512i)even, _mm512_slli_epi32((__m512i)odd, 16), upper, 0xd8);
     return _mm512_or_si512(high, _mm512_min_epu16(low, _mm512_set1_epi16(1)));
 }
 
-// ---- floats times a factor ------------------------------------------------------------------------------------------------------
+// ---- floats times a factor
 template <class D, class E>
 INLINE VB codes_of_products(const typename D::T* x, const VF f[4], u32& history) {
     VI v[4];
     D::group(x, v);
     for (int j = 0; j < 4; j++) v[j] = (VI)((VF)v[j] * f[j]);
     const __m512i base = bytes_of(base_of<E>(127));
-    if (D::pairs) return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base, history);
+    if (D::pairs)
+        return codes_of_words<E>(odd_words_of_pairs(v[0], v[1]), odd_words_of_pairs(v[2], v[3]), base,
+                                 history);
     return codes_of_words<E>(odd_words(v[0], v[1]), odd_words(v[2], v[3]), base, history);
 }
 template <class D, class E>
@@ -170,14 +190,14 @@ INLINE VB codes_of_products(const typename D::T* x, const VF f[4]) {
     return codes_of_products<D, E>(x, f, none);
 }
 
-// ---- bfloat16 times powers of two --------------------------------------------------------------------------------------------------
+// ---- bfloat16 times powers of two
 template <class E>
 INLINE VB pow2_group(const u16* x, __m512i base) {
     u32 none = 0;
     return codes_of_words<E>(load<__m512i>(x), load<__m512i>(x + 32), base, none);
 }
 
-// ---- bfloat16 times one factor: the products of all significands in a table ---------------------------------------------------------
+// ---- bfloat16 times one factor: the products of all significands in a table
 struct Significands {
     alignas(64) u32 at[128];  // of the bfloat16 from 1 to 2, as floats
     constexpr Significands() : at() {

@@ -1,9 +1,10 @@
-// Quantizing what is made a few rows at a time, while they are in the cache. Where a maximum of the whole tensor comes
-// first, it is found on the way, and the tensor kept and quantized then, or made once more where there is no room for it.
+// Quantizing what is made a few rows at a time, while they are in the cache. Where a maximum of the whole
+// tensor comes first, it is found on the way, and the tensor kept and quantized then, or made once more where
+// there is no room for it.
 #pragma once
-#include "blocks.h"
-#include "float8.h"
-#include "sinks.h"
+#include "quantize_float8.h"
+#include "quantize_tiles.h"
+#include "scale_layout.h"
 
 namespace QT_NAMESPACE {
 
@@ -12,18 +13,20 @@ constexpr i64 BAND_BYTES = i64(256) << 10;  // of produced rows, which stay in t
 template <class D>
 struct Fused {
     using T = typename D::T;
-    const Plan& p;
+    const CQuantizer& p;
     const QuantizeCall& c;  // x: where the produced tensor is kept, or null
     Producer& producer;
-    const i64 height;       // rows of a band
+    const i64 height;  // rows of a band
     const bool stream;
 
-    Fused(const Plan& plan, const QuantizeCall& call, Producer& made, bool around_the_cache)
-        : p(plan), c(call), producer(made), height(band_height()), stream(around_the_cache) {}
+    Fused(const CQuantizer& quantizer, const QuantizeCall& call, Producer& made, bool around_the_cache)
+        : p(quantizer), c(call), producer(made), height(band_height()), stream(around_the_cache) {}
 
     // Whole blocks of what is cut along the rows, as many as the cache holds, enough bands for all threads.
     i64 band_height() const {
-        const i64 unit = p.family == BLOCK && !p.transposed && (c.column.data || p.square) ? 32 : c.column.data || p.square ? 128 : 1;
+        const i64 unit = p.family == BLOCK && !p.transposed && (c.column.data || p.square) ? 32
+                         : c.column.data || p.square                                       ? 128
+                                                                                           : 1;
         i64 fit = BAND_BYTES / (c.cols * i64(sizeof(T)));
         const i64 share = (c.rows + c.threads - 1) / c.threads;
         fit = fit < share ? fit : share;
@@ -35,20 +38,25 @@ struct Fused {
     void bands(bool again, const F& f) const {
         parallel((c.rows + height - 1) / height, 1, c.threads, [&](i64 a, i64 b) {
             T* kept = (T*)c.x;
-            T* buffer = kept ? nullptr : new (std::align_val_t(64)) T[size_t(height * c.cols)];
+            const Array<T> buffer(kept ? 0 : height * c.cols);
             for (i64 i = a; i < b; i++) {
                 // What was read last is still in the cache.
-                const i64 band = again ? a + b - 1 - i : i, begin = band * height, end = begin + height < c.rows ? begin + height : c.rows;
-                T* at = kept ? kept + begin * c.cols : buffer;
+                const i64 band = again ? a + b - 1 - i : i, begin = band * height,
+                          end = begin + height < c.rows ? begin + height : c.rows;
+                T* at = kept ? kept + begin * c.cols : (T*)buffer;
                 producer.rows(begin, end, at, again);
                 QuantizeCall part = c;
-                part.stride = c.cols, part.threads = 1, part.begin = begin, part.end = end;
+                part.stride = c.cols;
+                part.threads = 1;
+                part.begin = begin;
+                part.end = end;
                 part.x = (const void*)(uintptr_t(at) - uintptr_t(begin * c.cols) * sizeof(T));
                 QuantizeCall alone = part;
-                alone.x = at, alone.rows = end - begin, alone.begin = alone.end = 0;
+                alone.x = at;
+                alone.rows = end - begin;
+                alone.begin = alone.end = 0;
                 f(part, alone);
             }
-            operator delete[](buffer, std::align_val_t(64));
             if (stream) fence();
         });
     }
@@ -61,9 +69,13 @@ struct Fused {
     void tensor() {
         i32 found = 0;
         const bool own = !c.scale && !c.row.given;
-        if (own) bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) { raise(&found, amax_tensor<D>(alone, false)); });
+        if (own)
+            bands(false, [&](const QuantizeCall&, const QuantizeCall& alone) {
+                raise(&found, amax_tensor<D>(alone, false));
+            });
         using Float8 = Float8Quantizer<D, E>;
-        const float scale = c.scale ? *c.scale : Float8(p, c, false).scale_of(own ? found : bits<i32>(*c.row.given));
+        const float scale =
+            c.scale ? *c.scale : Float8(p, c, false).scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         const OneFactor<D, E> factor(scale, c.rows * c.cols);
         const typename Float8::Care care{Float8::is_odd(scale) || found >= INF_BITS, !own};
@@ -81,21 +93,24 @@ struct Fused {
     template <class E>
     void rows() {
         Float8Quantizer<D, E>(p, c, stream).given_rows();
-        bands(false, [&](const QuantizeCall& part, const QuantizeCall&) { Float8Quantizer<D, E>(p, part, stream).encode_rows(); });
+        bands(false, [&](const QuantizeCall& part, const QuantizeCall&) {
+            Float8Quantizer<D, E>(p, part, stream).encode_rows();
+        });
     }
 
     template <class E, int B, int Codes>
     struct Quantizer : BlockQuantizer<D, E, B, Codes> {
-        Quantizer(const Plan& p, const QuantizeCall& c, bool stream)
-            : BlockQuantizer<D, E, B, Codes>(p, c, sink_of(p, c.row, c.rows, c.cols, false), sink_of(p, c.column, c.cols, c.rows, true),
-                                             stream) {}
+        Quantizer(const CQuantizer& p, const QuantizeCall& c, bool stream)
+            : BlockQuantizer<D, E, B, Codes>(p, c, scale_layout_of(p, c.row, c.rows, c.cols, false),
+                                             scale_layout_of(p, c.column, c.cols, c.rows, true), stream) {}
     };
 
     template <class E, int B, int Codes>
     void blocks() {
         using Band = Quantizer<E, B, Codes>;
         if (p.scale != SCALE_E4M3) {
-            bands(false, [&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
+            bands(false,
+                  [&](const QuantizeCall& part, const QuantizeCall&) { Band(p, part, stream).encode(); });
             return;
         }
         // Square blocks have one maximum, whichever direction asks.
@@ -106,8 +121,10 @@ struct Fused {
         if (wanted)
             bands(false, [&](const QuantizeCall& part, const QuantizeCall& alone) {
                 Band band(p, part, stream);
-                if (row && !first.given) raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
-                if (column && !c.column.given) raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
+                if (row && !first.given)
+                    raise(&of_rows, band.row.rotate ? band.rotated(false) : amax_tensor<D>(alone, true));
+                if (column && !c.column.given)
+                    raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
             });
         Global along_rows{}, along_columns{};
         if (row && p.row_scaled) {
@@ -115,7 +132,8 @@ struct Fused {
         } else if (row) {
             *first.amax = first.given ? *first.given : bits<float>(of_rows);
             along_rows = along_columns = nvfp4_global(*first.amax, p.e4m3_max);
-            if (p.square && c.row.amax && c.column.amax) *c.column.amax = c.column.given ? *c.column.given : *c.row.amax;
+            if (p.square && c.row.amax && c.column.amax)
+                *c.column.amax = c.column.given ? *c.column.given : *c.row.amax;
         }
         if (column) {
             *c.column.amax = c.column.given ? *c.column.given : bits<float>(of_columns);

@@ -1,19 +1,19 @@
-// Arithmetic on rows of floats whose every rounding is fixed (docs/numerics.md): sums over 128 lanes, exp and sigmoid from
-// multiplications and additions, one rounding on the way out.
+// Arithmetic on rows of floats whose every rounding is fixed (docs/numerics.md): sums over 128 lanes, exp and
+// sigmoid from multiplications and additions, one rounding on the way out.
 #pragma once
 #include <cmath>
-#include <new>
 
 #include "dequantize.h"
 #include "threads.h"
 
 namespace QT_NAMESPACE {
 
-constexpr int CHUNK = 128;             // lanes of a sum over a row
-constexpr int VECTORS = CHUNK / W;     // that hold them
-constexpr i64 ROW_BLOCK = 64;          // rows that a sum over rows adds before it adds their sum to those of other blocks
+constexpr int CHUNK = 128;          // lanes of a sum over a row
+constexpr int VECTORS = CHUNK / W;  // that hold them
+constexpr i64 ROW_BLOCK =
+    64;  // rows that a sum over rows adds before it adds their sum to those of other blocks
 
-// ---- chunks in and out: Pairs is the lane order of pairs of bfloat16 (simd.h), else that of the elements ---------------
+// ---- chunks in and out: Pairs is the lane order of pairs of bfloat16 (simd.h), else that of the elements
 template <bool Pairs>
 constexpr int lane_of(int j, int i) {
     return Pairs ? j / 4 * GROUP + position<Bfloat16>(j % 4, i) : j * W + i;
@@ -63,7 +63,7 @@ INLINE bool aligned(const T* p) {
     return (uintptr_t(p) & (GROUP - 1)) == 0;
 }
 
-// ---- sums -----------------------------------------------------------------------------------------------------------------
+// ---- sums
 template <int N>
 INLINE VF add_upper(VF v) {  // lane i plus lane i + N
 #if QT_ISA == 512
@@ -106,14 +106,6 @@ INLINE void tail_masks(i64 cols, VI mask[VECTORS]) {
 }
 INLINE i64 whole_chunks(i64 cols) { return (cols + CHUNK - 1) / CHUNK; }
 
-// Memory for floats, aligned.
-struct Floats {
-    float* p;
-    explicit Floats(i64 n) : p(new (std::align_val_t(64)) float[size_t(n > 0 ? n : 1)]) {}
-    ~Floats() { operator delete[](p, std::align_val_t(64)); }
-    Floats(const Floats&) = delete;
-    Floats& operator=(const Floats&) = delete;
-};
 inline void put_element(void* p, i64 i, int dtype, float v) {
     if (v != v) v = bits<float>(0x7fc00000);
     if (dtype == F32)
@@ -132,7 +124,8 @@ static void add_blocks(const float* partial, i64 blocks, i64 cols, void* out, in
         for (i64 k = a; k < b; k += CHUNK) {
             VF total[VECTORS] = {};
             for (i64 block = 0; block < blocks; block++)
-                for (int j = 0; j < VECTORS; j++) total[j] = total[j] + load<VF>(partial + block * width + k + j * W);
+                for (int j = 0; j < VECTORS; j++)
+                    total[j] = total[j] + load<VF>(partial + block * width + k + j * W);
             for (int j = 0; j < VECTORS; j++)
                 for (int i = 0; i < W; i++) {
                     const i64 at = k + lane_of<Pairs>(j, i);
@@ -142,8 +135,9 @@ static void add_blocks(const float* partial, i64 blocks, i64 cols, void* out, in
     });
 }
 
-// ---- exp and sigmoid ------------------------------------------------------------------------------------------------------
-// x, or the bound where x is below it; NaN stays.
+// ---- exp and sigmoid
+// x,
+// or the bound where x is below it; NaN stays.
 INLINE VF at_least(VF x, float bound) {
 #if QT_ISA == 512
     return (VF)_mm512_max_ps((__m512)all(bound), (__m512)x);
@@ -159,14 +153,16 @@ INLINE VF exp_nonpositive(VF v) {
     const VF shifted = v * all(1.4426950216293335f) + magic, n = shifted - magic;
     const VF r = (v - n * all(0.693359375f)) - n * all(-0.00021219444170128554f);
     const VF s = r * r, low = r * all(0.1666652113199234f) + all(0.4999999403953552f);
-    const VF high = s * all(0.0013814596459269524f) + (r * all(0.0083687175065279f) + all(0.04166838899254799f));
+    const VF high =
+        s * all(0.0013814596459269524f) + (r * all(0.0083687175065279f) + all(0.04166838899254799f));
     const VF p = ((high * s + low) * s + r) + all(1.0f);
 #if QT_ISA == 512
     // The same as two products: the first of them is exact.
     return (VF)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     const VI e = (VI)((VU)shifted - (VU)magic), half = e >> 1;
-    const VF first = (VF)(((VU)half + (VU)all(127)) << 23), second = (VF)(((VU)e - (VU)half + (VU)all(127)) << 23);
+    const VF first = (VF)(((VU)half + (VU)all(127)) << 23),
+             second = (VF)(((VU)e - (VU)half + (VU)all(127)) << 23);
     return p * first * second;
 #endif
 }

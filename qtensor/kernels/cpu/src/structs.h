@@ -1,4 +1,5 @@
-// What Python tells the kernels: a plan (a quantizer's facts, fixed) and a call (one tensor). Mirrored in native.py.
+// The structs that Python passes to the kernels: a quantizer's fixed facts (CQuantizer) and one call on one
+// tensor. structs.py mirrors them.
 #pragma once
 #include <cstdint>
 
@@ -16,21 +17,21 @@ enum E8M0Mode { RCEIL = 0, FLOOR = 1, CEIL = 2, EVEN = 3 };
 enum Side { NO_SIDE = 0, ROWWISE = 1, COLUMNWISE = 2 };
 
 // The facts of a quantizer.
-struct Plan {
+struct CQuantizer {
     i32 abi;
     i32 family;
     i32 element;
-    i32 codes, bytes;   // a packed group: 1 in 1, 2 in 1, 4 in 3
+    i32 codes, bytes;  // a packed group: 1 in 1, 2 in 1, 4 in 3
     i32 block;
-    i32 square;         // block x block
+    i32 square;  // block x block
     i32 scale;
-    i32 mode;           // of E8M0
-    i32 transposed;     // columnwise buffers are those of the transpose
+    i32 mode;        // of E8M0
+    i32 transposed;  // columnwise buffers are those of the transpose
     i32 swizzled;
     i32 pow2;
     float epsilon;
     // NVFP4
-    i32 rotated;        // the Side that is rotated
+    i32 rotated;  // the Side that is rotated
     i32 signs;
     i32 stochastic;
     i32 row_scaled;
@@ -42,9 +43,9 @@ struct Plan {
 // One direction's buffers; null where the usage is absent.
 struct Buffers {
     u8* data;
-    void* scale;        // factors of blocks
-    float* amax;        // NVFP4
-    const float* given; // maxima to use instead of those found
+    void* scale;         // factors of blocks
+    float* amax;         // NVFP4
+    const float* given;  // maxima to use instead of those found
 };
 
 struct QuantizeCall {
@@ -52,11 +53,11 @@ struct QuantizeCall {
     i32 dtype, threads;
     i64 rows, cols, stride;  // stride of rows, in elements
     Buffers row, column;
-    float* scale_inv;        // fp8 without blocks
-    const float* scale;      // encode factors to use
-    float* amax_out;         // delayed scaling
+    float* scale_inv;    // fp8 without blocks
+    const float* scale;  // encode factors to use
+    float* amax_out;     // delayed scaling
     i64 seed;
-    i64 begin, end;          // a band of rows; x + begin * stride is its first element. All rows where end is 0
+    i64 begin, end;  // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
 // x (m, k) bfloat16 @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
@@ -76,20 +77,20 @@ struct DequantizeCall {
     void* y;
     i32 dtype, threads;
     i64 rows, cols;
-    i64 first, count;        // rows to decode; y holds only these
-    Buffers row, column;     // exactly one has data
+    i64 first, count;     // rows to decode; y holds only these
+    Buffers row, column;  // exactly one has data
     const float* scale_inv;
 };
 
 // y (rows, cols) = norm(x), or sums of the rows of x to y (cols); with dx the gradients, y being dy.
 struct NormCall {
     const void* x;
-    i64 rows, cols, stride;        // stride of rows, in elements
+    i64 rows, cols, stride;  // stride of rows, in elements
     void* y;
-    i64 y_stride;                  // of dy
-    const void *weight, *bias;     // or null
-    float *mean, *rstd;            // a row; mean is null for RMSNorm
-    void *dx, *dweight, *dbias;    // in the dtypes of x, of the weight, and of bias_dtype
+    i64 y_stride;                // of dy
+    const void *weight, *bias;   // or null
+    float *mean, *rstd;          // a row; mean is null for RMSNorm
+    void *dx, *dweight, *dbias;  // in the dtypes of x, of the weight, and of bias_dtype
     i32 y_dtype, weight_dtype, bias_dtype, zero_centered, threads;
     float eps;
 };

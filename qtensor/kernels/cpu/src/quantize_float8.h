@@ -1,7 +1,8 @@
 // FP8 with one factor for the tensor, a row or a column.
 #pragma once
 #include "amax.h"
-#include "sinks.h"
+#include "memory.h"
+#include "scale_layout.h"
 #include "transpose.h"
 
 namespace QT_NAMESPACE {
@@ -15,7 +16,8 @@ struct OneFactor {
     VF four[4];
 #if QT_ISA == 512
     FactorTable<E> table;
-    OneFactor(float f, i64 count) : four{all(f), all(f), all(f), all(f)}, table(f, D::id == BF16 ? count : 0) {}
+    OneFactor(float f, i64 count)
+        : four{all(f), all(f), all(f), all(f)}, table(f, D::id == BF16 ? count : 0) {}
 #else
     OneFactor(float f, i64) : four{all(f), all(f), all(f), all(f)} {}
 #endif
@@ -62,7 +64,8 @@ static void encode_run(const typename D::T* x, i64 n, const F& factors, u8* out,
     }
 }
 template <class D, class E, class F>
-static void encode_any(const typename D::T* x, i64 n, const F& factors, u8* out, bool stream, bool safe, i64 ahead = AHEAD) {
+static void encode_any(const typename D::T* x, i64 n, const F& factors, u8* out, bool stream, bool safe,
+                       i64 ahead = AHEAD) {
     if (safe)
         encode_run<D, E, true>(x, n, factors, out, false, ahead);
     else
@@ -72,14 +75,19 @@ static void encode_any(const typename D::T* x, i64 n, const F& factors, u8* out,
 template <class D, class E>
 struct Float8Quantizer {
     using T = typename D::T;
-    const Plan& p;
+    const CQuantizer& p;
     const QuantizeCall& c;
     const T* x;
     const i64 begin, end;  // rows to quantize
     const bool nontemporal;
 
-    Float8Quantizer(const Plan& plan, const QuantizeCall& call, bool stream)
-        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows), nontemporal(stream) {}
+    Float8Quantizer(const CQuantizer& quantizer, const QuantizeCall& call, bool stream)
+        : p(quantizer),
+          c(call),
+          x((const T*)call.x),
+          begin(call.begin),
+          end(call.end ? call.end : call.rows),
+          nontemporal(stream) {}
 
     // Which values may not be finite, or have a factor that makes signs and NaN those of the products.
     struct Care {
@@ -122,8 +130,8 @@ struct Float8Quantizer {
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
     }
 
-    // Codes with the factor of the tensor. Returns the largest magnitude that was met where care looks; `again`: for the second
-    // time, all of the tensor has been read.
+    // Codes with the factor of the tensor. Returns the largest magnitude that was met where care looks;
+    // `again`: for the second time, all of the tensor has been read.
     i32 with_factor(const OneFactor<D, E>& f, const Care& care, bool again) {
         if (c.column.data || (c.stride != c.cols && c.rows > 1))
             return tiles(care, again, [&](i64) -> const OneFactor<D, E>& { return f; });
@@ -148,7 +156,8 @@ struct Float8Quantizer {
                 const OneFactor<D, E> f(s.scale, c.cols);
                 // A row that stays in the cache while it is read twice; the next one comes meanwhile.
                 const i64 next = c.stride * i64(sizeof(T));
-                encode_any<D, E>(x + r * c.stride, c.cols, f, c.row.data + r * c.cols, nontemporal, s.safe, next < 1 << 16 ? next : AHEAD);
+                encode_any<D, E>(x + r * c.stride, c.cols, f, c.row.data + r * c.cols, nontemporal, s.safe,
+                                 next < 1 << 16 ? next : AHEAD);
             }
         });
     }
@@ -160,12 +169,14 @@ struct Float8Quantizer {
         const i64 groups = (c.cols + GROUP - 1) / GROUP;
         bool odd = false;
         for (i64 k = 0; c.scale && k < c.cols; k++) odd |= is_odd(c.scale[k]);
-        VF* factors = new (std::align_val_t(64)) VF[size_t(4 * groups)];
+        const Array<VF> factors(4 * groups);
         for (i64 g = 0; g < groups; g++)
             for (int j = 0; j < 4; j++)
                 for (int i = 0; i < W; i++) {
                     const i64 k = g * GROUP + position<D>(j, i);
-                    factors[4 * g + j][i] = k >= c.cols ? 0.0f : c.scale ? c.scale[k] : scale_of(amax[k]);
+                    float factor = 0.0f;
+                    if (k < c.cols) factor = c.scale ? c.scale[k] : scale_of(amax[k]);
+                    factors[4 * g + j][i] = factor;
                 }
         for (i64 g = 0; g < groups; g++)
             for (int j = 0; j < 4; j++)
@@ -173,8 +184,8 @@ struct Float8Quantizer {
                     const i64 k = g * GROUP + position<D>(j, i);
                     if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
                 }
-        tiles(Care{odd, !odd}, !c.scale && !c.row.given, [&](i64 k) { return LaneFactors<D, E>{factors + k / W}; });
-        operator delete[](factors, std::align_val_t(64));
+        tiles(Care{odd, !odd}, !c.scale && !c.row.given,
+              [&](i64 k) { return LaneFactors<D, E>{factors + k / W}; });
     }
 
     // A given factor that is no positive finite number: signs and NaN are those of the products.
@@ -209,7 +220,8 @@ struct Float8Quantizer {
                     const i64 n = b - i < RUN ? b - i : RUN;
                     const bool safe = own.needed(from + i, n);
                     // A run that is read twice stays in the cache; the next one comes meanwhile.
-                    encode_any<D, E>(from + i, n, f, out + i, nontemporal, safe, care.looks ? RUN * i64(sizeof(T)) : AHEAD);
+                    encode_any<D, E>(from + i, n, f, out + i, nontemporal, safe,
+                                     care.looks ? RUN * i64(sizeof(T)) : AHEAD);
                 }
             }
             own.tell(&met);
@@ -217,45 +229,47 @@ struct Float8Quantizer {
         return met;
     }
 
-    // Rows that are transposed at once: whole lines of memory of the transpose. Their codes, up to WIDE columns of them, stay in the
-    // second cache level; PAD keeps rows from meeting in one set of it.
+    // Rows that are transposed at once: whole lines of memory of the transpose. Their codes, up to WIDE
+    // columns of them, stay in the second cache level; PAD keeps rows from meeting in one set of it.
     static constexpr i64 LINES = 64, WIDE = 16384, PAD = 64;
 
-    // Codes leave as they are and transposed. encode(r, i, k, n, out): n codes from column k of row r, the i-th of its band; k = 0
-    // comes first.
+    // Codes leave as they are and transposed. encode(r, i, k, n, out): n codes from column k of row r, the
+    // i-th of its band; k = 0 comes first.
     template <class F>
     void turned(i64 first, i64 last, bool again, const F& encode) const {
-        const i64 part = c.cols < WIDE ? c.cols : WIDE, ld = up(part, GROUP) + PAD, count = (last - first + LINES - 1) / LINES;
-        u8* codes = new (std::align_val_t(64)) u8[size_t(LINES * ld)];
+        const i64 part = smaller(c.cols, WIDE), ld = up(part, GROUP) + PAD,
+                  count = (last - first + LINES - 1) / LINES;
+        const Array<u8> codes(LINES * ld);
         for (i64 band = 0; band < count; band++) {
-            const i64 r = first + turn_of(band, count, again) * LINES, n = last - r < LINES ? last - r : LINES;
+            const i64 r = first + turn_of(band, count, again) * LINES, n = smaller(last - r, LINES);
             for (i64 k = 0; k < c.cols; k += part) {
-                const i64 width = c.cols - k < part ? c.cols - k : part;
+                const i64 width = smaller(c.cols - k, part);
                 for (i64 i = 0; i < n; i++) {
                     encode(r + i, i, k, width, codes + i * ld);
-                    if (c.row.data) put_bytes(c.row.data + (r + i) * c.cols + k, codes + i * ld, width, nontemporal);
+                    if (c.row.data)
+                        put_bytes(c.row.data + (r + i) * c.cols + k, codes + i * ld, width, nontemporal);
                 }
                 turn_bytes(codes, ld, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
             }
         }
-        operator delete[](codes, std::align_val_t(64));
     }
 
-    // Rows with factors of their own: each is encoded while the cache has it from the search for its maximum, but for the later
-    // parts of very wide ones.
+    // Rows with factors of their own: each is encoded while the cache has it from the search for its maximum,
+    // but for the later parts of very wide ones.
     void turned_rows() {
         using Factor = OneFactor<D, E>;
         parallel(end - begin, LINES, c.threads, [&](i64 a, i64 b) {
-            Factor* f = (Factor*)operator new(sizeof(Factor) * LINES, std::align_val_t(64));
+            const Array<Factor> factors(LINES);
             bool safe[LINES];
             turned(begin + a, begin + b, false, [&](i64 r, i64 i, i64 k, i64 n, u8* out) {
                 if (!k) {
                     const Scaled s = row_scale(r);
-                    new (f + i) Factor(s.scale, c.cols), safe[i] = s.safe;
+                    new (factors + i) Factor(s.scale, c.cols);
+                    safe[i] = s.safe;
                 }
-                encode_any<D, E>(x + r * c.stride + k, n, f[i], out, false, safe[i], c.stride * i64(sizeof(T)));
+                encode_any<D, E>(x + r * c.stride + k, n, factors[i], out, false, safe[i],
+                                 c.stride * i64(sizeof(T)));
             });
-            operator delete(f, std::align_val_t(64));
         });
     }
 
@@ -270,22 +284,25 @@ struct Float8Quantizer {
                     const i64 run = n - j < RUN ? n - j : RUN;
                     const T* from = x + r * c.stride + k + j;
                     const bool safe = own.needed(from, run);
-                    encode_any<D, E>(from, run, factors(k + j), out + j, stream, safe, own.looks ? RUN * i64(sizeof(T)) : AHEAD);
+                    encode_any<D, E>(from, run, factors(k + j), out + j, stream, safe,
+                                     own.looks ? RUN * i64(sizeof(T)) : AHEAD);
                 }
             };
             if (c.column.data && !c.row.data)
                 tall(begin + a, begin + b, own, again, factors, encode);
             else if (c.column.data)
-                turned(begin + a, begin + b, again, [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
+                turned(begin + a, begin + b, again,
+                       [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
             else
-                for (i64 r = begin + a; r < begin + b; r++) encode(r, 0, c.cols, c.row.data + r * c.cols, nontemporal);
+                for (i64 r = begin + a; r < begin + b; r++)
+                    encode(r, 0, c.cols, c.row.data + r * c.cols, nontemporal);
             own.tell(&met);
         });
         return met;
     }
 
-    // Codes that leave only transposed: in tiles so small that reading and writing take turns all the time, and so tall that a page of
-    // the transpose, once found, gets several lines.
+    // Codes that leave only transposed: in tiles so small that reading and writing take turns all the time,
+    // and so tall that a page of the transpose, once found, gets several lines.
     static constexpr i64 TALL = 256, NARROW = 64;
     template <class F, class G>
     void tall(i64 first, i64 last, Care& care, bool again, const F& factors, const G& encode) const {
@@ -294,16 +311,19 @@ struct Float8Quantizer {
         for (i64 t = 0; t < count; t++) {
             const i64 at = turn_of(t, count, again), after = turn_of(t + 1 < count ? t + 1 : t, count, again);
             const i64 r = first + at / across * TALL, k = at % across * NARROW;
-            const i64 n = last - r < TALL ? last - r : TALL, width = c.cols - k < NARROW ? c.cols - k : NARROW;
+            const i64 n = last - r < TALL ? last - r : TALL,
+                      width = c.cols - k < NARROW ? c.cols - k : NARROW;
             if (width == NARROW) {
                 const i64 r1 = first + after / across * TALL;
                 const bool reaches = r1 + n <= last;  // the tile that follows has all these rows
                 const T* from = x + r * c.stride + k;
                 const T* next = reaches ? x + r1 * c.stride + after % across * NARROW : from;
                 i32 met = 0;
-                if (!care.always) met = care.looks ? encode_tile<false, true>(from, n, next, factors(k), codes)
-                                                   : encode_tile<false, false>(from, n, next, factors(k), codes);
-                if (care.always || met >= INF_BITS) met = encode_tile<true, true>(from, n, next, factors(k), codes);
+                if (!care.always)
+                    met = care.looks ? encode_tile<false, true>(from, n, next, factors(k), codes)
+                                     : encode_tile<false, false>(from, n, next, factors(k), codes);
+                if (care.always || met >= INF_BITS)
+                    met = encode_tile<true, true>(from, n, next, factors(k), codes);
                 care.met = care.met > met ? care.met : met;
             } else {
                 for (i64 i = 0; i < n; i++) encode(r + i, k, width, codes + i * NARROW, false);
@@ -331,7 +351,8 @@ struct Float8Quantizer {
                 store(codes + i * NARROW + g, F::template codes<Safe>(f, from + g, g, history));
             }
         }
-        for (int h = 0; h < 2; h++) top = max(top, max((VI)words[h] << 16, (VI)words[h] & all(i32(0xffff0000))));
+        for (int h = 0; h < 2; h++)
+            top = max(top, max((VI)words[h] << 16, (VI)words[h] & all(i32(0xffff0000))));
         return lane_max(top);
     }
 };

@@ -10,9 +10,9 @@ struct Lines {
     const T* x;
     i64 count, length, stride;  // lines, elements of a line, elements between lines
     u8* out;
-    i64 out_stride;             // bytes between lines
-    i64 line0, block0;          // of the first line and block, within the whole direction
-    i64 total;                  // elements of a whole line, which number the random bytes
+    i64 out_stride;     // bytes between lines
+    i64 line0, block0;  // of the first line and block, within the whole direction
+    i64 total;          // elements of a whole line, which number the random bytes
 };
 
 template <class D, int B, int Codes>
@@ -20,11 +20,12 @@ struct Strips {
     using T = typename D::T;
     static constexpr int bytes = B * (Codes == 4 ? 3 : 1) / Codes;  // of a block's codes
     const Lines<T>& m;
-    i64 blocks;  // a line
+    i64 blocks;              // a line
     bool flat_in, flat_out;  // the blocks of all lines lie one behind the other
 
     explicit Strips(const Lines<T>& lines)
-        : m(lines), blocks((lines.length + B - 1) / B),
+        : m(lines),
+          blocks((lines.length + B - 1) / B),
           flat_in(lines.length % B == 0 && lines.stride == lines.length),
           flat_out(lines.length % B == 0 && lines.out_stride == blocks * bytes) {}
     bool direct(i64 line, i64 block, bool flat) const {
@@ -48,7 +49,8 @@ struct Strips {
         for (int b = 0; b < W && line < m.count; b++) {
             const i64 n = m.length - block * B;
             if (n < B && !whole)
-                memcpy(target(line, block), scratch + b * bytes, size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
+                memcpy(target(line, block), scratch + b * bytes,
+                       size_t((n + Codes - 1) / Codes * (Codes == 4 ? 3 : 1)));
             else if (bytes % GROUP == 0 && stream)
                 put_bytes(target(line, block), scratch + b * bytes, bytes, true);
             else

@@ -18,8 +18,8 @@ using FE2M3 = Narrow<2, 3, 0x40f00000, false>;
 using FE3M2 = Narrow<3, 2, 0x41e00000, false>;
 using FE2M1 = Narrow<2, 1, 0x40c00000, false>;
 
-// Codes of y without the sign. Adding 2^(e + 23 - mantissa bits) makes the float adder round to nearest even; the smallest
-// exponent makes subnormals the same case. a = |y| as bits, at most the largest finite value.
+// Codes of y without the sign. Adding 2^(e + 23 - mantissa bits) makes the float adder round to nearest even;
+// the smallest exponent makes subnormals the same case. a = |y| as bits, at most the largest finite value.
 template <class E>
 INLINE VI magnitude_code(VI a) {
     constexpr int shift = 23 - E::mantissa;
@@ -53,7 +53,7 @@ INLINE i32 encode_e4m3(float y) {  // y >= 0
     return bits<i32>(bits<float>(a) + bits<float>(c)) - c + (e >> shift) - (FE4M3::min_exponent << 3);
 }
 
-// ---- decode ---------------------------------------------------------------------------------------------------------
+// ---- decode
 // Every value of every element is a bfloat16, so a code is decoded by looking up 16 bits.
 template <class E>
 constexpr u16 bfloat16_of(u32 code) {
@@ -108,7 +108,8 @@ INLINE void words(VB codes, const Table<E>& t, VH out[2]) {
     __m256i c = _mm256_permute4x64_epi64((__m256i)codes, 0xd8);
     __m256i nibble = _mm256_set1_epi8(15);
     if (E::width == 4) {
-        __m256i l = _mm256_broadcastsi128_si256(load<__m128i>(t.low)), h = _mm256_broadcastsi128_si256(load<__m128i>(t.high));
+        __m256i l = _mm256_broadcastsi128_si256(load<__m128i>(t.low)),
+                h = _mm256_broadcastsi128_si256(load<__m128i>(t.high));
         __m256i lo = _mm256_shuffle_epi8(l, c), hi = _mm256_shuffle_epi8(h, c);
         out[0] = (VH)_mm256_unpacklo_epi8(lo, hi);
         out[1] = (VH)_mm256_unpackhi_epi8(lo, hi);
@@ -116,12 +117,14 @@ INLINE void words(VB codes, const Table<E>& t, VH out[2]) {
     }
     // Subnormals (magnitudes below 8) from a table of 16, the others by moving the exponent into its place.
     __m256i zero = _mm256_setzero_si256();
-    __m256i l = _mm256_broadcastsi128_si256(load<__m128i>(t.low)), h = _mm256_broadcastsi128_si256(load<__m128i>(t.high));
+    __m256i l = _mm256_broadcastsi128_si256(load<__m128i>(t.low)),
+            h = _mm256_broadcastsi128_si256(load<__m128i>(t.high));
     __m256i small_lo = _mm256_shuffle_epi8(l, _mm256_and_si256(c, nibble));
     __m256i small_hi = _mm256_shuffle_epi8(h, _mm256_and_si256(c, nibble));
     for (int k = 0; k < 2; k++) {
         __m256i w = k ? _mm256_unpackhi_epi8(c, zero) : _mm256_unpacklo_epi8(c, zero);
-        __m256i small = k ? _mm256_unpackhi_epi8(small_lo, small_hi) : _mm256_unpacklo_epi8(small_lo, small_hi);
+        __m256i small =
+            k ? _mm256_unpackhi_epi8(small_lo, small_hi) : _mm256_unpacklo_epi8(small_lo, small_hi);
         constexpr int top = 1 << (E::width - 1);
         __m256i m = _mm256_and_si256(w, _mm256_set1_epi16(top - 1));
         __m256i sign = _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(top)), 16 - E::width);
@@ -140,7 +143,8 @@ INLINE void words(VB codes, const Table<E>& t, VH out[2]) {
         out[k] = (VH)v;
     }
 #else
-    for (int i = 0; i < GROUP; i++) out[i / (2 * W)][i % (2 * W)] = u16(t.low[codes[i]] | t.high[codes[i]] << 8);
+    for (int i = 0; i < GROUP; i++)
+        out[i / (2 * W)][i % (2 * W)] = u16(t.low[codes[i]] | t.high[codes[i]] << 8);
 #endif
 }
 // GROUP / 2 bytes to GROUP codes.
@@ -168,15 +172,18 @@ INLINE VB load_quads(const u8* p) {
             for (int i = 0; i < 64; i++) at[i] = u8(i / 4 * 3 + (i % 4 < 3 ? i % 4 : 2));
         }
     } spread;
-    __m512i w = _mm512_permutexvar_epi8(_mm512_load_si512(spread.at), _mm512_maskz_loadu_epi8(0xffffffffffffull, p));
+    __m512i w =
+        _mm512_permutexvar_epi8(_mm512_load_si512(spread.at), _mm512_maskz_loadu_epi8(0xffffffffffffull, p));
     // Each dword holds 24 bits in its low three bytes; every byte of it picks 6 of them by its own shift.
     __m512i at = _mm512_set1_epi64(0x322c2620120c0600);  // bits 0, 6, 12, 18 and 32, 38, 44, 50
     return (VB)_mm512_and_si512(_mm512_multishift_epi64_epi8(at, w), _mm512_set1_epi8(0x3f));
 #elif QT_ISA == 2
-    // Bytes 0 .. 11 and 12 .. 23, three to a dword; the second load begins 8 bytes on, so that it ends with the codes.
-    const __m256i loaded = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + 8), 1);
-    const __m256i spread = _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12,
-                                            -1, 13, 14, 15, -1);
+    // Bytes 0 .. 11 and 12 .. 23, three to a dword; the second load begins 8 bytes on, so that it ends with
+    // the codes.
+    const __m256i loaded =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + 8), 1);
+    const __m256i spread = _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1, 4, 5, 6, -1,
+                                            7, 8, 9, -1, 10, 11, 12, -1, 13, 14, 15, -1);
     const __m256i w = _mm256_shuffle_epi8(loaded, spread);
     __m256i r = _mm256_and_si256(w, _mm256_set1_epi32(0x3f));
     r = _mm256_or_si256(r, _mm256_and_si256(_mm256_slli_epi32(w, 2), _mm256_set1_epi32(0x3f00)));

@@ -1,7 +1,7 @@
-// Columns of NVFP4 rotated and quantized where they lie, with AVX-512: 16 rows of 16 columns are 16 blocks, one a lane, so that nothing
-// is transposed but the codes, 8 bytes a block.
+// Columns of NVFP4 rotated and quantized where they lie, with AVX-512: 16 rows of 16 columns are 16 blocks,
+// one a lane, so that nothing is transposed but the codes, 8 bytes a block.
 #pragma once
-#include "lines.h"
+#include "quantize_rows.h"
 
 namespace QT_NAMESPACE {
 
@@ -42,7 +42,8 @@ INLINE bool rotated_rows(VF v[NV], bool signs, VF s[NV], VI& amax) {
     for (int j = 0; j < NV; j++) s[j] = rounded_to<D>(s[j]);
     return true;
 }
-// Whether no rotated value of 16 rows and 32 columns of bfloat16 exceeds `top`: one read of whole lines of memory.
+// Whether no rotated value of 16 rows and 32 columns of bfloat16 exceeds `top`: one read of whole lines of
+// memory.
 INLINE bool pairs_stay_below(const u16* x, i64 stride, i32 top) {
     VF even{}, odd{};
     for (int k = 0; k < NV; k++) {
@@ -60,7 +61,8 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
             VF v[NV], s[NV];
             VI amax;
             if constexpr (D::pairs) {
-                if (r + NV <= rows && c + 2 * W <= cols && pairs_stay_below(x + r * stride + c, stride, top)) {
+                if (r + NV <= rows && c + 2 * W <= cols &&
+                    pairs_stay_below(x + r * stride + c, stride, top)) {
                     c += W;
                     continue;
                 }
@@ -74,7 +76,8 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
             }
             alignas(64) typename D::T turned[W * NV] = {};
             alignas(64) float wide[W * NV];
-            transpose<typename D::T>(x + r * stride + c, stride, turned, NV, rows - r < NV ? rows - r : NV, cols - c < W ? cols - c : W);
+            transpose<typename D::T>(x + r * stride + c, stride, turned, NV, rows - r < NV ? rows - r : NV,
+                                     cols - c < W ? cols - c : W);
             to_finite<D>(turned, wide, true, signs);
             for (int i = 0; i < W * NV; i++) {
                 const i32 a = bits<i32>(wide[i]) & ABS;
@@ -94,10 +97,12 @@ struct RotatedColumns {
     bool failed[COLS / W];
 
     explicit RotatedColumns(const Direction& direction) : d(direction) {}
-    static bool serves(const Plan& p) { return p.rotated == COLUMNWISE && !p.stochastic && !p.four_over_six; }
+    static bool serves(const CQuantizer& p) {
+        return p.rotated == COLUMNWISE && !p.stochastic && !p.four_over_six;
+    }
 
-    // n rows, `width` columns, from row `row` and column `column` of the tensor. Groups of W columns that have failed, and the last
-    // columns of less than a group, are not written.
+    // n rows, `width` columns, from row `row` and column `column` of the tensor. Groups of W columns that
+    // have failed, and the last columns of less than a group, are not written.
     void run(const T* x, i64 stride, i64 n, i64 width, i64 row, i64 column, u8* out, i64 out_stride) {
         GlobalLanes global;
         for (int b = 0; b < W; b++) global.set(b, d.global);
@@ -105,8 +110,10 @@ struct RotatedColumns {
         memset(failed, 0, sizeof failed);
         for (i64 b = 0; b < blocks; b++)
             for (i64 g = 0; g < groups; g++) {
-                if (g % 2 == 0 && (b + 2) * NV <= n) prefetch(x + (b + 1) * NV * stride + g * W, NV, stride * i64(sizeof(T)), 64);
-                if (!failed[g]) failed[g] = !strip(x + b * NV * stride + g * W, stride, n - b * NV, global, b, g);
+                if (g % 2 == 0 && (b + 2) * NV <= n)
+                    prefetch(x + (b + 1) * NV * stride + g * W, NV, stride * i64(sizeof(T)), 64);
+                if (!failed[g])
+                    failed[g] = !strip(x + b * NV * stride + g * W, stride, n - b * NV, global, b, g);
             }
         transpose<u8>(factors[0], COLS, turned[0], BLOCKS, blocks, groups * W);
         for (i64 c = 0; c < groups * W; c++) {
@@ -122,7 +129,7 @@ struct RotatedColumns {
         VF v[NV], s[NV];
         VI top;
         rows_in_lanes<D>(x, stride, rows, W, v);
-        if (!rotated_rows<D>(v, d.plan->signs, s, top)) return false;
+        if (!rotated_rows<D>(v, d.quantizer->signs, s, top)) return false;
         const Factors f = factors_of<E>(top, d, global);
         const VF encode = useful_factor(top, f.encode);
         if (!fits_quarters<D>(top, encode)) return false;
@@ -133,11 +140,11 @@ struct RotatedColumns {
         return true;
     }
     void put(i64 line, i64 block, const u8* from, i64 n) {
-        const Sink& s = d.sink;
+        const ScaleLayout& s = d.scales;
         if (!s.tiles && s.block_stride == 1) {
-            memcpy(s.base + s.at(s, line, block), from, size_t(n));
+            memcpy(s.base + s.at(line, block), from, size_t(n));
         } else if (s.tiles && block % 4 == 0 && n % 4 == 0) {
-            for (i64 b = 0; b < n; b += 4) memcpy(s.base + s.at(s, line, block + b), from + b, 4);
+            for (i64 b = 0; b < n; b += 4) memcpy(s.base + s.at(line, block + b), from + b, 4);
         } else {
             for (i64 b = 0; b < n; b++) s.put(line, block + b, from[b]);
         }

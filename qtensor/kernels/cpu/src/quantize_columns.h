@@ -1,7 +1,7 @@
-// Blocks of B rows: lanes are columns, so that nothing is transposed; packed codes join the codes of 2 or 4 rows. What is stored
-// transposed or has square blocks begins with this, too (turned.h).
+// Blocks of B rows: lanes are columns, so that nothing is transposed; packed codes join the codes of 2 or 4
+// rows. What is stored transposed or has square blocks begins with this, too (quantize_transposed.h).
 #pragma once
-#include "lines.h"
+#include "quantize_rows.h"
 
 namespace QT_NAMESPACE {
 
@@ -14,7 +14,7 @@ struct Columns {
     u8* out;                 // the first row of codes of this band
     i64 out_stride;
     i64 column0, block0;
-    const T* next;           // rows of the same stride that are read after these, or null
+    const T* next;  // rows of the same stride that are read after these, or null
 };
 
 template <class D, class E, int B, int Codes>
@@ -23,7 +23,7 @@ struct ColumnQuantizer {
     static constexpr bool nv = B == NV;
     enum Way { SAFE, PRODUCTS, POW2, QUARTERS };
     const Direction& d;
-    const Plan& p;
+    const CQuantizer& p;
     GlobalLanes global;
     alignas(64) VI amax[COLUMN_TILE / W];
     alignas(64) VF factor[COLUMN_TILE / W];
@@ -32,7 +32,7 @@ struct ColumnQuantizer {
     __m512i base[COLUMN_TILE / GROUP];
 #endif
 
-    explicit ColumnQuantizer(const Direction& direction) : d(direction), p(*direction.plan) {
+    explicit ColumnQuantizer(const Direction& direction) : d(direction), p(*direction.quantizer) {
         for (int b = 0; b < W; b++) global.set(b, d.global);
     }
 
@@ -64,16 +64,16 @@ struct ColumnQuantizer {
     void put(const VI four[4], i64 column, i64 block, int real) {
         u8 t[GROUP];
         store(t, pack<D::pairs>(four));
-        const Sink& s = d.sink;
+        const ScaleLayout& s = d.scales;
         if (!s.tiles && s.line_stride == 1) {
-            memcpy(s.base + s.at(s, column, block), t, real);
+            memcpy(s.base + s.at(column, block), t, real);
             return;
         }
         for (int i = 0; i < real; i++) s.put(column + i, block, t[i]);
     }
 
-    // Writes codes, one a byte where `plain`, and `stored`. False, with nothing of value written, where NVFP4 meets a value that is
-    // not finite.
+    // Writes codes, one a byte where `plain`, and `stored`. False, with nothing of value written, where NVFP4
+    // meets a value that is not finite.
     bool tile(const Columns<T>& m, bool stream, bool plain) {
         const int groups = int(m.cols / GROUP);
         maxima(m, groups);
@@ -109,7 +109,8 @@ struct ColumnQuantizer {
                     const VH next = load<VH>(x + r * m.stride + i * 2 * W) & (VH)all(0x7fff7fff);
                     h[i] = h[i] > next ? h[i] : next;
                 }
-            for (int i = 0; i < 2 * N; i++) out[2 * i] = (VI)h[i] << 16, out[2 * i + 1] = (VI)h[i] & all(i32(0xffff0000));
+            for (int i = 0; i < 2 * N; i++)
+                out[2 * i] = (VI)h[i] << 16, out[2 * i + 1] = (VI)h[i] & all(i32(0xffff0000));
         } else {
             VI v[4 * N] = {};
             for (i64 r = 0; r < m.rows; r++)
@@ -122,7 +123,8 @@ struct ColumnQuantizer {
         maxima_of<N>(*this, m, g);
     }
 
-    // Square blocks: one maximum for the vectors that hold B neighbouring columns, or for half of two vectors.
+    // Square blocks: one maximum for the vectors that hold B neighbouring columns, or for half of two
+    // vectors.
     void share(int count) {
         constexpr bool halves = D::pairs && 2 * W > B;
         constexpr int n = halves ? 2 : B / W;
@@ -148,7 +150,8 @@ struct ColumnQuantizer {
         if constexpr (nv) {
             if (use_quarters(groups)) return encode_rows<QUARTERS, Joined>(m, groups, stream);
         } else if constexpr (D::id == BF16) {
-            if ((p.scale == SCALE_E8M0 || p.pow2) && use_pow2(groups)) return encode_rows<POW2, Joined>(m, groups, stream);
+            if ((p.scale == SCALE_E8M0 || p.pow2) && use_pow2(groups))
+                return encode_rows<POW2, Joined>(m, groups, stream);
         }
 #endif
         encode_rows<PRODUCTS, Joined>(m, groups, stream);
@@ -194,10 +197,14 @@ struct ColumnQuantizer {
         for (i64 r = 0; r < m.rows; r += Joined, out += lines * m.out_stride) {
             const T* x = m.x + r * m.stride;
             for (int g = 0; g < groups; g++) {
-                // Little by little: many at once would fill the queue for misses, and this line would wait for memory.
-                if (m.next) prefetch(m.next + r * m.stride + g * GROUP, Joined, m.stride * i64(sizeof(T)), GROUP * i64(sizeof(T)));
+                // Little by little: many at once would fill the queue for misses, and this line would wait
+                // for memory.
+                if (m.next)
+                    prefetch(m.next + r * m.stride + g * GROUP, Joined, m.stride * i64(sizeof(T)),
+                             GROUP * i64(sizeof(T)));
                 VB c[Joined];
-                for (int k = 0; k < Joined; k++) c[k] = r + k < m.rows ? codes_of<way>(*this, x + k * m.stride + g * GROUP, g) : VB{};
+                for (int k = 0; k < Joined; k++)
+                    c[k] = r + k < m.rows ? codes_of<way>(*this, x + k * m.stride + g * GROUP, g) : VB{};
                 u8* to = out + g * GROUP;
                 if constexpr (Joined == 1) {
                     store_bytes(to, c[0], stream);

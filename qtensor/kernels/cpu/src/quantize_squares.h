@@ -1,6 +1,6 @@
 // Square blocks: one factor for B rows and B columns, so that rowwise and columnwise data are the same codes.
 #pragma once
-#include "columns.h"
+#include "quantize_columns.h"
 
 namespace QT_NAMESPACE {
 
@@ -12,26 +12,27 @@ struct Outputs {
     i64 column_stride;
 };
 
-// Fills a band of B rows. Formats whose columnwise data are the transpose get both from the same codes; MX fills
-// its columns by ColumnQuantizer.
+// Fills a band of B rows. Formats whose columnwise data are the transpose get both from the same codes; MX
+// fills its columns by ColumnQuantizer.
 template <class D, class E, int B, int Codes>
 struct SquareQuantizer {
     using T = typename D::T;
     static constexpr int blocks = B == 128 ? 2 : W;  // taken together
     static constexpr int width = blocks * B;
-    const Direction &row, &column;  // column.sink.base is null where there is no transpose to fill
-    const Plan& p;
+    const Direction &row, &column;  // column.scales.base is null where there is no transpose to fill
+    const CQuantizer& p;
     alignas(64) T gathered[B * width];
     alignas(64) u8 codes[B * width];
     alignas(64) u8 turned[width * B];
     alignas(64) float wide[B == NV ? B * width : width];
     GlobalLanes global;
 
-    SquareQuantizer(const Direction& r, const Direction& c) : row(r), column(c), p(*r.plan) {
+    SquareQuantizer(const Direction& r, const Direction& c) : row(r), column(c), p(*r.quantizer) {
         for (int b = 0; b < W; b++) global.set(b, r.global);
     }
 
-    // Rows row0 .. row0 + rows of the tensor, columns first .. end (multiples of `width`, or the last column).
+    // Rows row0 .. row0 + rows of the tensor, columns first .. end (multiples of `width`, or the last
+    // column).
     void run(const T* x, i64 stride, i64 rows, i64 row0, i64 first, i64 end, i64 total, const Outputs& out) {
         for (i64 c = first; c < end; c += width) {
             const i64 n = end - c < width ? end - c : width;
@@ -39,7 +40,8 @@ struct SquareQuantizer {
             i64 ld = stride;
             if (n < width) {
                 memset(gathered, 0, sizeof gathered);
-                for (i64 r = 0; r < rows; r++) memcpy(gathered + r * width, x + r * stride + c, sizeof(T) * n);
+                for (i64 r = 0; r < rows; r++)
+                    memcpy(gathered + r * width, x + r * stride + c, sizeof(T) * n);
                 tile = gathered, ld = width;
             }
             VI stored = encode_tile(tile, ld, rows, row0, c, total);
@@ -63,7 +65,8 @@ struct SquareQuantizer {
         VI amax = maxima(x, ld, rows);
         bool safe = any(amax >= all(INF_BITS));
         if constexpr (B == NV) {
-            if (safe || p.four_over_six || p.stochastic) return encode_special(x, ld, rows, row0, column0, total);
+            if (safe || p.four_over_six || p.stochastic)
+                return encode_special(x, ld, rows, row0, column0, total);
         }
         Factors f = factors_of<E>(amax, row, global);
         alignas(64) float encode[W];
@@ -94,11 +97,13 @@ struct SquareQuantizer {
         for (i64 r = 0; r < rows; r++) {
             to_finite<D>(x + r * ld, wide + r * width, false, false);
             for (int b = 0; b < W; b++)
-                for (int i = 0; i < NV; i += W) m[b] = max(m[b], load<VI>(wide + r * width + b * NV + i) & all(ABS));
+                for (int i = 0; i < NV; i += W)
+                    m[b] = max(m[b], load<VI>(wide + r * width + b * NV + i) & all(ABS));
         }
         VI amax = column_max(m);
         if (p.four_over_six)
-            return encode_4over6(wide, NV, width, codes, width, p, amax, global.amax, global.scale, global.inverse);
+            return encode_4over6(wide, NV, width, codes, width, p, amax, global.amax, global.scale,
+                                 global.inverse);
         Factors f = factors_of<E>(amax, row, global);
         alignas(64) float encode[W];
         store(encode, f.encode);
@@ -140,7 +145,8 @@ struct SquareQuantizer {
         const i64 size = (rows + 1) / 2;
         for (i64 c = 0; c < n; c++) {
             u8 packed[B / 2];
-            for (int i = 0; i < B / 2; i++) packed[i] = u8(turned[c * B + 2 * i] | turned[c * B + 2 * i + 1] << 4);
+            for (int i = 0; i < B / 2; i++)
+                packed[i] = u8(turned[c * B + 2 * i] | turned[c * B + 2 * i + 1] << 4);
             memcpy(out + (column0 + c) * stride + row0 / 2, packed, size_t(size));
         }
     }
@@ -150,13 +156,13 @@ struct SquareQuantizer {
         for (int b = 0; b * B < n; b++) {
             const i64 block = column0 / B + b;
             if (p.scale == SCALE_F32) {
-                if (row.sink.base) row.sink.put(row0 / B, block, stored[b]);
-                if (column.sink.base) column.sink.put(block, row0 / B, stored[b]);
+                if (row.scales.base) row.scales.put(row0 / B, block, stored[b]);
+                if (column.scales.base) column.scales.put(block, row0 / B, stored[b]);
                 continue;
             }
-            for (i64 r = 0; row.sink.base && r < rows; r++) row.sink.put(row0 + r, block, stored[b]);
-            for (i64 c = b * B; column.sink.base && c < n && c < (b + 1) * B; c++)
-                column.sink.put(column0 + c, row0 / B, stored[b]);
+            for (i64 r = 0; row.scales.base && r < rows; r++) row.scales.put(row0 + r, block, stored[b]);
+            for (i64 c = b * B; column.scales.base && c < n && c < (b + 1) * B; c++)
+                column.scales.put(column0 + c, row0 / B, stored[b]);
         }
     }
 };

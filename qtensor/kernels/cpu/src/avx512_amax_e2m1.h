@@ -1,7 +1,7 @@
-// Shorter ways to the same numbers with AVX-512: maxima of bfloat16 in words, E2M1 by table. simd.h and elements.h say what they
-// compute; here is only speed.
+// Shorter ways to the same numbers with AVX-512: maxima of bfloat16 in words, E2M1 by table. simd.h and
+// element_codes.h say what they compute; here is only speed.
 #pragma once
-#include "bytes512.h"
+#include "avx512_byte_codes.h"
 
 namespace QT_NAMESPACE {
 
@@ -13,7 +13,8 @@ struct Order {
         for (int i = 0; i < 32; i++) high[i] = u16(2 * i + 1);
         for (int i = 0; i < 16; i++) block[2 * i] = u16((i & 3) * 8 + (i >> 2));
         for (int i = 0; i < 8; i++) nibble[8 * i] = u8(8 * i), nibble[8 * i + 4] = u8(8 * i + 4);
-        // floor(4y) + ceil(4y), modulo 128, tells a value of E2M1 from the ties: it is odd strictly between quarters.
+        // floor(4y) + ceil(4y), modulo 128, tells a value of E2M1 from the ties: it is odd strictly between
+        // quarters.
         constexpr int bound[] = {2, 6, 10, 14, 20, 28, 40};  // 8 * the midpoints 0.25, 0.75, ... 5
         for (int i = 0; i < 128; i++) {
             const int k = i < 64 ? i : i - 128, a = k < 0 ? -k : k;
@@ -26,7 +27,7 @@ struct Order {
 };
 static constexpr Order ORDER;
 
-// ---- maxima of 16 blocks of bfloat16, by words and without a horizontal maximum ----------------------------------------------
+// ---- maxima of 16 blocks of bfloat16, by words and without a horizontal maximum
 template <int B>
 INLINE __m512i folded(const u16* x) {
     __m512i m = _mm512_and_si512(load<__m512i>(x), _mm512_set1_epi16(0x7fff));
@@ -47,16 +48,20 @@ INLINE VI maxima_of_pairs(const u16* x, i64 stride = B) {
         }
     }
     for (int i = 0; i < 4; i++)
-        p[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0x88), _mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0xdd));
+        p[i] = _mm512_max_epu16(_mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0x88),
+                                _mm512_shuffle_i64x2(z[2 * i], z[2 * i + 1], 0xdd));
     for (int i = 0; i < 2; i++)
-        q[i] = _mm512_max_epu16(_mm512_unpacklo_epi16(p[2 * i], p[2 * i + 1]), _mm512_unpackhi_epi16(p[2 * i], p[2 * i + 1]));
+        q[i] = _mm512_max_epu16(_mm512_unpacklo_epi16(p[2 * i], p[2 * i + 1]),
+                                _mm512_unpackhi_epi16(p[2 * i], p[2 * i + 1]));
     __m512i r = _mm512_max_epu16(_mm512_unpacklo_epi32(q[0], q[1]), _mm512_unpackhi_epi32(q[0], q[1]));
     r = _mm512_max_epu16(r, _mm512_shuffle_epi32(r, _MM_PERM_ENUM(0x4e)));
-    return (VI)_mm512_slli_epi32(_mm512_maskz_permutexvar_epi16(0x55555555u, _mm512_load_si512(ORDER.block), r), 16);
+    return (VI)_mm512_slli_epi32(
+        _mm512_maskz_permutexvar_epi16(0x55555555u, _mm512_load_si512(ORDER.block), r), 16);
 }
 
-// ---- E2M1 by table --------------------------------------------------------------------------------------------------------
-// Without -0; y has no NaN. The low 7 bits count. Small: y is 4 times the value, at most 30 in magnitude, and needs no clamp.
+// ---- E2M1 by table
+// Without -0; y has no NaN. The low 7 bits count. Small: y is 4 times the value, at most 30 in magnitude, and
+// needs no clamp.
 template <bool Small>
 INLINE VI e2m1_index(VF y) {
     __m512 v = (__m512)y;
@@ -77,14 +82,17 @@ INLINE VB pack_bytes(const VI c[4]) {
         const __m512i b = _mm512_permutex2var_epi16((__m512i)c[2], even, (__m512i)c[3]);
         return (VB)_mm512_permutex2var_epi8(a, _mm512_load_si512(BYTES.even), b);
     }
-    const __m512i w0 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[1], 8), (__m512i)c[0], low, 0xf8);
-    const __m512i w1 = _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[3], 8), (__m512i)c[2], low, 0xf8);
+    const __m512i w0 =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[1], 8), (__m512i)c[0], low, 0xf8);
+    const __m512i w1 =
+        _mm512_ternarylogic_epi32(_mm512_slli_epi32((__m512i)c[3], 8), (__m512i)c[2], low, 0xf8);
     return (VB)_mm512_permutex2var_epi16(w0, even, w1);
 }
 // 128 codes to 64 bytes.
 INLINE VB nibbles_of(VB a, VB b) {
     const __m512i k = _mm512_set1_epi16(0x1001);
-    return (VB)_mm512_permutex2var_epi8(_mm512_maddubs_epi16((__m512i)a, k), _mm512_load_si512(BYTES.even), _mm512_maddubs_epi16((__m512i)b, k));
+    return (VB)_mm512_permutex2var_epi8(_mm512_maddubs_epi16((__m512i)a, k), _mm512_load_si512(BYTES.even),
+                                        _mm512_maddubs_epi16((__m512i)b, k));
 }
 // Which of 16 blocks of 16 elements each lane belongs to: lanes of vector j of group g.
 template <class D>
@@ -99,28 +107,33 @@ struct Spread {
 template <class D>
 static constexpr Spread<D> SPREAD;
 INLINE VB e2m1_codes(VB index) {
-    return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), (__m512i)index, _mm512_load_si512(ORDER.e2m1 + 64));
+    return (VB)_mm512_permutex2var_epi8(_mm512_load_si512(ORDER.e2m1), (__m512i)index,
+                                        _mm512_load_si512(ORDER.e2m1 + 64));
 }
 // The 16 values of 8 bytes.
 INLINE VF e2m1_values(const u8* p) {
     static const float grid[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
     // Only the low four bits of an index count.
-    __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_load_si512(ORDER.nibble), _mm512_set1_epi64(load<i64>(p)));
+    __m512i nibbles =
+        _mm512_multishift_epi64_epi8(_mm512_load_si512(ORDER.nibble), _mm512_set1_epi64(load<i64>(p)));
     return (VF)_mm512_permutexvar_ps(nibbles, _mm512_loadu_ps(grid));
 }
 // Blocks of zeros, whose factors are extreme, have the same codes with any factor.
 INLINE VF useful_factor(VI amax, VF encode) { return amax == all(0) ? all(1.0f) : encode; }
 
-// ---- stochastic rounding of NVFP4 ---------------------------------------------------------------------------------------------
-// The grid of E2M1 is stretched until its codes lie 256 apart: a value's place is its code and, behind it, how much of the way to
-// the next one it has gone. A random byte is added, and the code is cut off.
+// ---- stochastic rounding of NVFP4
+// The grid of
+// E2M1 is stretched until its codes lie 256 apart: a value's place is its code and, behind it, how much of
+// the way to the next one it has gone. A random byte is added, and the code is cut off.
 template <class D>
 INLINE bool fits_places(VI amax, VF encode) {
-    const VF least = all(D::id == F32 ? 1.0f : 0x1p-14f);  // below it a product could underflow to -0, whose sign is dropped
-    return !any(~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p100f))));
+    const VF least = all(
+        D::id == F32 ? 1.0f : 0x1p-14f);  // below it a product could underflow to -0, whose sign is dropped
+    return !any(
+        ~((VI)((VF)amax * encode <= all(7.5f)) & (VI)(encode >= least) & (VI)(encode <= all(0x1p100f))));
 }
-// Codes of 32 elements in the high bytes of words. f: 512 times the factors of even and odd elements, or of each half. Below 0.25, sums
-// that round to 0.5 count as such: the random byte is added to a float32 there.
+// Codes of 32 elements in the high bytes of words. f: 512 times the factors of even and odd elements, or of
+// each half. Below 0.25, sums that round to 0.5 count as such: the random byte is added to a float32 there.
 template <class D>
 INLINE __m512i stochastic_codes(const typename D::T* x, __m512 f0, __m512 f1, const u8* random) {
     // Just below 2^-17, which would be half a unit of the sums from 0.25 on.
@@ -128,11 +141,14 @@ INLINE __m512i stochastic_codes(const typename D::T* x, __m512 f0, __m512 f1, co
     __m512i place;
     __mmask32 negative;
     if constexpr (D::pairs) {
-        const __m512i w = load<__m512i>(x), a = _mm512_and_si512(w, _mm512_set1_epi16(0x7fff)), high = _mm512_set1_epi32(i32(0xffff0000));
+        const __m512i w = load<__m512i>(x), a = _mm512_and_si512(w, _mm512_set1_epi16(0x7fff)),
+                      high = _mm512_set1_epi32(i32(0xffff0000));
         const __m512 even = _mm512_mul_ps((__m512)_mm512_slli_epi32(a, 16), f0);
-        const __m512 odd = _mm512_mul_ps((__m512)_mm512_and_si512(a, high), _mm512_mul_ps(f1, _mm512_set1_ps(65536)));
+        const __m512 odd =
+            _mm512_mul_ps((__m512)_mm512_and_si512(a, high), _mm512_mul_ps(f1, _mm512_set1_ps(65536)));
         const __m512i high_place = _mm512_cvttps_epi32(_mm512_add_ps(odd, _mm512_set1_ps(0x1.fffffep-2f)));
-        place = _mm512_ternarylogic_epi32(_mm512_cvttps_epi32(_mm512_add_ps(even, rounded)), high_place, high, 0xf8);
+        place = _mm512_ternarylogic_epi32(_mm512_cvttps_epi32(_mm512_add_ps(even, rounded)), high_place, high,
+                                          0xf8);
         negative = _mm512_cmpgt_epu16_mask(w, _mm512_set1_epi16(short(0x8000)));
     } else {
         const __m512 v0 = (__m512)D::one(x), v1 = (__m512)D::one(x + W);
@@ -140,11 +156,14 @@ INLINE __m512i stochastic_codes(const typename D::T* x, __m512 f0, __m512 f1, co
         const __m512i p1 = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(_mm512_abs_ps(v1), f1), rounded));
         place = _mm512_permutex2var_epi16(p0, _mm512_load_si512(BYTES.low), p1);
         const __m512 zero = _mm512_setzero_ps();
-        negative = __mmask32(_mm512_cmp_ps_mask(v0, zero, _CMP_LT_OQ)) | __mmask32(_mm512_cmp_ps_mask(v1, zero, _CMP_LT_OQ)) << 16;
+        negative = __mmask32(_mm512_cmp_ps_mask(v0, zero, _CMP_LT_OQ)) |
+                   __mmask32(_mm512_cmp_ps_mask(v1, zero, _CMP_LT_OQ)) << 16;
     }
     // 512 a up to 2, from there on 256 a + 512, from 4 on 128 a + 1024, and no more than 6: the least of all.
-    const __m512i from2 = _mm512_avg_epu16(place, _mm512_set1_epi16(1023)), from4 = _mm512_avg_epu16(from2, _mm512_set1_epi16(1535));
-    place = _mm512_min_epu16(_mm512_min_epu16(place, from2), _mm512_min_epu16(from4, _mm512_set1_epi16(7 << 8)));
+    const __m512i from2 = _mm512_avg_epu16(place, _mm512_set1_epi16(1023)),
+                  from4 = _mm512_avg_epu16(from2, _mm512_set1_epi16(1535));
+    place =
+        _mm512_min_epu16(_mm512_min_epu16(place, from2), _mm512_min_epu16(from4, _mm512_set1_epi16(7 << 8)));
     place = _mm512_add_epi16(place, _mm512_cvtepu8_epi16(load<__m256i>(random)));
     return _mm512_mask_add_epi16(place, negative, place, _mm512_set1_epi16(8 << 8));
 }
@@ -152,7 +171,9 @@ INLINE __m512i stochastic_codes(const typename D::T* x, __m512 f0, __m512 f1, co
 template <class D>
 INLINE void stochastic_strip(const typename D::T* x, VF encode, const u8* random, u8* out) {
     const __m512 factors = (__m512)(encode * all(512.0f));
-    const auto of = [&](int g, int j) { return _mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[g][j]), factors); };
+    const auto of = [&](int g, int j) {
+        return _mm512_permutexvar_ps(_mm512_load_si512(SPREAD<D>.block[g][j]), factors);
+    };
     for (int g = 0; g < 4; g += 2) {
         __m512i codes[2];
         for (int h = 0; h < 2; h++) {
@@ -165,7 +186,9 @@ INLINE void stochastic_strip(const typename D::T* x, VF encode, const u8* random
     }
 }
 // The high halves of 32 dwords.
-INLINE VB high_halves(VI a, VI b) { return (VB)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(ORDER.high), (__m512i)b); }
+INLINE VB high_halves(VI a, VI b) {
+    return (VB)_mm512_permutex2var_epi16((__m512i)a, _mm512_load_si512(ORDER.high), (__m512i)b);
+}
 #endif
 
 }  // namespace QT_NAMESPACE

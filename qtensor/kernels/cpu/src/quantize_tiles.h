@@ -1,9 +1,11 @@
-// Block formats: how a tensor is cut into tiles, so that its rows and columns are quantized from one read of memory.
+// Block formats: how a tensor is cut into tiles, so that its rows and columns are quantized from one read of
+// memory.
 #pragma once
 #include "amax.h"
-#include "rotated.h"
-#include "square.h"
-#include "turned.h"
+#include "memory.h"
+#include "quantize_rotated_columns.h"
+#include "quantize_squares.h"
+#include "quantize_transposed.h"
 
 namespace QT_NAMESPACE {
 
@@ -12,17 +14,26 @@ struct BlockQuantizer {
     using T = typename D::T;
     static constexpr i64 TILE = 256;  // rows and columns of a tile that is transposed
     static constexpr int unit = Codes == 4 ? 3 : 1;
-    const Plan& p;
+    const CQuantizer& p;
     const QuantizeCall& c;
     const T* x;
     const i64 begin, end;  // rows to quantize; c.rows are those of the tensor
     Direction row, column;
 
-    BlockQuantizer(const Plan& plan, const QuantizeCall& call, const Sink& rows, const Sink& columns, bool stream)
-        : p(plan), c(call), x((const T*)call.x), begin(call.begin), end(call.end ? call.end : call.rows) {
-        float overflow = D::id == F16 ? 65504.0f : D::id == BF16 ? bits<float>(0x7f7f0000) : FLT_MAX;
-        row = {&p, rows, p.rotated == ROWWISE, 0, c.seed, {}, nullptr, overflow, p.rotated == ROWWISE, stream};
-        column = {&p, columns, p.rotated == COLUMNWISE, 1, c.seed, {}, nullptr, overflow, p.rotated == COLUMNWISE, stream};
+    BlockQuantizer(const CQuantizer& quantizer, const QuantizeCall& call, const ScaleLayout& rows,
+                   const ScaleLayout& columns, bool stream)
+        : p(quantizer),
+          c(call),
+          x((const T*)call.x),
+          begin(call.begin),
+          end(call.end ? call.end : call.rows) {
+        float overflow = FLT_MAX;
+        if (D::id == F16) overflow = 65504.0f;
+        if (D::id == BF16) overflow = bits<float>(0x7f7f0000);
+        row = {&p,      rows,     p.rotated == ROWWISE, 0,     c.seed, {},
+               nullptr, overflow, p.rotated == ROWWISE, stream};
+        column = {&p,      columns,  p.rotated == COLUMNWISE, 1,     c.seed, {},
+                  nullptr, overflow, p.rotated == COLUMNWISE, stream};
     }
 
     void run() {
@@ -43,25 +54,36 @@ struct BlockQuantizer {
         return whole ? (n + B - 1) / B * (B * unit / Codes) : (n + Codes - 1) / Codes * unit;
     }
     Lines<T> row_lines(i64 row0, i64 rows, i64 column0, i64 cols) const {
-        const i64 stride = line_bytes(c.cols, row.whole_groups), total = row.rotate ? (c.cols + B - 1) / B * B : c.cols;
-        return {x + row0 * c.stride + column0, rows, cols, c.stride, c.row.data + row0 * stride + column0 / Codes * unit,
-                stride, row0, column0 / B, total};
+        const i64 stride = line_bytes(c.cols, row.whole_groups),
+                  total = row.rotate ? (c.cols + B - 1) / B * B : c.cols;
+        return {x + row0 * c.stride + column0,
+                rows,
+                cols,
+                c.stride,
+                c.row.data + row0 * stride + column0 / Codes * unit,
+                stride,
+                row0,
+                column0 / B,
+                total};
     }
     static i64 blocks_of(const Lines<T>& m) { return m.count * ((m.length + B - 1) / B); }
 
     void rows_only() {
         const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
-        parallel(blocks_of(m), 4 * W, c.threads, [&](i64 a, i64 b) { quantize_lines<D, E, B, Codes>(m, row, a, b); });
+        parallel(blocks_of(m), 4 * W, c.threads,
+                 [&](i64 a, i64 b) { quantize_lines<D, E, B, Codes>(m, row, a, b); });
     }
 
     // MX: 32 rows and the columns whose factors the first cache level holds.
     void untransposed() {
-        const i64 stride = c.cols, bands = (end - begin + MX - 1) / MX, across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
+        const i64 stride = c.cols, bands = (end - begin + MX - 1) / MX,
+                  across = (c.cols + COLUMN_TILE - 1) / COLUMN_TILE;
         parallel(bands * across, 1, c.threads, [&](i64 a, i64 b) {
-            auto* columns = new ColumnQuantizer<D, E, MX, Codes>(column);
+            const std::unique_ptr<ColumnQuantizer<D, E, MX, Codes>> columns(
+                new ColumnQuantizer<D, E, MX, Codes>(column));
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * MX, k = t % across * COLUMN_TILE;
-                const i64 n = end - r < MX ? end - r : MX, width = c.cols - k < COLUMN_TILE ? c.cols - k : COLUMN_TILE;
+                const i64 n = smaller(end - r, MX), width = smaller(c.cols - k, COLUMN_TILE);
                 if (c.row.data && !p.square) {
                     const Lines<T> m = row_lines(r, n, k, width);
                     quantize_lines<D, E, B, Codes>(m, row, 0, blocks_of(m));
@@ -69,10 +91,10 @@ struct BlockQuantizer {
                 // Only a whole tile follows a whole tile row for row.
                 const i64 r1 = begin + (t + 1) / across * MX, k1 = (t + 1) % across * COLUMN_TILE;
                 const bool whole = t + 1 < b && r1 + MX <= end && k1 + width <= c.cols;
-                columns->run({x + r * c.stride + k, n, width, c.stride, c.column.data + r / Codes * unit * stride + k, stride,
-                              k, r / MX, whole ? x + r1 * c.stride + k1 : nullptr});
+                columns->run({x + r * c.stride + k, n, width, c.stride,
+                              c.column.data + r / Codes * unit * stride + k, stride, k, r / MX,
+                              whole ? x + r1 * c.stride + k1 : nullptr});
             }
-            delete columns;
         });
     }
 
@@ -81,21 +103,23 @@ struct BlockQuantizer {
     void each_tile(const F& f) {
         const i64 down = (end - begin + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-            T* turned = new T[size_t(TILE * TILE)];
+            const Array<T> turned(TILE * TILE);
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * TILE, k = t % across * TILE;
-                one_tile(r, end - r < TILE ? end - r : TILE, k, c.cols - k < TILE ? c.cols - k : TILE, turned, f);
+                one_tile(r, smaller(end - r, TILE), k, smaller(c.cols - k, TILE), turned, f);
             }
-            delete[] turned;
         });
     }
     // n rows and `width` columns, at most TILE of each; `turned` holds their transpose.
     template <class F>
     void one_tile(i64 r, i64 n, i64 k, i64 width, T* turned, const F& f) {
-        const i64 stride = line_bytes(c.rows, column.whole_groups), total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
+        const i64 stride = line_bytes(c.rows, column.whole_groups),
+                  total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
         transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
-        if (k + 2 * TILE <= c.cols) prefetch(x + r * c.stride + k + TILE, n, c.stride * i64(sizeof(T)), TILE * i64(sizeof(T)));
-        f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B, total});
+        if (k + 2 * TILE <= c.cols)
+            prefetch(x + r * c.stride + k + TILE, n, c.stride * i64(sizeof(T)), TILE * i64(sizeof(T)));
+        f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B,
+                   total});
     }
 
     // Rows first .. first + n of the tensor, `width` columns from column0.
@@ -110,19 +134,20 @@ struct BlockQuantizer {
     void tiled(bool turned) {
         using Turned = TurnedQuantizer<D, E, B, Codes>;
         const bool served = Turned::serves(p);
-        const auto size = served ? Turned::size_of(c.row.data, turned, end - begin, c.cols, c.threads) : Turned::WIDE;
+        const auto size =
+            served ? Turned::size_of(c.row.data, turned, end - begin, c.cols, c.threads) : Turned::WIDE;
         const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
         Direction columns = column;
-        if (!turned) columns.sink.base = nullptr;
+        if (!turned) columns.scales.base = nullptr;
         const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
                           line_bytes(c.rows, column.whole_groups)};
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-            auto* codes = new Turned(row, columns, size);
+            const std::unique_ptr<Turned> codes(new Turned(row, columns, size));
             Rest rest{*this, columns, all};
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * rows, k = t % across * cols;
-                const i64 n = end - r < rows ? end - r : rows, width = c.cols - k < cols ? c.cols - k : cols;
+                const i64 n = smaller(end - r, rows), width = smaller(c.cols - k, cols);
                 const auto rows_too = [&](i64 first, i64 count) {
                     if (c.row.data && !p.square) rows_of(r + first, count, k, width);
                 };
@@ -140,7 +165,6 @@ struct BlockQuantizer {
                     done = 0;
                 if (done < width) rest.run(r, n, k + done, k + width);
             }
-            delete codes;
         });
     }
 
@@ -150,17 +174,10 @@ struct BlockQuantizer {
         BlockQuantizer& q;
         const Direction& columns;
         const Outputs& all;
-        Square* square = nullptr;
-        T* turned = nullptr;
-        Rest(BlockQuantizer& quantizer, const Direction& direction, const Outputs& outputs) : q(quantizer), columns(direction), all(outputs) {}
-        ~Rest() {
-            delete square;
-            delete[] turned;
-#if QT_ISA == 512
-            delete columns16;
-#endif
-        }
-        Rest(const Rest&) = delete;
+        std::unique_ptr<Square> square;
+        std::unique_ptr<Array<T>> turned;
+        Rest(BlockQuantizer& quantizer, const Direction& direction, const Outputs& outputs)
+            : q(quantizer), columns(direction), all(outputs) {}
 
         void transposed(i64 r, i64 n, i64 k, i64 width) {
 #if QT_ISA == 512
@@ -168,17 +185,20 @@ struct BlockQuantizer {
                 if (Rotated::serves(q.p) && !given_up) return rotated(r, n, k, width);
             }
 #endif
-            if (!turned) turned = new T[size_t(TILE * TILE)];
-            q.one_tile(r, n, k, width, turned, [&](const Lines<T>& m) { quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m)); });
+            if (!turned) turned.reset(new Array<T>(TILE * TILE));
+            q.one_tile(r, n, k, width, *turned, [&](const Lines<T>& m) {
+                quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m));
+            });
         }
 #if QT_ISA == 512
         using Rotated = RotatedColumns<D, E>;
-        Rotated* columns16 = nullptr;
+        std::unique_ptr<Rotated> columns16;
         bool given_up = false;  // within a tile whose columns have failed
         void rotated(i64 r, i64 n, i64 k, i64 width) {
-            if (!columns16) columns16 = new Rotated(q.column);
+            if (!columns16) columns16.reset(new Rotated(q.column));
             const i64 stride = q.line_bytes(q.c.rows, true), known = width / W * W;
-            columns16->run(q.x + r * q.c.stride + k, q.c.stride, n, width, r, k, q.c.column.data + k * stride + r / Codes, stride);
+            columns16->run(q.x + r * q.c.stride + k, q.c.stride, n, width, r, k,
+                           q.c.column.data + k * stride + r / Codes, stride);
             given_up = true;
             for (i64 c = 0; c < known; c += W)
                 if (columns16->failed[c / W]) transposed(r, n, k + c, W);
@@ -192,19 +212,21 @@ struct BlockQuantizer {
             if (!q.p.square) {
                 for (i64 at = r; at < r + n; at += TILE)
                     for (i64 k = first; k < last; k += TILE)
-                        transposed(at, r + n - at < TILE ? r + n - at : TILE, k, last - k < TILE ? last - k : TILE);
+                        transposed(at, smaller(r + n - at, TILE), k, smaller(last - k, TILE));
                 return;
             }
-            if (!square) square = new Square(q.row, columns);
+            if (!square) square.reset(new Square(q.row, columns));
             for (i64 b = r; b < r + n; b += B) {
                 Outputs o = all;
                 if (o.row) o.row += b * o.row_stride;
-                square->run(q.x + b * q.c.stride, q.c.stride, r + n - b < B ? r + n - b : B, b, first, last, q.c.cols, o);
+                square->run(q.x + b * q.c.stride, q.c.stride, smaller(r + n - b, B), b, first, last, q.c.cols,
+                            o);
             }
         }
     };
 
-    // ---- NVFP4: the maxima behind the second level -----------------------------------------------------------------------
+    // ---- NVFP4: the maxima behind the second level
+    // -----------------------------------------------------------------------
     void maxima() {
         if (p.square) {
             // One maximum serves both: that of either direction.
@@ -244,7 +266,8 @@ struct BlockQuantizer {
     i32 rotated(bool columnwise) {
         if (!columnwise) {
             const Lines<T> m = row_lines(begin, end - begin, 0, c.cols);
-            return parallel_max(blocks_of(m), W, c.threads, [&](i64 a, i64 b) { return rotated_lines(m, a, b, 0); });
+            return parallel_max(blocks_of(m), W, c.threads,
+                                [&](i64 a, i64 b) { return rotated_lines(m, a, b, 0); });
         }
 #if QT_ISA == 512
         // Bands of 16 rows.

@@ -1,0 +1,158 @@
+// The functions that native.py and floats.py call. Each returns 0 if the result is written, 1 if this CPU or
+// quantizer has no kernel for it, and 2 if memory ran out. In the last two cases the caller uses the
+// reference.
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "denormals.h"
+#include "simd.h"
+
+namespace QT_NAMESPACE {
+template <class D>
+bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
+template <class D>
+bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
+bool linear(const CQuantizer& quantizer, const LinearCall& call);
+template <class D>
+void norm_as(const NormCall& call);
+template <class D>
+void sum_rows_as(const NormCall& call);
+template <class D>
+void activation_as(const ActivationCall& call, std::unique_ptr<Producer>* producer);
+template <class D>
+std::unique_ptr<Producer> norm_rows_as(const NormCall& call);
+template <class D>
+bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& producer);
+}  // namespace QT_NAMESPACE
+using namespace QT_NAMESPACE;
+
+constexpr int ABI = 4;
+enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
+
+// Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 19 of them
+// than a small tensor takes to quantize.
+struct QuantizeArguments {
+    const CQuantizer* quantizer;
+    const void* x;
+    i64 dtype, rows, cols, stride, threads;
+    Buffers row, column;
+    float* scale_inv;
+    const float* scale;
+    float* amax_out;
+    i64 seed;
+};
+struct Stored {
+    u8* data;
+    void* scale;
+    float* amax;
+};
+struct DequantizeArguments {
+    const CQuantizer* quantizer;
+    void* y;
+    i64 dtype, rows, cols, first, count, threads;
+    Stored row, column;
+    const float* scale_inv;
+};
+template <class Arguments>
+static Arguments unpack(const void* packed) {
+    static_assert(sizeof(void*) == 8 && sizeof(Arguments) % 8 == 0, "fields of 8 bytes");
+    Arguments arguments;
+    memcpy(&arguments, packed, sizeof arguments);
+    return arguments;
+}
+static QuantizeCall call_of(const QuantizeArguments& a) {
+    return {a.x,      i32(a.dtype), i32(a.threads), a.rows,     a.cols, a.stride, a.row,
+            a.column, a.scale_inv,  a.scale,        a.amax_out, a.seed, 0,        0};
+}
+static Buffers buffers_of(const Stored& stored) { return {stored.data, stored.scale, stored.amax, nullptr}; }
+
+// Calls f with the type of a dtype; f returns whether there is a kernel. No exception may reach the C caller.
+template <class F>
+static int with_dtype(i64 dtype, const F& f) {
+    const KeepDenormals scope;
+    try {
+        if (dtype == F32) return f(Float32{}) ? DONE : NO_KERNEL;
+        if (dtype == BF16) return f(Bfloat16{}) ? DONE : NO_KERNEL;
+        return f(Float16{}) ? DONE : NO_KERNEL;
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    }
+}
+
+extern "C" {
+
+int qt_abi() { return ABI * 1000 + int(sizeof(CQuantizer)); }
+
+// Fills the buffers of a quantizer from x.
+int qt_quantize(const void* packed) {
+    const QuantizeArguments a = unpack<QuantizeArguments>(packed);
+    return with_dtype(a.dtype,
+                      [&](auto dtype) { return quantize_as<decltype(dtype)>(*a.quantizer, call_of(a)); });
+}
+
+// x @ weight.T
+int qt_linear(const CQuantizer* quantizer, const void* x, i64 m, i64 k, i64 n, i64 threads, const u8* data,
+              const void* scale, const float* amax, const float* scale_inv, const float* row_factors,
+              i64 row_factor_step, const float* bias, void* y, i64 dtype) {
+    const Buffers weight{(u8*)data, (void*)scale, (float*)amax, nullptr};
+    const LinearCall call{(const u16*)x,   m,    k, n,          weight,      scale_inv, row_factors,
+                          row_factor_step, bias, y, i32(dtype), i32(threads)};
+    const KeepDenormals scope;
+    try {
+        return linear(*quantizer, call) ? DONE : NO_KERNEL;
+    } catch (const std::bad_alloc&) {
+        return OUT_OF_MEMORY;
+    }
+}
+
+// Decodes `count` rows from row `first` into y, which holds only these.
+int qt_dequantize(const void* packed) {
+    const DequantizeArguments a = unpack<DequantizeArguments>(packed);
+    const DequantizeCall call{a.y,     i32(a.dtype),      i32(a.threads),       a.rows,     a.cols, a.first,
+                              a.count, buffers_of(a.row), buffers_of(a.column), a.scale_inv};
+    return with_dtype(a.dtype,
+                      [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
+}
+
+// A norm, or its gradients where the call has dx.
+int qt_norm(const NormCall* call, i64 dtype) {
+    return with_dtype(dtype, [&](auto type) {
+        norm_as<decltype(type)>(*call);
+        return true;
+    });
+}
+
+// The sum of the rows of x.
+int qt_sum_rows(const NormCall* call, i64 dtype) {
+    return with_dtype(dtype, [&](auto type) {
+        sum_rows_as<decltype(type)>(*call);
+        return true;
+    });
+}
+
+// An activation, or its gradient where the call has dy.
+int qt_activation(const ActivationCall* call, i64 dtype) {
+    return with_dtype(dtype, [&](auto type) {
+        activation_as<decltype(type)>(*call, nullptr);
+        return true;
+    });
+}
+
+// Quantizes a norm or an activation (the other is null) of an input of dtype `input_dtype`. The other
+// arguments are those of qt_quantize, with x the memory that keeps the tensor in between, or null.
+int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_dtype, const void* packed) {
+    const QuantizeArguments a = unpack<QuantizeArguments>(packed);
+    std::unique_ptr<Producer> producer;
+    const int made = with_dtype(input_dtype, [&](auto type) {
+        if (norm)
+            producer = norm_rows_as<decltype(type)>(*norm);
+        else
+            activation_as<decltype(type)>(*activation, &producer);
+        return producer != nullptr;
+    });
+    if (made != DONE) return made;
+    return with_dtype(
+        a.dtype, [&](auto type) { return fused_as<decltype(type)>(*a.quantizer, call_of(a), *producer); });
+}
+}

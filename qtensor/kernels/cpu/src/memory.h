@@ -1,0 +1,24 @@
+// Temporary memory of a kernel: freed when it goes out of scope, also when an allocation elsewhere fails.
+#pragma once
+#include <memory>
+#include <new>
+
+#include "structs.h"
+
+namespace QT_NAMESPACE {
+
+// `count` uninitialised elements of a type without a destructor, at a multiple of 64 bytes.
+template <class T>
+class Array {
+    T* elements;
+
+public:
+    explicit Array(i64 count)
+        : elements((T*)operator new(sizeof(T) * size_t(count > 0 ? count : 1), std::align_val_t(64))) {}
+    ~Array() { operator delete(elements, std::align_val_t(64)); }
+    Array(const Array&) = delete;
+    Array& operator=(const Array&) = delete;
+    operator T*() const { return elements; }
+};
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,54 @@
+"""The C++ sources compile without a warning of -Wall and -Wextra, have no long lines, and are in the README."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qtensor.compilers import find_cxx
+from qtensor.kernels.cpu import sources
+
+LINE = 110
+SOURCES = sorted(p for p in sources.FOLDER.iterdir() if p.suffix != ".md")
+FORMATTED = [p for p in SOURCES if not p.name.endswith("calls.cpp")]
+"""The library that answers small calls is built by itself, and not formatted yet."""
+
+BEST = sources.usable_isas()[0]
+WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
+
+
+@pytest.mark.parametrize(
+    "isa", [isa if isa == BEST else pytest.param(isa, marks=WIDE) for isa in sources.ISAS]
+)
+def test_no_warnings(isa: str) -> None:
+    """With the flags that users compile with, but without generating code; warnings of the optimizer need it."""
+    for unit in sources.units(isa):
+        if "_" in unit.name and unit.name.endswith(("Float32", "Float16")):
+            continue  # the same lines as for Bfloat16
+        assert {"-Wall", "-Wextra"} <= set(unit.flags)
+        command = [*find_cxx().command, *unit.flags, "-fsyntax-only", "-Werror", str(unit.source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{unit.name}: {done.stderr[-3000:]}"
+
+
+def test_a_warning_is_seen(tmp_path: Path) -> None:
+    source = tmp_path / "unused.cpp"
+    source.write_text("int unused(int parameter) { return 1; }\n")
+    flags = (*sources.units("baseline")[0].flags, "-fsyntax-only", "-Werror")
+    command = [*find_cxx().command, *flags, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "unused" in done.stderr
+
+
+@pytest.mark.parametrize("path", FORMATTED, ids=lambda path: path.name)
+def test_no_long_lines(path: Path) -> None:
+    numbered = enumerate(path.read_text().splitlines(), 1)
+    assert [number for number, line in numbered if len(line) > LINE] == []
+
+
+def test_every_source_has_a_line_in_the_readme() -> None:
+    readme = (sources.FOLDER / "README.md").read_text()
+    assert [path.name for path in SOURCES if f"`{path.name}`" not in readme] == []
