@@ -51,7 +51,7 @@ def test_a_format_by_name(case: FormatCase) -> None:
     call = {"scale": torch.ones(1)} if case.quantizer().needs_scale else {}
     for options in ({}, {"columnwise": True}):
         names = guarded(lambda x, given=options | call: qtensor.quantize(x, name, **given), x)
-        assert not [n for n in names if "_CODECS" in n or ".spec" in n or "slots" in n]
+        assert not [n for n in names if "_CLASSES" in n or ".spec" in n or "slots" in n]
         if not call:  # With a scale, what checks it is asked, too.
             assert len(of_library(names)) <= MOST + 10 * bool(options), of_library(names)
 

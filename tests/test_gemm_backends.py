@@ -158,7 +158,8 @@ def test_unknown_backends_and_gradients() -> None:
     a, b = quantize("fp8", (32, 64), False, 0), quantize("fp8", (16, 64), False, 1)
     with pytest.raises(
         QTensorError,
-        match="backend must be auto or one of cutlass, scaled_mm, dequant, reference; got 'cublas'",
+        match="backend must be auto or one of cutlass, scaled_mm, dequant, dot_products, tiles, "
+        "reference; got 'cublas'",
     ):
         qtensor.gemm(a, b, "TN", backend="cublas")
     bias = torch.zeros(16, requires_grad=True)
@@ -173,7 +174,9 @@ def test_unknown_backends_and_gradients() -> None:
 def test_the_reference_by_name_is_the_default_of_a_cpu() -> None:
     a, b = quantize("fp8", (32, 64), False, 0), quantize("fp8", (16, 64), False, 1)
     assert torch.equal(qtensor.gemm(a, b, "TN", backend="reference"), qtensor.gemm(a, b, "TN"))
-    assert qtensor.explain(a, b).backend == "reference"
+    explanation = qtensor.explain(a, b)
+    assert explanation.backend in {"small", "reference"}
+    assert dict(explanation.reasons)["cutlass"] == "kernels run on CUDA devices"
     with pytest.raises(qtensor.UnsupportedError, match="kernels run on CUDA devices"):
         qtensor.gemm(a, b, "TN", backend="cutlass")
 

@@ -16,7 +16,7 @@ from test_gemm import assert_product, values
 
 import qtensor
 from qtensor.kernels.cpu import native
-from qtensor.kernels.gemm import tiles
+from qtensor.kernels.gemm import dot_products, tiles
 
 N, K = 515, 1030
 """More than ``tiles.SMALL`` elements, ragged for every block; K is even, as dot products of pairs
@@ -84,6 +84,57 @@ def test_options(fmt: str, options: dict[str, Any], path: str):
     torch.manual_seed(1)
     x, w = torch.randn(6, K).bfloat16(), qtensor.quantize(torch.randn(N, K), fmt, **options)
     assert_product(F.linear(x, w), values(x), values(w).T)
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operands that the dot products of the CPU took."""
+    taken, linear_ = [], native.linear_
+    monkeypatch.setattr(
+        native, "linear_", lambda weight, *rest: taken.append(weight) or linear_(weight, *rest)
+    )
+    dot_products.is_available(native.linear_)
+    taken.clear()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("mxfp8", {}),
+        ("mxfp8", {"swizzled": True}),
+        ("mxfp6", {"packed": True}),
+        ("mxfp4", {}),
+        ("fp8_blockwise", {"block_scaling_dim": 1}),
+        ("fp8_blockwise", {"block_scaling_dim": 2}),
+    ],
+)
+def test_padding_and_blocks_of_zeros_do_not_matter(
+    fmt: str, options: dict[str, Any], multiplied: list[Any]
+):
+    """13 rows of an activation: the factors of 115 more are zero. A block of zeros has factor 0."""
+    torch.manual_seed(2)
+    x, w = torch.randn(13, K), torch.randn(N, K)
+    w[5:9, 128:256] = 0.0
+    w[500] = 0.0
+    x[3] = 0.0
+    q, weight = (qtensor.quantize(t, fmt, **options) for t in (x, w))
+    del multiplied[:]
+    assert_product(qtensor.gemm(q, weight, "TN", dtype=torch.float32), values(q), values(weight).T)
+    a = qtensor.explain(q, weight, dtype=torch.float32)
+    assert bool(multiplied) == ("chosen in bfloat16" in a)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (N - 1, K - 1), (N - 1, 0)])
+def test_one_tiny_value_is_found(place: tuple[int, int], multiplied: list[Any]):
+    """In the first block, in the ragged last one, and beside zeros."""
+    x, w = torch.full((4, K), 2.0**100), torch.zeros(N, K)
+    w[place] = 2.0**-128
+    q, weight = qtensor.quantize(x, "mxfp8"), qtensor.quantize(w, "mxfp8")
+    del multiplied[:]
+    got = qtensor.gemm(q, weight, "TN", dtype=torch.float32)
+    assert not multiplied
+    assert got.count_nonzero() == 4
 
 
 def test_tiny_factors_are_kept():

@@ -49,7 +49,7 @@ class DotProducts:
                 return f"operand {name}: {reason}"
         if problem.a.shape[-1] % 2:
             return f"dot products take pairs, and K={problem.a.shape[-1]} is odd"
-        return None if _probe(native.linear_) else "the CPU has no bfloat16 dot products"
+        return None if is_available(native.linear_) else "the CPU has no bfloat16 dot products"
 
     def __call__(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
@@ -152,7 +152,7 @@ def _has_codes(quantizer: QuantizerLike, matrix: GemmRows, wanted: Tensor) -> bo
 
 
 @functools.cache
-def _probe(linear_: Callable[..., bool]) -> bool:
+def is_available(linear_: Callable[..., bool]) -> bool:
     """Return whether the CPU and the kernels have dot products, by a product of one element."""
     quantizer = parse("fp8")
     weight = GemmRows(quantizer, alloc_slots(quantizer.slots, (1, 2), torch.device("cpu")), (1, 2))
