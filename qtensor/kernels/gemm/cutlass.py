@@ -161,7 +161,7 @@ class Cutlass:
 
 
 def alpha(problem: Problem) -> float:
-    """Factor of the product that is no tensor: NVFP4 stores amaxes, and its decode factor is amax / (6 * e4m3_max)."""
+    """Factor of the product that is a number: NVFP4 stores amaxes, and its decode factor is amax / (6 * e4m3_max)."""
     if problem.a.label != "nvfp4":
         return 1.0
     tops = [_FP4_MAX * operand.option("e4m3_max") for operand in (problem.a, problem.b)]

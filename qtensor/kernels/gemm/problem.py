@@ -167,7 +167,7 @@ class Problem:
 
     @property
     def arch(self) -> str:
-        """As kernels name it: "sm_90a"; "cpu" elsewhere."""
+        """Name of the architecture in kernels: "sm_90a"; "cpu" elsewhere."""
         if self.capability is None:
             return self.device
         major, minor = self.capability

@@ -47,7 +47,7 @@ def refusal(problem: Problem) -> str | None:
     if b.quantizer is None:
         return "the right operand is not quantized"
     if not is_large(b.shape):
-        return f"the right operand is no matrix of more than {SMALL} elements"
+        return f"the right operand is not a matrix of more than {SMALL} elements"
     if problem.bias is not None and len(problem.bias[0]) > 1:
         return f"the bias must be one value or one a column; got {problem.bias[0]}"
     if a.quantizer is not None and not a.quantizer.rowwise:
