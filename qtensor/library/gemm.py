@@ -12,7 +12,7 @@ from qtensor.errors import check, fail
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.layout import Shape
-from qtensor.library import small, tiles
+from qtensor.library import tiles
 from qtensor.library.checks import check_buffers
 from qtensor.library.codec import Codec, by_name, parse
 from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
@@ -76,8 +76,6 @@ def check_product(args: Any) -> None:
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
-    if out.is_cpu and small.multiply_(out, *args[:7], args.bias):
-        return
     check_product(args)
     if not out.is_cpu:
         # Only products on other devices need what chooses among their kernels.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
-from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
@@ -76,11 +75,7 @@ def gemm_operands(
 ) -> Tensor:
     """``gemm`` on the buffers; below dispatch, or for bare storages (``in_handler`` False)."""
     arguments = operands(a, b, layout, bias, dtype)
-    call = GEMM
-    if in_handler:
-        buffers = [*arguments[0], *arguments[3], *(() if bias is None else (bias,))]
-        call = below_dispatch(GEMM, buffers)
-    return call(*arguments)
+    return GEMM(*arguments)
 
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:

@@ -6,6 +6,7 @@ compiled from. Where there are none the compiler of the machine makes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qtensor.build import build
+from qtensor.errors import BuildError
 from qtensor.kernels.cpu import sources
 
 FOLDER = Path(__file__).parent / "prebuilt"
@@ -52,7 +54,14 @@ def provide(isa: str) -> Path:
     Raises:
         BuildError: as ``qtensor.build.build``.
     """
-    return find(isa) or build(sources.recipe(isa))
+    packaged = find(isa)
+    if packaged is not None:
+        return packaged
+    library = build(sources.recipe(isa))
+    with contextlib.suppress(BuildError):
+        # The C++ that answers small calls: never built later, in the middle of a call.
+        build(sources.calls_recipe())
+    return library
 
 
 def write(folder: Path, isas: Iterable[str]) -> list[Path]:

@@ -116,7 +116,7 @@ def recipe(isa: str) -> Recipe:
 
 
 def calls_recipe() -> Recipe:
-    """What ``qtensor.build`` compiles of calls.cpp, against the torch that is installed.
+    """What ``qtensor.build`` compiles of small_calls.cpp, against the torch that is installed.
 
     Raises:
         CompilerNotFound: there is no C++ compiler.
@@ -130,6 +130,6 @@ def calls_recipe() -> Recipe:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    unit = Unit(FOLDER / "calls.cpp", flags, "calls", include)
+    unit = Unit(FOLDER / "small_calls.cpp", flags, "small_calls", include)
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return Recipe("op_calls", (unit,), find_cxx(), (), libraries, "CPU ops", 8.0)
+    return Recipe("small_calls", (unit,), find_cxx(), (), libraries, "small CPU calls", 8.0)
