@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
 from qtensor.errors import DtypeError, QTensorError, UnsupportedError
+from qtensor.kernels.cpu import small_calls as _small_calls
 
 # Every op is registered here, so that a program saved elsewhere finds those that it names.
 from qtensor.library import activation as _activation
@@ -13,8 +14,9 @@ from qtensor.library import fused as _fused
 from qtensor.library import gradient as _gradient
 from qtensor.library import grouped as _grouped
 from qtensor.library import norm as _norm
-from qtensor.library import packed as _packed
 from qtensor.library import pointwise as _pointwise
+from qtensor.library.codec import parse as _parse
+from qtensor.library.define import OBSERVERS as _OBSERVERS
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -37,6 +39,8 @@ from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
+
+_small_calls.install(_OBSERVERS, _parse)
 
 if TYPE_CHECKING:
     from qtensor import ops, recipes
@@ -97,7 +101,6 @@ __all__ = [
     "_gradient",
     "_grouped",
     "_norm",
-    "_packed",
     "_pointwise",
     "autocast",
     "checkpoint",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from qtensor.formats import LEAD, Dim, K, Slot
 
@@ -81,3 +82,64 @@ def _sizes(dims: tuple[Dim, ...], shape: tuple[int, ...], rows: int, cols: int) 
 def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
     """Shape of an inner buffer with ``dims`` for a tensor of logical ``shape``."""
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
+
+
+# ---- buffers that share one byte tensor -----------------------------------------------------------------------
+
+PACK_ALIGNMENT = 16
+"""Bytes of which the start of every buffer in a packing is a multiple."""
+
+
+class Piece(NamedTuple):
+    """A buffer within the byte tensor that several buffers share.
+
+    Attributes:
+        size: shape of the buffer.
+        dtype: of the buffer.
+        offset: bytes in front of it.
+        nbytes: bytes that it takes.
+        padded: it may hold entries that no kernel writes, which must be zero.
+    """
+
+    size: tuple[int, ...]
+    dtype: Any
+    offset: int
+    nbytes: int
+    padded: bool
+
+
+class Packing(NamedTuple):
+    """Where buffers lie in the byte tensor that they share.
+
+    Attributes:
+        pieces: the buffers.
+        size: bytes of the tensor.
+    """
+
+    pieces: tuple[Piece, ...]
+    size: int
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return (first byte, byte behind the last) of everything that no buffer covers."""
+        gaps, end = [], 0
+        for piece in sorted(self.pieces, key=lambda piece: piece.offset):
+            if piece.offset > end:
+                gaps.append((end, piece.offset))
+            end = piece.offset + piece.nbytes
+        return [*gaps, (end, self.size)] if end < self.size else gaps
+
+
+def pack(slots: Sequence[Slot], shape: Shape, start: int) -> tuple[tuple[Piece, ...], int]:
+    """Return the pieces of the buffers of a tensor of logical ``shape``, and the offset behind them.
+
+    Args:
+        slots: of the buffers.
+        shape: the logical shape.
+        start: offset of the first buffer, a multiple of ``PACK_ALIGNMENT``.
+    """
+    pieces, end = [], start
+    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
+        nbytes = math.prod(size) * slot.dtype.itemsize
+        pieces.append(Piece(tuple(size), slot.dtype, end, nbytes, slot.padded))
+        end = end + round_up(nbytes, PACK_ALIGNMENT)
+    return tuple(pieces), end

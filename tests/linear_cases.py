@@ -75,11 +75,8 @@ def packed_forward_arguments(
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
     bias: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """The same for ``linear_forward_packed``; dtypes of input and weight."""
-    x, text, x_kept, weight, w_text, w_kept, bias, _, *rest = forward_arguments(
-        q, sizes, kept, (*dtypes, dtypes[0]), bias
-    )
-    return x, weight, bias, "|".join((text, x_kept, w_text, w_kept)), *rest
+    """Return arguments of a packed ``linear_forward``; dtypes of input and weight."""
+    return (*forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias), True)
 
 
 def packed_backward_arguments(
@@ -88,31 +85,14 @@ def packed_backward_arguments(
     wanted: tuple[bool, bool, bool] = (True, True, True),
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
 ) -> tuple[Any, ...]:
-    """The same for ``linear_backward_packed``; dtypes of dy and of the weight's gradient."""
-    kept = ("columnwise" if wanted[1] else "", "columnwise" if wanted[0] else "")
-    found = torch.ops.qtensor.linear_forward_packed(*packed_forward_arguments(q, sizes, kept))
-    dtype = str(dtypes[1]).removeprefix("torch.")
-    texts = [kept_text(q, usage) for usage in kept]
-    plan = "|".join((q.canonical, *texts, dtype, "bias" if wanted[2] else ""))
-    dy = ordinary((sizes[0], sizes[1]), dtypes[0], seed=3)
-    return dy, found[1], sizes[2], plan, *call_values(q)
-
-
-def linear_forward_packed(case: FormatCase) -> Iterator[Sample]:
-    """For opcheck."""
-    q = case.quantizer(columnwise=True)
-    yield packed_forward_arguments(q), {}
-    yield packed_forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
-    yield packed_forward_arguments(q, (1, 32, 32), ("both", "")), {}
-    yield packed_forward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
-
-
-def linear_backward_packed(case: FormatCase) -> Iterator[Sample]:
-    """For opcheck."""
-    q = case.quantizer(columnwise=True)
-    for wanted in ((True, True, True), (True, False, False), (False, True, False)):
-        yield packed_backward_arguments(q, wanted=wanted), {}
-    yield packed_backward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
+    """Return arguments of a packed ``linear_backward``; dtypes of dy and of the weight's gradient."""
+    (m, n, k), (of_input, of_weight, of_bias) = sizes, wanted
+    kept = ("columnwise" if of_weight else "", "columnwise" if of_input else "")
+    saved = torch.ops.qtensor.linear_forward(*packed_forward_arguments(q, sizes, kept))[1]
+    x, weight = (kept_text(q, usage) for usage in kept)
+    dy = ordinary((m, n), dtypes[0], seed=3)
+    operands = ([saved], x, [m, k], [], weight, [n, k])
+    return (dy, q.canonical, *operands, *dtypes, of_bias, *call_values(q), True)
 
 
 def linear_forward(case: FormatCase) -> Iterator[Sample]:
@@ -123,6 +103,10 @@ def linear_forward(case: FormatCase) -> Iterator[Sample]:
     yield forward_arguments(q, (1, 32, 32), ("both", "")), {}
     halves = (torch.bfloat16, torch.float32, torch.bfloat16)
     yield forward_arguments(q, kept=("rowwise", ""), dtypes=halves), {}
+    yield packed_forward_arguments(q), {}
+    yield packed_forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
+    yield packed_forward_arguments(q, (1, 32, 32), ("both", "")), {}
+    yield packed_forward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
 
 
 def linear_backward(case: FormatCase) -> Iterator[Sample]:
@@ -130,5 +114,7 @@ def linear_backward(case: FormatCase) -> Iterator[Sample]:
     q = case.quantizer(columnwise=True)
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         yield backward_arguments(q, wanted=wanted), {}
+        yield packed_backward_arguments(q, wanted=wanted), {}
     halves = (torch.bfloat16, torch.bfloat16, torch.float32)
     yield backward_arguments(q, dtypes=halves), {}
+    yield packed_backward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}

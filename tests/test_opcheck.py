@@ -20,9 +20,7 @@ from delayed_cases import (
 from formats import BY_NAME, FORMATS, FormatCase
 from linear_cases import (
     linear_backward,
-    linear_backward_packed,
     linear_forward,
-    linear_forward_packed,
 )
 from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
@@ -336,8 +334,6 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,
-    "qtensor::linear_forward_packed": linear_forward_packed,
-    "qtensor::linear_backward_packed": linear_backward_packed,
     "qtensor::random_seed": random_seed,
     "qtensor::draw_seeds_": draw_seeds_,
     "qtensor::dequantize_tensor": dequantize_tensor,

@@ -23,9 +23,9 @@ from test_native_calls import answers, by_cpp  # noqa: F401 - a fixture
 from test_wgrad_scheduling import SAVED
 from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
 
-from qtensor.kernels.cpu import calls
+from qtensor.kernels.cpu.small_calls.answers import left_to_python
 from qtensor.library.codec import parse
-from qtensor.library.packed import Forward, _pieces, _views
+from qtensor.library.linear import LinearForwardArgs, packing, unpack
 
 OPS = torch.ops.qtensor
 SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (1, 32, 32), (300, 256, 288))
@@ -35,13 +35,12 @@ KEPT = SAVED | {"delayed": SAVED["current"], "nvfp4": SAVED["nvfp4"] - 8}
 
 
 def unpacked(outputs: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The product and the buffers."""
-    x, weight, _, plan, *_ = args
-    p = Forward(*plan.split("|"))
-    pieces, count = _pieces(p.x_kept, x.shape, p.weight_kept, weight.shape)
-    assert outputs[1].shape == (count,)
+    """Return the product, the kept buffers and the amaxes."""
+    call = LinearForwardArgs(*args)
+    layout = packing(call.x_kept, call.x.shape, call.weight_kept, call.weight.shape)
+    assert outputs[1].shape == (layout.size,)
     assert outputs[1].dtype == torch.uint8
-    return [outputs[0], *_views(outputs[1], pieces), *outputs[2:]]
+    return [outputs[0], *unpack(outputs[1], layout), *outputs[2:]]
 
 
 @every_format
@@ -55,13 +54,14 @@ def test_forward_keeps_the_same_bytes(case: FormatCase):
             expected = OPS.linear_forward(
                 *forward_arguments(q, sizes, some, (*kinds, kinds[0]), bias)
             )
-            with calls.left_to_python():
-                same(unpacked(OPS.linear_forward_packed(*args), args), expected)
-            for _ in range(3):
-                same(unpacked(OPS.linear_forward_packed(*args), args), expected)
-            assert torch.equal(*(OPS.linear_forward_packed(*args)[1] for _ in range(2)))
-            turned = args[0].t().contiguous().t(), args[1].t().contiguous().t(), *args[2:]
-            same(unpacked(OPS.linear_forward_packed(*turned), args), expected)
+            with left_to_python():
+                same(unpacked(OPS.linear_forward(*args), args), expected)
+            for _ in range(4):
+                same(unpacked(OPS.linear_forward(*args), args), expected)
+            assert torch.equal(*(OPS.linear_forward(*args)[1] for _ in range(2)))
+            x, weight = args[0].t().contiguous().t(), args[3].t().contiguous().t()
+            turned = (x, *args[1:3], weight, *args[4:])
+            same(unpacked(OPS.linear_forward(*turned), args), expected)
 
 
 @every_format
@@ -73,12 +73,12 @@ def test_backward_gives_the_same_bytes(case: FormatCase):
             kinds = next(dtypes)
             args = packed_backward_arguments(q, sizes, some, kinds)
             expected = OPS.linear_backward(*backward_arguments(q, sizes, some, (kinds[0], *kinds)))
-            with calls.left_to_python():
-                same(OPS.linear_backward_packed(*args), expected)
-            for _ in range(3):
-                same(OPS.linear_backward_packed(*args), expected)
+            with left_to_python():
+                same(OPS.linear_backward(*args), expected)
+            for _ in range(4):
+                same(OPS.linear_backward(*args), expected)
             turned = args[0].t().contiguous().t()
-            same(OPS.linear_backward_packed(turned, *args[1:]), expected)
+            same(OPS.linear_backward(turned, *args[1:]), expected)
 
 
 @every_format
@@ -86,8 +86,8 @@ def test_cpp_answers_them(case: FormatCase, answers, monkeypatch):  # noqa: F811
     q = case.quantizer(columnwise=True)
     if not serves_here(case):
         pytest.skip(reason="programs do not have the format")
-    by_cpp(OPS.linear_forward_packed, packed_forward_arguments(q), monkeypatch)
-    by_cpp(OPS.linear_backward_packed, packed_backward_arguments(q), monkeypatch)
+    by_cpp(OPS.linear_forward, packed_forward_arguments(q), monkeypatch)
+    by_cpp(OPS.linear_backward, packed_backward_arguments(q), monkeypatch)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -146,11 +146,13 @@ def test_what_needs_no_gradient(frozen):
 
 def test_pieces_do_not_overlap():
     for text in ("mxfp8(columnwise=True)", "fp8(columnwise=True)", "nvfp4(columnwise=True)"):
-        pieces, count = _pieces(text, (33, 96), text, (64, 96))
-        assert len(pieces) == 2 * len(parse(text).slots)
+        layout = packing(text, (33, 96), text, (64, 96))
+        assert len(layout.pieces) == 2 * len(parse(text).slots)
         ends = 0
-        for piece in sorted(pieces, key=lambda p: p.offset):
+        for piece in sorted(layout.pieces, key=lambda p: p.offset):
             assert piece.offset >= ends
             assert piece.offset % 16 == 0
-            ends = piece.offset + torch.Size(piece.size).numel() * piece.dtype.itemsize
-        assert ends <= count
+            ends = piece.offset + piece.nbytes
+        assert ends <= layout.size
+        covered = sum(piece.nbytes for piece in layout.pieces)
+        assert covered + sum(end - start for start, end in layout.gaps()) == layout.size

@@ -39,27 +39,27 @@ def view_at(t: Tensor, offset: int) -> Tensor:
 @every_format
 def test_packed_backward_reads_a_view_of_its_buffer(case: FormatCase):
     q = case.quantizer(columnwise=True)
-    dy, saved, *rest = packed_backward_arguments(q)
-    expected = OPS.linear_backward_packed(dy, saved.clone(), *rest)
+    dy, text, (saved,), *rest = packed_backward_arguments(q)
+    expected = OPS.linear_backward(dy, text, [saved.clone()], *rest)
     for offset in OFFSETS:
-        for _ in range(3):
-            same(OPS.linear_backward_packed(dy, view_at(saved, offset), *rest), expected)
-    same(OPS.linear_backward_packed(dy, saved.clone(), *rest), expected)
+        for _ in range(4):
+            same(OPS.linear_backward(dy, text, [view_at(saved, offset)], *rest), expected)
+    same(OPS.linear_backward(dy, text, [saved.clone()], *rest), expected)
     strided = torch.stack([saved, saved], dim=1)[:, 0]
-    same(OPS.linear_backward_packed(dy, strided, *rest), expected)
+    same(OPS.linear_backward(dy, text, [strided], *rest), expected)
 
 
 @every_format
 def test_forward_reads_views_of_its_tensors(case: FormatCase):
     q = case.quantizer(columnwise=True)
     x, weight, *rest = packed_forward_arguments(q)
-    expected = OPS.linear_forward_packed(x, weight, *rest)
+    expected = OPS.linear_forward(x, weight, *rest)
     for shift in (1, 3, 8):
         memory = torch.full((x.numel() + shift,), float("nan"))
         view = memory[shift:].view(x.shape)
         view.copy_(x)
-        for _ in range(3):
-            same(OPS.linear_forward_packed(view, weight, *rest), expected)
+        for _ in range(4):
+            same(OPS.linear_forward(view, weight, *rest), expected)
 
 
 @every_format
@@ -75,7 +75,7 @@ def test_quantize_and_dequantize_read_views(case: FormatCase):
     view = memory[5:].view(x.shape)
     view.copy_(x)
     scales = {"scale": torch.tensor([9.0, 0.5, 9.0])[1:2]} if q.needs_scale else {}
-    for _ in range(3):
+    for _ in range(4):
         same(OPS.quantize(view, q.canonical, **scales), expected)
     buffers = expected[: len(q.slots)]
     shape, plain = list(x.shape), torch.randn(16, 64)
@@ -86,7 +86,7 @@ def test_quantize_and_dequantize_read_views(case: FormatCase):
 
     values = OPS.dequantize(buffers, q.canonical, shape, torch.float32)
     product = OPS.gemm([plain], "", [16, 64], buffers, q.canonical, shape, "TN", torch.float32)
-    for _ in range(3):
+    for _ in range(4):
         moved = [shifted(t) for t in buffers]
         same([OPS.dequantize(moved, q.canonical, shape, torch.float32)], [values])
         operands = ([shifted(plain)], "", [16, 64], moved, q.canonical, shape)
@@ -135,6 +135,6 @@ def test_compiled_gradients_with_an_activation_pool(recipe: str, offset: int):
         return layer.weight.grad.clone()
 
     expected = gradient(eager, contextlib.nullcontext())
-    for _ in range(3):
+    for _ in range(4):
         same([gradient(compiled, pooled(offset))], [expected])
     same([gradient(compiled, contextlib.nullcontext())], [expected])

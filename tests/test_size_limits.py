@@ -25,8 +25,6 @@ REASONS: dict[str, str] = {
     "qtensor/storage/compute.py::gemm": (
         "the public product: two operands and what to do with them, by name"
     ),
-    "qtensor/library/linear.py::forward_by_ops": _FLAT,
-    "qtensor/library/small.py::multiply_": _FLAT,
     "qtensor/modules/grouped_linear.py::GroupedLinear.__init__": _OPTIONS,
     "qtensor/functional/norm.py::NormFunction.forward": (
         "autograd hands over tensors and options flat"

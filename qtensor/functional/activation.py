@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD, clamped_swiglu
-from qtensor.library.direct import direct
 
 __all__ = ["ActivationFunction", "activation", "clamped_swiglu"]
-
-_activation = direct(ACTIVATION, 0)
-_activation_backward = direct(ACTIVATION_BACKWARD, 0, 1)
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -24,14 +20,14 @@ class ActivationFunction(torch.autograd.Function):
         """The activation of ``x``."""
         ctx.save_for_backward(x)
         ctx.kind = kind
-        return _activation(x, kind)
+        return ACTIVATION(x, kind)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """The gradient of ``x``."""
         (x,) = ctx.saved_tensors
-        return _activation_backward(grad, x, ctx.kind), None
+        return ACTIVATION_BACKWARD(grad, x, ctx.kind), None
 
 
 def activation(x: Tensor, kind: str) -> Tensor:

@@ -29,7 +29,6 @@ from qtensor.functional.operands import (
 )
 from qtensor.functional.plan import parts
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
-from qtensor.library.direct import direct
 from qtensor.library.grouped import (
     GROUPED_BIAS_GRAD,
     GROUPED_GEMM,
@@ -39,12 +38,6 @@ from qtensor.library.grouped import (
     GROUPED_WGRAD_ACCUMULATE,
 )
 from qtensor.library.quantize import QUANTIZE_
-
-quantize_groups = direct(GROUPED_QUANTIZE, 0)
-gemm_groups = direct(GROUPED_GEMM, 0, 3)
-wgrad_groups = direct(GROUPED_WGRAD, 0, 3)
-bias_gradients = direct(GROUPED_BIAS_GRAD, 0)
-quantize_buffers_ = direct(QUANTIZE_, 0)
 
 
 class GroupedForward(NamedTuple):
@@ -79,7 +72,7 @@ def quantize_ragged(
     """
     if not canonical:
         return plain_operand(x), None
-    buffers = quantize_groups(x, canonical, *splits, scale, seed)
+    buffers = GROUPED_QUANTIZE(x, canonical, *splits, scale, seed)
     if scale is None:
         return Operand(buffers, canonical, x.shape), None
     return Operand(buffers[:-1], canonical, x.shape), buffers[-1]
@@ -108,7 +101,7 @@ def _quantize_weights(args: GroupedFwdArgs) -> tuple[Weights, list[Tensor]]:
             amax = None if scale is None else scale.new_zeros(1)
             into = out if amax is None else [*out, amax]
             text = args.workspace_quantizer
-            quantize_buffers_(weight, text, into, scale, None, seed, args.noop)
+            QUANTIZE_(weight, text, into, scale, None, seed, args.noop)
             buffers += out
         if amax is not None:
             amaxes.append(amax)
@@ -163,7 +156,7 @@ def _grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
     w, w_amaxes = _quantize_weights(args)
     rows, weights = row_part(x), row_weights(w)
     bias = list(args.biases) if args.biases else None
-    out = gemm_groups(*rows, *weights, *splits, "TN", args.dtype, bias)
+    out = GROUPED_GEMM(*rows, *weights, *splits, "TN", args.dtype, bias)
     if args.inp.ndim != 2:
         out = out.view(*args.inp.shape[:-1], out.shape[-1])
 
@@ -262,7 +255,7 @@ def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
             list(args.main_grads), *left, *right, *splits, args.wanted, overwrite
         )
     else:
-        grads = wgrad_groups(*left, *right, *splits, args.wanted, args.weight_dtype)
+        grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, args.weight_dtype)
         for i, grad in zip(args.wanted, grads, strict=True):
             found[i] = grad
     return found
@@ -280,13 +273,13 @@ def _grouped_backward(
         RECORD_GRADIENT_AMAX(state.cell, state.cell_step, [amax], state.ticket)
     dgrad = None
     if args.inp_requires_grad and args.weights is not None:
-        dgrad = gemm_groups(*row_part(dy), *args.weights, *splits, "NN", args.dtype, None)
+        dgrad = GROUPED_GEMM(*row_part(dy), *args.weights, *splits, "NN", args.dtype, None)
         if grad.ndim != 2:
             dgrad = dgrad.view(*grad.shape[:-1], dgrad.shape[-1])
     wgrads = _weight_gradients(args, dy)
     grad_biases: list[Tensor | None] = [None] * (splits.groups if args.bias_dtype else 0)
     if args.bias_requires_grad:
-        found = bias_gradients(matrix, *splits)
+        found = GROUPED_BIAS_GRAD(matrix, *splits)
         same = args.bias_dtype == matrix.dtype
         grad_biases = [g if same else g.to(args.bias_dtype) for g in found]
     return wgrads, dgrad, grad_biases

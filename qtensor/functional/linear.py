@@ -22,7 +22,6 @@ from qtensor.functional.operands import (
     column_part,
     multiply,
     plain_operand,
-    quantize_buffers,
     quantize_operand,
     row_part,
 )
@@ -34,25 +33,12 @@ from qtensor.functional.parallel import (
 )
 from qtensor.functional.plan import assembly, parts
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
-from qtensor.library.direct import direct
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
 from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
-from qtensor.library.packed import (
-    LINEAR_BACKWARD_PACKED,
-    LINEAR_FORWARD_PACKED,
-    backward_text,
-    forward_text,
-)
-from qtensor.library.quantize import QUANTIZE_
-from qtensor.library.small import backward_is_native, forward_is_native
+from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.storage.registry import lookup
 
-quantize_buffers_ = direct(QUANTIZE_, 0)
-bias_gradient = direct(BIAS_GRAD, 0)
-linear_forward = direct(LINEAR_FORWARD, 0, 3, native=forward_is_native)
-linear_backward = direct(LINEAR_BACKWARD, 0, native=backward_is_native)
-record_gradient_amax = direct(RECORD_GRADIENT_AMAX, 0)
 _ABSENT = Operand([], "", ())
 
 
@@ -95,9 +81,7 @@ def quantize_weight_buffers(args: LinearFwdArgs) -> tuple[Operand, Tensor | None
             # Zero, which no history notices, where the flag says that nothing is quantized.
             amax = scale.new_zeros(1)
             out = [*out, amax]
-        quantize_buffers_(
-            args.weight, args.workspace_quantizer, out, scale, None, args.seeds[1], args.noop
-        )
+        QUANTIZE_(args.weight, args.workspace_quantizer, out, scale, None, args.seeds[1], args.noop)
     operand = Operand(args.weight_workspace, args.workspace_quantizer, args.weight.shape)
     return operand, amax, True
 
@@ -111,51 +95,34 @@ def _reads_input_itself(args: LinearFwdArgs) -> bool:
     return args.save_original_input and args.plan.backward_override is None
 
 
-def _in_one_buffer(args: LinearFwdArgs, x: Tensor) -> _Products:
-    """``_in_one_call`` where what is kept of both operands is one tensor: it stands as the first of theirs."""
-    plan, (x_seed, w_seed, _) = args.plan, args.seeds
-    text = forward_text(plan.input, plan.saved_input, plan.weight, plan.saved_weight)
-    scales = None if args.delayed is None else args.delayed.scales
-    found = LINEAR_FORWARD_PACKED(x, args.weight, args.bias, text, scales, x_seed, w_seed)
-    out, kept, *amaxes = found
-    inp = Operand([kept], plan.saved_input, x.shape) if plan.saved_input else None
-    weight = Operand([] if inp else [kept], plan.saved_weight, args.weight.shape)
-    return out, inp, weight if plan.saved_weight else None, [], amaxes
-
-
 def _in_one_call(args: LinearFwdArgs, x: Tensor) -> _Products:
-    """Both operands quantized and multiplied by one op."""
-    if args.packs:
-        return _in_one_buffer(args, x)
+    """Quantize and multiply both operands by one op: ``x`` (M, K) and the weight (N, K).
+
+    With ``args.packs`` the buffers that backward reads share one tensor, which stands as the first buffer of the input, or of
+    the weight if nothing of the input is kept.
+    """
     plan, seeds = args.plan, args.seeds
     x_kept = "" if _reads_input_itself(args) else plan.saved_input
-    w_kept = plan.weight if args.cache_weight else plan.saved_weight
+    weight_kept = plan.weight if args.cache_weight else plan.saved_weight
     x_text = plan.input if x_kept else parts(plan.input).row_canonical
     scales = None if args.delayed is None else args.delayed.scales
-    out, *rest = linear_forward(
-        x,
-        x_text,
-        x_kept,
-        args.weight,
-        plan.weight,
-        w_kept,
-        args.bias,
-        args.dtype,
-        scales,
-        seeds[0],
-        seeds[1],
+    out, *rest = LINEAR_FORWARD(
+        *(x, x_text, x_kept, args.weight, plan.weight, weight_kept),
+        *(args.bias, args.dtype, scales, seeds[0], seeds[1], args.packs),
     )
-    ends = parts(x_kept).total if x_kept else 0
-    kept_x, rest = rest[:ends], rest[ends:]
-    ends = parts(w_kept).total if w_kept else 0
-    kept_w, amaxes = rest[:ends], rest[ends:]
-    inp = Operand(kept_x, x_kept, x.shape) if x_kept else None
-    weight = Operand(kept_w, w_kept, args.weight.shape) if plan.saved_weight else None
+    if args.packs:
+        counts = (1, 0) if x_kept else (0, 1)
+    else:
+        counts = tuple(parts(text).total if text else 0 for text in (x_kept, weight_kept))  # type: ignore[assignment]
+    x_buffers, rest = rest[: counts[0]], rest[counts[0] :]
+    weight_buffers, amaxes = rest[: counts[1]], rest[counts[1] :]
+    kept_input = Operand(x_buffers, x_kept, x.shape) if x_kept else None
+    weight = Operand(weight_buffers, weight_kept, args.weight.shape) if plan.saved_weight else None
     if not args.cache_weight:
-        return out, inp, weight, [], amaxes
+        return out, kept_input, weight, [], amaxes
     if weight is not None:
         weight = column_part(weight) if plan.backward_override is None else row_part(weight)
-    return out, inp, weight, kept_w, amaxes
+    return out, kept_input, weight, weight_buffers, amaxes
 
 
 def _input_operand(args: LinearFwdArgs, matrix: Tensor | None) -> tuple[Operand, Tensor | None]:
@@ -339,53 +306,34 @@ def _gradients(
         dgrad = multiply(row_part(dy), args.weight, "NN", args.dtype)
     wgrad = _weight_gradient(args, dy) if args.weight_requires_grad else None
     has_bias = args.bias_requires_grad and matrix is not None
-    return wgrad, dgrad, bias_gradient(matrix) if has_bias else None, amax
-
-
-def _from_one_buffer(args: LinearBwdArgs, matrix: Tensor, scales: Tensor | None) -> list[Tensor]:
-    """What ``linear_backward`` returns, from what ``_in_one_buffer`` kept."""
-    plan, bias = args.plan, args.bias_requires_grad
-    text = backward_text(
-        plan.grad_output, plan.saved_input, plan.saved_weight, args.weight_dtype, bias
-    )
-    (kept,) = args.inp.buffers if args.inp is not None else args.weight.buffers  # type: ignore[union-attr]
-    columns = args.weight_shape[1]
-    return LINEAR_BACKWARD_PACKED(matrix, kept, columns, text, scales, args.seed)
+    return wgrad, dgrad, BIAS_GRAD(matrix) if has_bias else None, amax
 
 
 def _gradients_at_once(
     args: LinearBwdArgs, matrix: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The same by one op."""
-    inp = args.inp if args.weight_requires_grad and args.inp is not None else _ABSENT
+    """Return what ``_gradients`` returns, by one op."""
+    kept = args.inp if args.weight_requires_grad and args.inp is not None else _ABSENT
     weight = args.weight if args.inp_requires_grad and args.weight is not None else _ABSENT
     scales = args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None
+    buffers = kept.buffers, weight.buffers
     if args.packed:
-        found = _from_one_buffer(args, matrix, scales)
-    else:
-        found = linear_backward(
-            matrix,
-            args.plan.grad_output,
-            inp.buffers,
-            inp.canonical,
-            inp.shape,
-            weight.buffers,
-            weight.canonical,
-            weight.shape,
-            args.dtype,
-            args.weight_dtype,
-            args.bias_requires_grad,
-            scales,
-            args.seed,
-        )
+        buffers = [*kept.buffers, *weight.buffers][:1], []
+    gradients = LINEAR_BACKWARD(
+        *(matrix, args.plan.grad_output),
+        *(buffers[0], kept.canonical, args.rows_shape),
+        *(buffers[1], weight.canonical, args.weight_shape),
+        *(args.dtype, args.weight_dtype, args.bias_requires_grad),
+        *(scales, args.seed, args.packed),
+    )
     second = 1 if weight.canonical else 0
-    third = second + 1 if inp.canonical else second
+    third = second + 1 if kept.canonical else second
     fourth = third + 1 if args.bias_requires_grad else third
     return (
-        found[second] if third > second else None,
-        found[0] if second else None,
-        found[third] if fourth > third else None,
-        found[fourth] if fourth < len(found) else None,
+        gradients[second] if third > second else None,
+        gradients[0] if second else None,
+        gradients[third] if fourth > third else None,
+        gradients[fourth] if fourth < len(gradients) else None,
     )
 
 
@@ -415,7 +363,7 @@ def _linear_backward(
     wgrad, dgrad, grad_bias, amax = found
     if amax is not None and args.delayed is not None:
         state = args.delayed
-        record_gradient_amax(state.cell, state.cell_step, [amax], state.ticket)
+        RECORD_GRADIENT_AMAX(state.cell, state.cell_step, [amax], state.ticket)
     if dgrad is not None:
         if full.ndim != 2:
             dgrad = dgrad.view(*full.shape[:-1], dgrad.shape[-1])
@@ -429,7 +377,7 @@ def _linear_backward(
 def quantized_output(out: Tensor, canonical: str, seed: Tensor | None = None) -> Any:
     """The output as a tensor subclass."""
     name, keywords = assembly(canonical)
-    buffers = quantize_buffers(out, canonical, None, None, seed)
+    buffers = QUANTIZE(out, canonical, None, None, seed)
     named = dict(zip(keywords, buffers, strict=True))
     return lookup(name)(out.shape, out.dtype, canonical, **named)
 

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.library.direct import direct
 from qtensor.library.norm import NORM, NORM_BACKWARD
-
-_norm = direct(NORM, 0)
-_norm_backward = direct(NORM_BACKWARD, 0, 1)
 
 
 class NormFunction(torch.autograd.Function):
@@ -28,7 +24,7 @@ class NormFunction(torch.autograd.Function):
         zero_centered_gamma: bool,
     ) -> Tensor:
         """The normed input."""
-        y, mean, rstd = _norm(x, weight, bias, kind, eps, zero_centered_gamma, x.dtype)
+        y, mean, rstd = NORM(x, weight, bias, kind, eps, zero_centered_gamma, x.dtype)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.options = kind, zero_centered_gamma, bias is not None
         return y
@@ -39,7 +35,7 @@ class NormFunction(torch.autograd.Function):
         """Gradients of (x, weight, bias) and None for the options."""
         x, weight, mean, rstd = ctx.saved_tensors
         kind, zero_centered_gamma, has_bias = ctx.options
-        dx, dweight, dbias = _norm_backward(
+        dx, dweight, dbias = NORM_BACKWARD(
             grad, x, weight, mean, rstd, kind, zero_centered_gamma, has_bias
         )
         wanted = ctx.needs_input_grad

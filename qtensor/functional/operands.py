@@ -10,13 +10,16 @@ from torch import Tensor
 
 from qtensor.functional.plan import parts
 from qtensor.layout import Shape
-from qtensor.library.direct import direct
 from qtensor.library.gemm import GEMM
 from qtensor.library.quantize import DRAW_SEEDS, QUANTIZE
 
-quantize_buffers = direct(QUANTIZE, 0)
-gemm_buffers = direct(GEMM, 0, 3)
-draw = direct(DRAW_SEEDS, 0, 1)
+
+def draw(like: Tensor, draws: Tensor, count: int) -> Tensor:
+    """Return ``count`` seeds (count,) int64 for stochastic rounding on the device of ``like``.
+
+    ``draws`` (1,) int64 on the CPU counts the draws of the layer.
+    """
+    return DRAW_SEEDS(like, draws, count)
 
 
 def draw_seeds(
@@ -29,7 +32,7 @@ def draw_seeds(
 def split_seeds(
     seeds: Tensor, stochastic: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The seeds of ``draw`` by who takes them."""
+    """The seeds of ``DRAW_SEEDS`` by who takes them."""
     place, found = 0, []
     for wanted in stochastic:
         found.append(seeds[place : place + 1] if wanted else None)
@@ -93,7 +96,7 @@ def quantize_operand(
     """
     if not canonical:
         return plain_operand(x), None
-    buffers = quantize_buffers(x, canonical, scale, None, seed)
+    buffers = QUANTIZE(x, canonical, scale, None, seed)
     if scale is None:
         return Operand(buffers, canonical, x.shape), None
     return Operand(buffers[:-1], canonical, x.shape), buffers[-1]
@@ -120,7 +123,7 @@ def multiply(
     a: Operand, b: Operand, layout: str, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Any:
     """The product in one of the layouts of the ``gemm`` op."""
-    return gemm_buffers(
+    return GEMM(
         a.buffers,
         a.canonical,
         a.shape,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qtensor.errors import BuildError, check
+from qtensor.errors import BuildError as BuildError
+from qtensor.errors import check
 
 
 def build(isa: str | None = None) -> Path:
@@ -29,17 +29,13 @@ def build(isa: str | None = None) -> Path:
         BuildError: no compiler runs, it fails, or the cache cannot be written.
     """
     # Only those who build need compilers and the cache.
-    from qtensor.build import build as build_library  # noqa: PLC0415
     from qtensor.kernels.cpu import prebuilt, sources  # noqa: PLC0415
 
     chosen = sources.choose_isa() if isa is None else isa
     known = ", ".join(sources.ISAS)
     rule = f"isa must be one of {known}"
     check(chosen in sources.ISAS, "kernels.build", rule, repr(isa), "Choose one of them")
-    library = prebuilt.provide(chosen)
-    with contextlib.suppress(BuildError):
-        build_library(sources.calls_recipe())
-    return library
+    return prebuilt.provide(chosen)
 
 
 def build_gemms(

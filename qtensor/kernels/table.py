@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu import native, tiny
+from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
@@ -28,16 +28,6 @@ DequantizeKernel = Callable[[Any, Sequence[Tensor], Shape, Tensor, native.Part],
 """(quantizer, buffers in slot order, shape, out, part): decode into ``out``; False, with nothing written, if the
 reference has to."""
 
-Quantized = Callable[
-    [Any, Tensor, Tensor | None, list[Tensor] | None, Tensor | None], list[Tensor] | None
-]
-"""(quantizer, x, scale, amax, seed) -> new buffers, and the amax of delayed scaling; None for what a QuantizeKernel or
-the reference has to do."""
-
-Dequantized = Callable[[Any, Sequence[Tensor], Shape, torch.dtype], Tensor | None]
-"""(quantizer, buffers in slot order, shape, dtype) -> values; None for what a DequantizeKernel or the reference has to
-do."""
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -48,9 +38,6 @@ class Backend:
     """Why a format and dtype are not served, or None."""
     quantize_: QuantizeKernel
     dequantize_: DequantizeKernel
-    quantized: Quantized | None = None
-    """Small tensors at once, outputs and all."""
-    dequantized: Dequantized | None = None
 
 
 BACKENDS = {
@@ -59,8 +46,6 @@ BACKENDS = {
         native.supports,
         native.quantize_,
         native.dequantize_,
-        tiny.quantized,
-        tiny.dequantized,
     ),
     "cuda": Backend("triton", triton_supports, triton_quantize_, triton_dequantize_),
 }
@@ -129,30 +114,6 @@ def decode_transposed(
     twin, rows = transposed(quantizer, buffers)
     values = torch.empty(shape[::-1], dtype=dtype, device=buffers[0].device)
     return values.t() if dequantize_(twin, rows, values.shape, values) else None
-
-
-def quantized(
-    codec: Any,
-    x: Tensor,
-    scale: Tensor | None,
-    amax: list[Tensor] | None,
-    seed: Tensor | None,
-) -> list[Tensor] | None:
-    """What the op ``quantize`` returns, for a small tensor; None where its outputs have to be allocated and filled."""
-    backend = BACKENDS.get("cpu" if x.is_cpu else x.device.type)
-    if backend is None or backend.quantized is None:
-        return None
-    return backend.quantized(codec, x, scale, amax, seed)
-
-
-def dequantized(
-    codec: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
-) -> Tensor | None:
-    """What the op ``dequantize`` returns, for a small tensor; None where its output has to be allocated and filled."""
-    backend = BACKENDS.get("cpu" if buffers[0].is_cpu else buffers[0].device.type)
-    if backend is None or backend.dequantized is None:
-        return None
-    return backend.dequantized(codec, buffers, shape, dtype)
 
 
 def refusal(quantizer: Any, dtype: torch.dtype, device_type: str) -> str | None:

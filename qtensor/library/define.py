@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +35,11 @@ ON_THE_CPU = frozenset({
 """Names of the arguments that are on the CPU whatever device an op computes on."""
 
 
-class Shortcuts(NamedTuple):
-    """Ways around ``allocate`` and ``fill`` for calls that were met before.
-
-    Attributes:
-        at_once: ``at_once(args)`` is asked first on real tensors. It returns the written outputs, or None.
-        learn: ``learn(outputs, args)`` runs after each call that came through the dispatcher.
-    """
-
-    at_once: Callable[[Any], Any] | None = None
-    learn: Callable[[Any, Any], None] | None = None
-
-
 ARGUMENTS: dict[str, type[Any]] = {}
 """Op name -> the NamedTuple of its arguments."""
+
+OBSERVERS: dict[str, Callable[[Any, Any], None]] = {}
+"""Op name -> ``observer(outputs, args)``, called after the dispatcher ran the op's body (``small_calls``)."""
 
 
 def leaf_op(
@@ -57,7 +48,6 @@ def leaf_op(
     allocate: Callable[[Any], Any],
     fill: Callable[[Any, Any], None],
     tags: Sequence[torch.Tag] = (),
-    shortcuts: Shortcuts | None = None,
 ) -> Callable[..., Any]:
     """Define ``qtensor::<schema>`` and return its overload.
 
@@ -71,19 +61,13 @@ def leaf_op(
             real, fake and meta tensors.
         fill: ``fill(outputs, args)`` writes the outputs. It runs on real tensors only.
         tags: of the op.
-        shortcuts: ways around both for calls that were met before.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=tuple(tags))
     check_devices = _device_check(name, arguments)
     FILLS[name], ARGUMENTS[name] = fill, arguments
-    at_once, learn = shortcuts or (None, None)
 
     def compute(args: Any) -> Any:
-        if at_once is not None and FILLS[name] is fill:
-            outputs = at_once(args)
-            if outputs is not None:
-                return outputs
         check_devices(args)
         outputs = allocate(args)
         FILLS[name](outputs, args)
@@ -92,10 +76,12 @@ def leaf_op(
     def body(*args: Any, **kwargs: Any) -> Any:
         return compute(arguments(*args, **kwargs))
 
-    def body_and_learn(*args: Any, **kwargs: Any) -> Any:
+    def observed_body(*args: Any, **kwargs: Any) -> Any:
         bound = arguments(*args, **kwargs)
         outputs = compute(bound)
-        learn(outputs, bound)  # type: ignore[misc]
+        observer = OBSERVERS.get(name)
+        if observer is not None and FILLS[name] is fill:
+            observer(outputs, bound)
         return outputs
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +91,7 @@ def leaf_op(
         return allocate(bound)
 
     BODIES[name] = body
-    LIBRARY.impl(name, body if learn is None else body_and_learn, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, observed_body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.qtensor, name).default
 
@@ -163,23 +149,11 @@ def no_outputs(args: Any) -> None:
     """Allocate nothing: for ops that only write to their arguments."""
 
 
-def below_dispatch(op: Any, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """``op``, or its body where the dispatcher would call nothing else: for handlers, which run below every key.
-
-    A call with lists of tensors and sizes takes the dispatcher 16 us. Modes (fake, proxy, counters), function transforms
-    and tensors with a dispatch of their own still see the op.
-
-    Args:
-        op: of ``leaf_op``.
-        tensors: the arguments that could have a dispatch of their own.
-    """
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if torch._C._len_torch_dispatch_stack() or transform is not None:
-        return op
-    for t in tensors:
-        if type(t) not in _PLAIN:
-            return op
-    return BODIES[op._opname]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def watched() -> bool:
+    """Return whether something looks at ops: a dispatch mode, a transform, the profiler or a trace."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )

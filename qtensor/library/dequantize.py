@@ -9,10 +9,9 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
-from qtensor.kernels.cpu import tiny
 from qtensor.layout import Shape
 from qtensor.library.checks import check_buffers
-from qtensor.library.define import FILLS, LIBRARY, Shortcuts, below_autograd, leaf_op, no_outputs
+from qtensor.library.define import LIBRARY, below_autograd, leaf_op, no_outputs
 from qtensor.library.denormals import denormals_kept
 from qtensor.registry import by_name, parse
 
@@ -65,21 +64,11 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
         out.copy_(codec.decode(by_name(codec, args.buffers), tuple(args.shape)))
 
 
-def _dequantize_at_once(args: DequantizeArgs) -> Tensor | None:
-    return table.dequantized(parse(args.quantizer), args.buffers, args.shape, args.dtype)
-
-
-def _dequantize_learn(out: Tensor, args: DequantizeArgs) -> None:
-    if FILLS["dequantize"] is _dequantize_fill:
-        tiny.learn_dequantized(parse(args.quantizer), args.buffers, args.shape, args.dtype)
-
-
 DEQUANTIZE = leaf_op(
     "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
     DequantizeArgs,
     _dequantize_alloc,
     _dequantize_fill,
-    shortcuts=Shortcuts(learn=_dequantize_learn, at_once=_dequantize_at_once),
 )
 """Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
 

@@ -11,7 +11,6 @@ from qtensor.errors import check, fail
 from qtensor.kernels.gemm import choice
 from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
-from qtensor.library import small
 from qtensor.library.checks import check_buffers
 from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
 from qtensor.registry import QuantizerLike, parse
@@ -75,8 +74,6 @@ def check_product(args: Any) -> None:
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
-    if out.is_cpu and args.backend == "auto" and small.multiply_(out, *args[:7], args.bias):
-        return
     check_product(args)
     # torch.autocast would round operands to its dtype, in eager code alone.
     with below_autograd(), torch._C._DisableAutocast():

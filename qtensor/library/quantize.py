@@ -9,10 +9,9 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
-from qtensor.kernels.cpu import tiny
 from qtensor.library.checks import check_buffers, check_one, check_seed
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
-from qtensor.library.define import FILLS, Shortcuts, below_autograd, leaf_op
+from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.denormals import denormals_kept
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,18 +82,6 @@ def _encode(
 
 def _quantize_fill(outputs: list[Tensor], args: QuantizeArgs) -> None:
     _encode(parse(args.quantizer), outputs, args.x, args.scale, args.amax, args.seed)
-
-
-def _quantize_at_once(args: QuantizeArgs) -> list[Tensor] | None:
-    codec = parse(args.quantizer)
-    if codec.stochastic_rounding and args.seed is None:
-        return None
-    return table.quantized(codec, args.x, args.scale, args.amax, args.seed)
-
-
-def _quantize_learn(outputs: list[Tensor], args: QuantizeArgs) -> None:
-    if FILLS["quantize"] is _quantize_fill:
-        tiny.learn_quantized(parse(args.quantizer), args.x, args.scale, args.amax, args.seed)
 
 
 class QuantizeInPlaceArgs(NamedTuple):
@@ -195,7 +182,6 @@ QUANTIZE = leaf_op(
     QuantizeArgs,
     _quantize_alloc,
     _quantize_fill,
-    shortcuts=Shortcuts(learn=_quantize_learn, at_once=_quantize_at_once),
 )
 """High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""
 

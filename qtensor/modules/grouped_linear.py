@@ -14,11 +14,11 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.main_grad import reporting
-from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
+from qtensor.library.quantize import DRAW_SEEDS
 from qtensor.library.ragged import is_partition
 from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
 from qtensor.modules.linear import make_parallel, one_dtype
@@ -296,7 +296,7 @@ class GroupedLinear(QuantizedModule):
     def _seeds(self, input: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
         """Return a seed for each group and stochastic role, in the order of separate layers."""
         count = sum(plan.stochastic)
-        drawn = draw(input, draws, self.num_gemms * count)
+        drawn = DRAW_SEEDS(input, draws, self.num_gemms * count)
         place, seeds = 0, []
         for stochastic in plan.stochastic:
             seeds.append(drawn[place::count] if stochastic else None)

@@ -23,16 +23,11 @@ from qtensor.library.delayed import (
     MERGED_HISTORY,
     RECORD_AMAX,
 )
-from qtensor.library.direct import direct
 from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import CALLABLES
 
 _KEYS = itertools.count(1)
-
-advance_step = direct(ADVANCE_STEP, 0)
-delayed_begin = direct(DELAYED_BEGIN, 0)
-record_amax = direct(RECORD_AMAX, 0)
 
 
 def counter(count: int = 1) -> Tensor:
@@ -119,7 +114,7 @@ class DelayedState:
         length = options.amax_history_len
         step = step_in_force(self.own_step)
         if is_outside():
-            advance_step(step, True)
+            ADVANCE_STEP(step, True)
         largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
         rows = new_scale = None
         group = active_group() if options.reduce_amax else None
@@ -128,7 +123,7 @@ class DelayedState:
         if group is not None or algorithm >= 0 or factor >= 0:
             rows, new_scale = self._by_caller(key, length, largest, group)
         text = options.amax_compute_algo if algorithm < 0 else ""
-        scales, ticket = delayed_begin(
+        scales, ticket = DELAYED_BEGIN(
             self.scale,
             self.history,
             self.steps,
@@ -173,7 +168,7 @@ class DelayedState:
 
     def record(self, amaxes: list[Tensor], first: int) -> None:
         """Record maxima of the forward pass, each (1,) or (groups,), in row 0 of the history."""
-        record_amax(self.history, amaxes, first)
+        RECORD_AMAX(self.history, amaxes, first)
 
     def merged(self) -> Tensor:
         """Return the history (1024, 3 * groups) with the gradients' maxima, as in checkpoints."""

@@ -13,15 +13,10 @@ from qtensor.library.activation import (
     clamped_swiglu,
     is_gated,
 )
-from qtensor.library.direct import direct
 from qtensor.library.fused import ACTIVATION_QUANTIZE
 from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.norm import matrix
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
-
-_activation = direct(ACTIVATION, 0)
-_activation_quantize = direct(ACTIVATION_QUANTIZE, 0)
-_activation_backward = direct(ACTIVATION_BACKWARD, 0, 1)
 
 
 class Activation(BasicOperation):
@@ -53,10 +48,10 @@ class Activation(BasicOperation):
             width //= 2
         rows, request = matrix(input), next_op_input_request
         if request is None or not request.canonical:
-            y = _activation(rows, self.kind)
+            y = ACTIVATION(rows, self.kind)
             return y if rows is input else y.view(*input.shape[:-1], width), None
         shape = (*input.shape[:-1], width)
-        buffers = _activation_quantize(
+        buffers = ACTIVATION_QUANTIZE(
             rows, self.kind, request.canonical, request.scale, None, request.seed
         )
         return from_buffers(buffers, request, shape, input.dtype), None
@@ -69,7 +64,7 @@ class Activation(BasicOperation):
     def gradient(self, ctx: BackwardContext, grad_output: Tensor) -> Tensor:
         """Return the gradient of the input."""
         (x,) = ctx.saved_tensors
-        dx = _activation_backward(matrix(grad_output), x, self.kind)
+        dx = ACTIVATION_BACKWARD(matrix(grad_output), x, self.kind)
         return dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:

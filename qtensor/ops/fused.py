@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.library.direct import direct
 from qtensor.library.pointwise import SCALE, SCALE_ADD, add
 from qtensor.ops.activation import ACTIVATIONS
 from qtensor.ops.extra import AddExtraInput, MakeExtraOutput, check_extra
@@ -28,9 +27,6 @@ from qtensor.ops.operation import (
 )
 from qtensor.ops.simple import ConstantScale
 from qtensor.recipes import Recipe
-
-_scale = direct(SCALE, 0)
-_scale_add = direct(SCALE_ADD, 0, 2)
 
 Extra = list[tuple[Tensor, ...]]
 GradExtra = list[tuple[Tensor | None, ...]]
@@ -152,7 +148,7 @@ class ForwardLinearScaleAdd(_ForwardLinear):
         (other,) = extra[-1]
         check_extra(self.last, y, other)
         factor = self.basic_ops[-2].scale
-        return produce(_scale_add(y, factor, other), request)
+        return produce(SCALE_ADD(y, factor, other), request)
 
 
 class ForwardGroupedMLP(_Fused):
@@ -269,7 +265,7 @@ class BackwardLinearScale(_Fused):
         dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
         if dx is not None:
             factor = self.basic_ops[0].scale
-            dx = produce(_scale(dx, factor), basic_op_ctxs[0].grad_input_request)
+            dx = produce(SCALE(dx, factor), basic_op_ctxs[0].grad_input_request)
         return dx, [(), grads], [(), ()]
 
 

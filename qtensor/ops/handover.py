@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.functional.operands import Quantized, quantize_buffers
+from qtensor.functional.operands import Quantized
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
+from qtensor.library.quantize import QUANTIZE
 
 
 class Request(NamedTuple):
@@ -62,5 +63,5 @@ def produce(y: Tensor, request: Request | None) -> Any:
     if request is None or not request.canonical:
         return y
     matrix = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
-    buffers = quantize_buffers(matrix, request.canonical, request.scale, None, request.seed)
+    buffers = QUANTIZE(matrix, request.canonical, request.scale, None, request.seed)
     return from_buffers(buffers, request, y.shape, y.dtype)

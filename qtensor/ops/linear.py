@@ -19,7 +19,6 @@ from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwd
 from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import Quantized
 from qtensor.functional.plan import LinearPlan
-from qtensor.library.direct import direct
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
 from qtensor.modules.base import Call
@@ -33,8 +32,6 @@ from qtensor.ops.operation import (
     operation_label,
 )
 
-_bias_add = direct(BIAS_ADD, 0, 1)
-_bias_grad = direct(BIAS_GRAD, 0)
 _NONE = (False, False, False)
 _NO_SEEDS = (None, None, None)
 
@@ -245,8 +242,8 @@ class Bias(BasicOperation):
     ) -> tuple[Tensor, None]:
         """Return the sum."""
         if isinstance(input, Unrounded):
-            return _bias_add(input.sums, self.bias, input.dtype), None
-        return _bias_add(input, self.bias, input.dtype), None
+            return BIAS_ADD(input.sums, self.bias, input.dtype), None
+        return BIAS_ADD(input, self.bias, input.dtype), None
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
         """Save the bias's dtype."""
@@ -266,7 +263,7 @@ def bias_gradient(grad_output: Tensor, ctx: BackwardContext) -> Tensor | None:
     """Return the gradient of a ``Bias``; ``ctx`` is the context of its forward."""
     if not ctx.bias_requires_grad:
         return None
-    grad = _bias_grad(grad_output)
+    grad = BIAS_GRAD(grad_output)
     return grad if grad.dtype == ctx.dtype else grad.to(ctx.dtype)
 
 

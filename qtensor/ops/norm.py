@@ -8,19 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.errors import check, fail
-from qtensor.library.direct import direct
 from qtensor.library.fused import NORM_QUANTIZE
 from qtensor.library.norm import NORM, NORM_BACKWARD
 from qtensor.library.pointwise import L2_NORM, L2_NORM_BACKWARD
 from qtensor.modules.normed import eps_text, reset_norm
 from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
-
-_norm = direct(NORM, 0)
-_norm_quantize = direct(NORM_QUANTIZE, 0)
-_norm_backward = direct(NORM_BACKWARD, 0, 1)
-_l2_norm = direct(L2_NORM, 0)
-_l2_norm_backward = direct(L2_NORM_BACKWARD, 0, 1)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -90,9 +83,9 @@ class _Norm(BasicOperation):
         settings = (weight, self.bias, self.kind, float(self._eps), self.zero_centered_gamma)
         request = next_op_input_request
         if request is None or not request.canonical:
-            y, mean, rstd = _norm(rows, *settings, input.dtype)
+            y, mean, rstd = NORM(rows, *settings, input.dtype)
             return y if rows is input else y.view(input.shape), (rows, weight, mean, rstd)
-        *buffers, mean, rstd = _norm_quantize(
+        *buffers, mean, rstd = NORM_QUANTIZE(
             rows, *settings, input.dtype, request.canonical, request.scale, None, request.seed
         )
         y = from_buffers(buffers, request, input.shape, input.dtype)
@@ -109,7 +102,7 @@ class _Norm(BasicOperation):
         """Return the gradients of the input and the parameters."""
         x, weight, mean, rstd = ctx.saved_tensors
         has_bias = self.kind == "layernorm"
-        dx, dweight, dbias = _norm_backward(
+        dx, dweight, dbias = NORM_BACKWARD(
             matrix(grad_output),
             x,
             weight,
@@ -162,7 +155,7 @@ class L2Normalization(BasicOperation):
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, Tensor]:
         """Return the normalized input."""
-        y, rnorm = _l2_norm(input, float(self._eps))
+        y, rnorm = L2_NORM(input, float(self._eps))
         return produce(y, next_op_input_request), rnorm
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: Tensor) -> None:
@@ -172,5 +165,5 @@ class L2Normalization(BasicOperation):
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """Return the gradient of the input."""
         x, rnorm = ctx.saved_tensors
-        dx = _l2_norm_backward(grad_output, x, rnorm, float(self._eps))
+        dx = L2_NORM_BACKWARD(grad_output, x, rnorm, float(self._eps))
         return produce(dx, ctx.grad_input_request), ()

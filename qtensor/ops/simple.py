@@ -14,7 +14,6 @@ from qtensor.functional.linear import quantized_output
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.output import output_canonical
 from qtensor.library.codec import parse
-from qtensor.library.direct import direct
 from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.modules.state import counter
 from qtensor.ops.handover import Request, produce
@@ -22,9 +21,6 @@ from qtensor.ops.operation import BackwardContext, BasicOperation, OperationCont
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, compile_constant, parse_recipe
 from qtensor.storage.base import QuantizedTensorStorage
-
-_dropout = direct(DROPOUT, 0, 2)
-_scale = direct(SCALE, 0)
 
 
 class Identity(BasicOperation):
@@ -113,14 +109,14 @@ class ConstantScale(BasicOperation):
         self, input: Tensor, *, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """Return the product."""
-        return produce(_scale(input, float(self._text)), next_op_input_request), None
+        return produce(SCALE(input, float(self._text)), next_op_input_request), None
 
     def op_forward_save_ctx(self, ctx: OperationContext, input: Tensor, returned: None) -> None:
         """Save nothing."""
 
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """Return the gradient times the factor."""
-        return produce(_scale(grad_output, float(self._text)), ctx.grad_input_request), ()
+        return produce(SCALE(grad_output, float(self._text)), ctx.grad_input_request), ()
 
     def extra_repr(self) -> str:
         """Return the factor."""
@@ -163,7 +159,7 @@ class Dropout(BasicOperation):
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, None]:
         """Return the input with elements dropped."""
-        y = input if seed is None else _dropout(input, float(self._p), seed)
+        y = input if seed is None else DROPOUT(input, float(self._p), seed)
         return produce(y, next_op_input_request), None
 
     def op_forward_save_ctx(
@@ -175,7 +171,7 @@ class Dropout(BasicOperation):
     def op_backward(self, ctx: BackwardContext, grad_output: Tensor) -> tuple[Any, tuple[()]]:
         """Drop the same elements of the gradient."""
         (seed,) = ctx.saved_tensors
-        dx = grad_output if seed is None else _dropout(grad_output, float(self._p), seed)
+        dx = grad_output if seed is None else DROPOUT(grad_output, float(self._p), seed)
         return produce(dx, ctx.grad_input_request), ()
 
     def extra_repr(self) -> str:

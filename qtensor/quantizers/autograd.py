@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from qtensor.layout import Shape
-from qtensor.library.direct import direct
 from qtensor.library.quantize import QUANTIZE
 from qtensor.quantizers.calls import check_call, prepare
 from qtensor.quantizers.facts import facts_of
 from qtensor.storage.rebuild import wrap
-
-_buffers = direct(QUANTIZE, 0)
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -80,7 +77,7 @@ def quantized(
         seed, amax = prepare(quantizer, x.detach(), generator, group)
     if x.requires_grad and torch.is_grad_enabled():
         return QuantizeFunction.apply(x, quantizer, scale, amax, seed)
-    buffers = _buffers(x, quantizer.canonical, scale, amax, seed)
+    buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
     tensor = assembled(quantizer, buffers, x.shape, x.dtype)
     return tensor, *buffers[len(quantizer.keywords) :]
 

@@ -14,7 +14,6 @@ from qtensor.formats import FormatSpec
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec
 from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
-from qtensor.library.direct import direct
 from qtensor.storage.rebuild import wrap
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
@@ -24,8 +23,6 @@ Context = tuple[str, torch.dtype, Any, str]
 
 The layout of a part of a tensor goes on with its note: ``plain;part;_scale_inv`` (see ``ViewNote``).
 """
-
-_decode = direct(DEQUANTIZE, 0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class QuantizedTensorStorage:
         dtype = self.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
             refuse_dtype(self._quantizer.format, dtype)
-        return _decode(self.buffers(), self._quantizer.canonical, self.shape, dtype)
+        return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drop directions, or build one from the other where the bytes allow it. In place.

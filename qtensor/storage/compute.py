@@ -11,7 +11,6 @@ from qtensor.errors import DtypeError, fail
 from qtensor.kernels.gemm import choice
 from qtensor.kernels.gemm.choice import Explanation, check_backend
 from qtensor.kernels.gemm.problem import sides
-from qtensor.library.define import below_dispatch
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
@@ -75,11 +74,7 @@ def gemm_operands(
 ) -> Tensor:
     """``gemm`` on the buffers; below dispatch, or for bare storages (``in_handler`` False)."""
     arguments = operands(a, b, layout, bias, dtype)
-    call = GEMM
-    if in_handler:
-        buffers = [*arguments[0], *arguments[3], *(() if bias is None else (bias,))]
-        call = below_dispatch(GEMM, buffers)
-    return call(*arguments)
+    return GEMM(*arguments)
 
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:

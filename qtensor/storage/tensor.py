@@ -11,8 +11,8 @@ from torch.compiler import is_exporting
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, parse
+from qtensor.library.define import watched
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
-from qtensor.library.direct import watched
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,

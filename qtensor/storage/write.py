@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import is_empty
-from qtensor.library.define import below_dispatch
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
@@ -18,9 +17,7 @@ from qtensor.storage.base import QuantizedTensorStorage, ViewNote
 
 def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
     """The dequantized values in ``dtype`` (the nominal one if None), inside dispatch (no autograd)."""
-    buffers = t.buffers()
-    decode = below_dispatch(DEQUANTIZE, buffers)
-    return decode(buffers, t._quantizer.canonical, t.shape, dtype or t.dtype)
+    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
 def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:

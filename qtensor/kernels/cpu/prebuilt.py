@@ -7,6 +7,7 @@ machine provides the kernels.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -46,7 +47,14 @@ def provide(isa: str) -> Path:
     Raises:
         BuildError: as `qtensor.build.build`.
     """
-    return find(isa) or build(sources.build_spec(isa))
+    packaged = find(isa)
+    if packaged is not None:
+        return packaged
+    library = build(sources.build_spec(isa))
+    with contextlib.suppress(BuildError):
+        # The C++ that answers small calls: never built later, in the middle of a call.
+        build(sources.small_calls_build_spec())
+    return library
 
 
 def replace(isa: str, path: Path) -> Path | None:

@@ -119,8 +119,8 @@ def build_spec(isa: str) -> BuildSpec:
     )
 
 
-def calls_build_spec() -> BuildSpec:
-    """Return what `qtensor.build` needs to compile calls.cpp against the installed torch."""
+def small_calls_build_spec() -> BuildSpec:
+    """Return what `qtensor.build` needs to compile small_calls.cpp against the installed torch."""
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",
@@ -130,10 +130,9 @@ def calls_build_spec() -> BuildSpec:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    unit = Unit(FOLDER / "calls.cpp", flags, "calls", include)
+    unit = Unit(FOLDER / "small_calls.cpp", flags, "small_calls", include)
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return BuildSpec("op_calls", (unit,), find_cxx, (), libraries, "CPU ops", 8.0)
+    return BuildSpec("small_calls", (unit,), find_cxx, (), libraries, "small CPU calls", 8.0)
 
 
 recipe = build_spec
-calls_recipe = calls_build_spec

@@ -1,5 +1,6 @@
-// Ops whose program is known are answered here, without Python; for all other calls the op's Python kernel runs. Compiled
-// against torch's own headers, in a library of its own: the kernels do not need them.
+// Answers calls of ops whose program is known, without Python. For every other call the op's Python kernel runs, and a call
+// that comes for the second time is planned there (kernels/cpu/small_calls/). This file is compiled against torch's headers,
+// in a library of its own: the other kernels do not need them.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -11,6 +12,7 @@
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 using c10::IValue;
@@ -18,17 +20,19 @@ using i64 = int64_t;
 
 namespace {
 
-constexpr size_t MOST = 4096;  // calls that are remembered
+constexpr size_t MOST = 4096;       // descriptions that an op remembers
+constexpr i64 LARGEST = 1 << 19;    // elements of a first tensor above which a call is not described
 constexpr uintptr_t ALIGNED = 16;
 using Run = int (*)(const void* program, const void* addresses);
 
-// ---- what calls.py says
-struct Place {  // where an address of a program lies: so many bytes behind a tensor of the call, or behind output -1 - tensor
+// ---- what answers.py hands over
+// The source of an address of a program: `offset` bytes behind a tensor of the call, or behind output -1 - tensor.
+struct Address {
     i64 tensor, offset;
 };
 struct Lesson {
     const void* program;
-    std::vector<Place> places;
+    std::vector<Address> addresses;
     i64 cleared;  // bit i: output i starts as zeros
 };
 
@@ -44,16 +48,25 @@ struct Known {
 };
 
 struct Op {
+    std::string name;
     Run run;
-    bool packs_first;  // a first tensor that is not contiguous is made so
+    bool packs_first;  // a first tensor that is not contiguous is made contiguous
     std::shared_mutex mutex;
-    std::unordered_map<std::string, std::unique_ptr<Known>> known;
+    std::unordered_map<std::string, std::unique_ptr<Known>> known;  // null: no program takes such a call
+    std::unordered_set<size_t> met;                                 // hashes of descriptions that came once
+};
+
+// A call that waits for the lesson of its Python kernel.
+struct Question {
+    const Op& op;
+    std::optional<Lesson> lesson;
 };
 
 std::atomic<bool> serving{true};
-thread_local std::optional<Lesson>* asked = nullptr;  // by the call whose Python kernel runs
+thread_local Question* asked = nullptr;  // by the innermost call whose Python kernel runs in this thread
 
-// The description of a call, all that its program depends on, and its tensors in order.
+// The description of a call (everything that its program depends on) and the addresses of its tensors in order. An address is
+// that of the tensor's first element, whatever storage it lies in, and is read anew at each call.
 struct Call {
     std::string key;
     std::vector<const void*> at;
@@ -75,8 +88,7 @@ struct Call {
         key.push_back(char(t.scalar_type()));
         key.push_back(char(t.dim()));
         for (i64 size : t.sizes()) word(size);
-        // A program learned for aligned memory reads numbers within buffers of bytes: an address of another alignment is
-        // another call.
+        // A program may read numbers of four bytes within a tensor of bytes: another alignment is another description.
         const void* address = source->const_data_ptr();
         key.push_back(char(reinterpret_cast<uintptr_t>(address) % ALIGNED));
         at.push_back(address);
@@ -117,7 +129,7 @@ struct Call {
         return true;
     }
     bool describe(at::ArrayRef<IValue> arguments, bool packs_first) {
-        key.clear(), at.clear();
+        if (arguments[0].isTensor() && arguments[0].toTensor().numel() > LARGEST) return false;
         for (size_t i = 0; i < arguments.size(); i++)
             if (!argument(arguments[i], packs_first && i == 0)) return false;
         return true;
@@ -137,10 +149,10 @@ bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::
         outputs.push_back(std::move(t));
     }
     std::vector<const void*> addresses;
-    addresses.reserve(lesson.places.size());
-    for (const Place& p : lesson.places) {
-        const char* at = p.tensor < 0 ? made[size_t(-1 - p.tensor)] : (const char*)call.at[size_t(p.tensor)];
-        addresses.push_back(at ? at + p.offset : nullptr);
+    addresses.reserve(lesson.addresses.size());
+    for (const Address& a : lesson.addresses) {
+        const char* at = a.tensor < 0 ? made[size_t(-1 - a.tensor)] : (const char*)call.at[size_t(a.tensor)];
+        addresses.push_back(at ? at + a.offset : nullptr);
     }
     return op.run(lesson.program, addresses.data()) == 0;
 }
@@ -153,9 +165,10 @@ std::unique_ptr<Known> learned(Lesson lesson, const IValue& outputs) {
     return known;
 }
 
+// Sets `asked` while a Python kernel runs; a null question keeps an inner call from answering that of an outer one.
 struct Asking {
-    std::optional<Lesson>* before = asked;
-    explicit Asking(std::optional<Lesson>* lesson) { asked = lesson; }
+    Question* before = asked;
+    explicit Asking(Question* question) { asked = question; }
     ~Asking() { asked = before; }
 };
 
@@ -168,13 +181,16 @@ class Kernel : public c10::OperatorKernel {
         const size_t count = handle.schema().arguments().size();
         Call call;
         const bool described = serving && call.describe(torch::jit::last(*stack, count), op_.packs_first);
+        if (!described) return by_python(handle, *stack, nullptr);
         const Known* known = nullptr;
-        bool full = false;
-        if (described) {
+        bool wanted = false;  // the description is neither known nor refused, and came before
+        {
             std::shared_lock lock(op_.mutex);
-            const auto found = op_.known.find(call.key);
-            if (found != op_.known.end()) known = found->second.get();
-            full = op_.known.size() >= MOST;
+            const auto entry = op_.known.find(call.key);
+            if (entry != op_.known.end())
+                known = entry->second.get();
+            else
+                wanted = op_.known.size() < MOST && came_before(call.key);
         }
         if (known) {
             std::vector<at::Tensor> outputs;
@@ -184,13 +200,25 @@ class Kernel : public c10::OperatorKernel {
                 return;
             }
         }
-        std::optional<Lesson> lesson;
-        const Asking asking(described && !known && !full ? &lesson : nullptr);
-        handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
-        if (!lesson) return;
-        auto fresh = learned(std::move(*lesson), stack->back());
+        Question question{op_, {}};
+        by_python(handle, *stack, wanted ? &question : nullptr);
+        if (!wanted) return;
+        auto fresh = question.lesson ? learned(std::move(*question.lesson), stack->back()) : nullptr;
         std::unique_lock lock(op_.mutex);
         op_.known.emplace(std::move(call.key), std::move(fresh));
+    }
+
+   private:
+    static void by_python(const c10::OperatorHandle& handle, torch::jit::Stack& stack, Question* question) {
+        const Asking asking(question);
+        handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, stack);
+    }
+    // A shape that never comes again is not worth a program.
+    bool came_before(const std::string& key) {
+        static std::mutex mutex;
+        std::scoped_lock lock(mutex);
+        if (op_.met.size() >= MOST) op_.met.clear();
+        return !op_.met.insert(std::hash<std::string>{}(key)).second;
     }
 };
 
@@ -198,30 +226,35 @@ class Kernel : public c10::OperatorKernel {
 
 extern "C" {
 
-// From now on calls of an op of qtensor come here first.
+// Calls of an op of qtensor on a CPU come here first from now on.
 void qt_take(const char* name, const void* run, int packs_first) {
     static std::mutex mutex;
     static auto* taken = new std::unordered_map<std::string, Op>;  // never freed: calls may come at the end of the process
     std::scoped_lock lock(mutex);
-    const auto [place, fresh] = taken->try_emplace(name);
+    const auto [entry, fresh] = taken->try_emplace(name);
     if (!fresh) return;
-    Op& op = place->second;
+    Op& op = entry->second;
+    op.name = name;
     op.run = (Run)run;
     op.packs_first = packs_first != 0;
     auto* library = new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
 }
 
-// Tells the call whose Python kernel runs which program computes it. Program and whatever it points to stay where they are.
-// 0: it is remembered.
-int qt_learn(const void* program, const void* places, i64 count, i64 cleared) {
-    if (!asked) return 1;
-    const Place* place = (const Place*)places;
-    *asked = Lesson{program, {place, place + count}, cleared};
+// Whether the call whose Python kernel runs is one of this op, and wants a program.
+int qt_wants(const char* name) {
+    return asked && asked->op.name == name;
+}
+
+// Hands over the program of the call whose Python kernel runs. The program stays where it is. 0: it is remembered.
+int qt_learn(const char* name, const void* program, const void* addresses, i64 count, i64 cleared) {
+    if (!qt_wants(name)) return 1;
+    const Address* address = (const Address*)addresses;
+    asked->lesson = Lesson{program, {address, address + count}, cleared};
     return 0;
 }
 
-// Whether remembered programs serve; if not, every call goes to the Python kernels.
+// Whether remembered programs serve; if not, every call goes to the Python kernels. Returns what was set before.
 int qt_serve(int on) {
     return serving.exchange(on != 0);
 }

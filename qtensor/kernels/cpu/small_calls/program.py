@@ -115,7 +115,7 @@ class Source(NamedTuple):
     dtype: torch.dtype
 
 
-class Operand(NamedTuple):
+class ProgramMatrix(NamedTuple):
     """A quantized matrix: the places of its buffers, in the order of native.py."""
 
     codec: Any
@@ -175,16 +175,16 @@ class Builder:
         self._plans.append(site.quantizer)
         return site.address
 
-    def operand(self, codec: Any, site: Site) -> Operand:
+    def operand(self, codec: Any, site: Site) -> ProgramMatrix:
         """A quantized matrix whose buffers the call brings, in slot order."""
         at = [_NOTHING] * 9
         for _, place, _, _ in site.slots:
             at[place] = self.given()
-        return Operand(codec, site, at)
+        return ProgramMatrix(codec, site, at)
 
     def quantize(
         self, codec: Any, site: Site, x: Source, kept: dict[str, int], call: dict[str, int]
-    ) -> Operand:
+    ) -> ProgramMatrix:
         """Quantize a matrix.
 
         Args:
@@ -214,10 +214,10 @@ class Builder:
             call.get("amax", _NOTHING),
             seed,
         )
-        return Operand(codec, site, at)
+        return ProgramMatrix(codec, site, at)
 
     def _values(
-        self, operand: Operand | Source, count: int, columnwise: bool | None
+        self, operand: ProgramMatrix | Source, count: int, columnwise: bool | None
     ) -> tuple[int, int]:
         """Places of an operand's float32 values, and of a factor that is kept out of them.
 
@@ -269,10 +269,12 @@ class Builder:
         """Zeros in ``size`` bytes."""
         self._step(_CLEAR, at, size)
 
-    def multiply(self, a: Operand | Source, b: Operand | Source, result: Result) -> None:
+    def multiply(
+        self, a: ProgramMatrix | Source, b: ProgramMatrix | Source, result: Result
+    ) -> None:
         """A product, accumulated in float32 and rounded to the dtype of the result."""
         layout, (m, n, k), out, bias = result
-        both = isinstance(a, Operand) and isinstance(b, Operand)
+        both = isinstance(a, ProgramMatrix) and isinstance(b, ProgramMatrix)
         left, left_factor = self._values(a, m * k, layout == "NT" if both else None)
         right, right_factor = self._values(b, n * k, layout != "TN" if both else None)
         plain = out.dtype is torch.float32

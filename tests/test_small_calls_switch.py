@@ -1,0 +1,90 @@
+"""QTENSOR_SMALL_CALLS=0 leaves the C++ answers out: every small call has the same bytes without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qtensor.kernels.cpu.small_calls import answers
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = """
+import hashlib, sys
+import torch
+import qtensor
+from formats import FORMATS
+from qtensor import recipes
+from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library.define import OBSERVERS
+
+def note(name, tensors):
+    digest = hashlib.sha256()
+    for t in tensors:
+        digest.update(repr((t.dtype, tuple(t.shape), t.stride())).encode())
+        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    print(name, digest.hexdigest())
+
+torch.manual_seed(0)
+x, y = torch.randn(33, 64), torch.randn(16, 64)
+for case in FORMATS:
+    q = case.quantizer(columnwise=True)
+    scale = {"scale": torch.tensor([0.5])} if q.needs_scale else {}
+    for round in range(4):
+        for dtype in (torch.float32, torch.bfloat16):
+            source = x.to(dtype)
+            made = torch.ops.qtensor.quantize(source, q.canonical, **scale)
+            buffers = made[: len(q.slots)]
+            value = torch.ops.qtensor.dequantize(buffers, q.canonical, x.shape, dtype)
+            operands = ([y], "", y.shape, buffers, q.canonical, x.shape)
+            product = torch.ops.qtensor.gemm(*operands, "TN", dtype, torch.ones(33))
+            note(f"{q.canonical} {dtype} {round}", [*made, value, product])
+for recipe in (
+    None,
+    recipes.Float8CurrentScaling(),
+    recipes.DelayedScaling(),
+    recipes.Float8BlockScaling(),
+    recipes.MXFP8BlockScaling(),
+    recipes.NVFP4BlockScaling(),
+):
+    torch.manual_seed(1)
+    layer = qtensor.Linear(64, 32, recipe=recipe)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for name, call in (("eager", layer), ("compiled", compiled)):
+        for round in range(4):
+            layer.zero_grad()
+            source = y.clone().requires_grad_()
+            out = call(source)
+            (out * out).sum().backward()
+            gradients = [source.grad, layer.weight.grad, layer.bias.grad]
+            note(f"{type(recipe).__name__} {name} {round}", [out, *gradients])
+print("programs", len(answers._OWNED), "observers", len(OBSERVERS), file=sys.stderr)
+"""
+
+
+def run(switch: str) -> tuple[str, str]:
+    """Return what the sample of small calls prints: digests, and how many programs were planned."""
+    environment = os.environ | {
+        "QTENSOR_SMALL_CALLS": switch,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, done.stderr.strip().splitlines()[-1]
+
+
+def test_the_same_bytes_without_small_calls() -> None:
+    (on, planned), (off, left_out) = run("1"), run("0")
+    assert on == off
+    assert len(on.splitlines()) > 100
+    assert left_out == "programs 0 observers 0"
+    if answers.library() is None:
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    _, programs, _, observers = planned.split()
+    assert int(programs) > 50
+    assert int(observers) == 5
