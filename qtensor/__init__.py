@@ -1,20 +1,13 @@
-"""Quantized tensors for PyTorch: FP8, MXFP8, MXFP6, MXFP4, NVFP4, with the same bytes on every device."""
+"""Quantize PyTorch tensors to FP8, MXFP8, MXFP6, MXFP4 and NVFP4.
+
+Every device gives the same bytes.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
-from qtensor.errors import DtypeError, QTensorError, UnsupportedError
-
-# Every op is registered here, so that a program saved elsewhere finds those that it names.
-from qtensor.library import activation as _activation
-from qtensor.library import delayed as _delayed
-from qtensor.library import fused as _fused
-from qtensor.library import gradient as _gradient
-from qtensor.library import grouped as _grouped
-from qtensor.library import norm as _norm
-from qtensor.library import packed as _packed
-from qtensor.library import pointwise as _pointwise
+from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -56,6 +49,7 @@ if TYPE_CHECKING:
     from qtensor.report import BlockError, ErrorReport, error_report
 
 __all__ = [
+    "ArgumentTypeError",
     "BlockError",
     "Conversion",
     "DtypeError",
@@ -91,14 +85,6 @@ __all__ = [
     "TensorProto",
     "UnsupportedError",
     "__version__",
-    "_activation",
-    "_delayed",
-    "_fused",
-    "_gradient",
-    "_grouped",
-    "_norm",
-    "_packed",
-    "_pointwise",
     "autocast",
     "checkpoint",
     "convert_",
@@ -118,7 +104,21 @@ __all__ = [
     "to_tensor_proto",
 ]
 
-# Loaded at first use: whoever only quantizes tensors does not wait for the training stack.
+# Every op is registered here, so that a program saved elsewhere finds the ops that it names.
+for _name in (
+    "activation",
+    "delayed",
+    "fused",
+    "gradient",
+    "grouped",
+    "norm",
+    "packed",
+    "pointwise",
+):
+    importlib.import_module(f"qtensor.library.{_name}")
+del _name
+
+# Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
     "BlockError": "qtensor.report",
     "Conversion": "qtensor.modules.conversion",
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'qtensor' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    # Kept, so that it is looked up once.
+    # Stored as a global, so that the next access does not come here.
     value = globals()[name] = module if name in ("ops", "recipes") else getattr(module, name)
     return value
 
