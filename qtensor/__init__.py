@@ -1,22 +1,14 @@
-"""Quantized tensors for PyTorch: FP8, MXFP8, MXFP6, MXFP4, NVFP4, with the same bytes on every device."""
+"""Quantize PyTorch tensors to FP8, MXFP8, MXFP6, MXFP4 and NVFP4.
+
+Every device gives the same bytes.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
-from qtensor.errors import DtypeError, QTensorError, UnsupportedError
-from qtensor.kernels.cpu import small_calls as _small_calls
-
-# Every op is registered here, so that a program saved elsewhere finds those that it names.
-from qtensor.library import activation as _activation
-from qtensor.library import delayed as _delayed
-from qtensor.library import fused as _fused
-from qtensor.library import gradient as _gradient
-from qtensor.library import grouped as _grouped
-from qtensor.library import norm as _norm
-from qtensor.library import pointwise as _pointwise
-from qtensor.library.codec import parse as _parse
-from qtensor.library.define import OBSERVERS as _OBSERVERS
+from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
+from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -29,6 +21,7 @@ from qtensor.quantizers import (
     Quantizer,
 )
 from qtensor.quantizers.proto import TensorProto, to_tensor_proto
+from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import explain, gemm
 from qtensor.storage.float8 import Float8Tensor, Float8TensorStorage
@@ -39,8 +32,6 @@ from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
-
-_small_calls.install(_OBSERVERS, _parse)
 
 if TYPE_CHECKING:
     from qtensor import ops, recipes
@@ -60,6 +51,7 @@ if TYPE_CHECKING:
     from qtensor.report import BlockError, ErrorReport, error_report
 
 __all__ = [
+    "ArgumentTypeError",
     "BlockError",
     "Conversion",
     "DtypeError",
@@ -95,13 +87,6 @@ __all__ = [
     "TensorProto",
     "UnsupportedError",
     "__version__",
-    "_activation",
-    "_delayed",
-    "_fused",
-    "_gradient",
-    "_grouped",
-    "_norm",
-    "_pointwise",
     "autocast",
     "checkpoint",
     "convert_",
@@ -121,7 +106,23 @@ __all__ = [
     "to_tensor_proto",
 ]
 
-# Loaded at first use: whoever only quantizes tensors does not wait for the training stack.
+# Every op is registered here, so that a program saved elsewhere finds the ops that it names.
+for _name in (
+    "activation",
+    "delayed",
+    "fused",
+    "gradient",
+    "grouped",
+    "linear",
+    "norm",
+    "pointwise",
+):
+    importlib.import_module(f"qtensor.library.{_name}")
+# C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
+importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
+del _name, OBSERVERS, parse
+
+# Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
     "BlockError": "qtensor.report",
     "Conversion": "qtensor.modules.conversion",
@@ -147,7 +148,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'qtensor' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    # Kept, so that it is looked up once.
+    # Stored as a global, so that the next access does not come here.
     value = globals()[name] = module if name in ("ops", "recipes") else getattr(module, name)
     return value
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.library.delayed import ADVANCE_STEP
 from qtensor.recipes import Float8CurrentScaling, Recipe
 
@@ -146,10 +146,10 @@ class autocast:
             is_class = isinstance(recipe, type)
             call = f"Call it: {recipe.__name__}()" if is_class else ""
             fix = call or "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
-            fail("autocast", "recipe must be a recipe object", repr(recipe), fix, DtypeError)
+            fail("autocast", "recipe must be a recipe object", repr(recipe), fix, ArgumentTypeError)
         if not isinstance(enabled, bool):
             rule = "enabled must be True or False"
-            fail("autocast", rule, repr(enabled), "Pass the recipe as recipe=", DtypeError)
+            fail("autocast", rule, repr(enabled), "Pass the recipe as recipe=", ArgumentTypeError)
         self.enabled = enabled
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group

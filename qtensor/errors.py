@@ -1,4 +1,4 @@
-"""Errors of the library: every message states the rule, the value seen and the way out."""
+"""Define the library's errors; every message states the rule, the value seen and the way out."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from typing import NoReturn
 
 
 class QTensorError(ValueError):
-    """A user mistake: a bad dtype, shape, option, usage or operand."""
+    """Signal a user mistake: a bad dtype, shape, option, usage or operand."""
 
 
-class DtypeError(QTensorError, TypeError):
-    """A tensor of a dtype, layout or kind that the operation does not take."""
+class ArgumentTypeError(QTensorError, TypeError):
+    """Signal an argument of the wrong Python type, such as a number where a module is needed."""
+
+
+class DtypeError(ArgumentTypeError):
+    """Signal a tensor with a dtype or layout that the operation does not take."""
 
 
 class UnsupportedError(QTensorError, NotImplementedError):
-    """Something that does not exist here; the message names what does instead."""
+    """Signal an operation that does not exist here; the message names an alternative."""
 
 
 class BuildError(QTensorError):
-    """Native code that could not be compiled, linked or put into the cache."""
+    """Signal native code that could not be compiled, linked or put into the cache."""
 
 
 class CompilerNotFound(BuildError):
-    """No compiler that runs; the message names the places that were tried."""
+    """Signal that no compiler runs; the message names the places that were tried."""
 
 
 def fail(
@@ -32,9 +36,9 @@ def fail(
 
     Args:
         op: the operation, with the format in brackets where one is involved: ``quantize[mxfp8]``.
-        rule: what must hold.
+        rule: the condition that must hold.
         got: the values seen.
-        fix: what the caller can do about it, a sentence without its full stop.
+        fix: a sentence, without its full stop, that tells the caller how to proceed.
         error: the class to raise.
 
     Raises:
@@ -51,6 +55,10 @@ def check(
     fix: str,
     error: type[QTensorError] = QTensorError,
 ) -> None:
-    """``fail(...)`` unless ``condition`` holds."""
+    """Call ``fail`` with the other arguments unless ``condition`` holds.
+
+    Raises:
+        QTensorError: ``condition`` is false.
+    """
     if not condition:
         fail(op, rule, got, fix, error)

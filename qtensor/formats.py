@@ -1,7 +1,8 @@
-"""Descriptions of number formats: element codes, inner buffers, format specs.
+"""Describe number formats: element codes, inner buffers, format specs.
 
-Everything that depends on a format's layout (allocation, flattening, slicing, copying, repr, fakes) is derived from the
-specs defined with these classes; no method elsewhere lists a format's fields.
+Allocation, flattening, slicing, copying, repr and fakes all derive from the specs that these
+classes
+define; no method elsewhere lists the fields of a format.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from typing import Any, Literal
 import torch
 
 PLAIN, SWIZZLED = "plain", "swizzled_32_4_4"
-"""Scale layouts: rows of factors, or 128x4 tiles as block-scaled GEMMs read them (docs/numerics.md)."""
+"""Scale layouts: rows of factors, or the 128x4 tiles that block-scaled GEMMs read."""
 
 Usage = Literal["rowwise", "columnwise", "both"]
 
 
 @dataclass(frozen=True)
 class Element:
-    """A narrow float: sign, exponent and mantissa bits, and the largest finite magnitude."""
+    """Describe a narrow float: exponent and mantissa bits, and the largest finite magnitude."""
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     max: float
-    """Largest finite magnitude (FP8: docs/numerics.md, general rules)."""
+    """Largest finite magnitude."""
     dtype: torch.dtype | None = None
     """The torch dtype with these codes, where one exists."""
 
     @property
     def bits(self) -> int:
-        """Width of a code in bits, the sign included."""
+        """Return the width of a code in bits, the sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number, ``1 - bias``."""
+        """Return the exponent of the smallest normal number, ``1 - bias``."""
         return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite number: ``floor(log2(max))``."""
+        """Return the exponent of the largest finite number, ``floor(log2(max))``."""
         return math.frexp(self.max)[1] - 1
 
 
@@ -57,17 +58,21 @@ ELEMENTS: dict[str, Element] = {e.name: e for e in (E4M3, E5M2, E2M3, E3M2, E2M1
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of an inner buffer, as a function of the logical (M, K) shape.
+    """Describe one dimension of an inner buffer as a function of the logical (M, K) shape.
 
-    A dimension over an axis of n elements has ``ceil(n / per) * units`` entries, rounded up to a multiple of ``pad``.
+    A dimension over an axis of n elements has ``ceil(n / per) * units`` entries, rounded up to a
+    multiple of ``pad``.
     """
 
     axis: Literal["lead", "m", "k", "one"]
-    """``lead``: the leading dims, unflattened. ``m``: their product. ``k``: the last dim. ``one``: a single entry."""
+    """``lead``: the leading dims, unflattened. ``m``: their product. ``k``: the last dim. ``one``:
+    a
+    single entry.
+    """
     per: int = 1
     """Logical elements that share one group of entries (block size, or codes in a packed group)."""
     units: int = 1
-    """Entries a group takes (3 for FP6, packed 4 codes in 3 bytes)."""
+    """Entries of a group (3 for packed FP6: 4 codes in 3 bytes)."""
     pad: int = 1
     """The dimension is rounded up to a multiple of this; the padding is zero."""
 
@@ -80,7 +85,10 @@ ONE = Dim("one")
 
 @dataclass(frozen=True)
 class Buffer:
-    """An inner buffer: name, dtype, the usage that needs it, and its dims as a function of the quantizer's options."""
+    """Describe an inner buffer: name, dtype, the usage that needs it, and its dims.
+
+    The dims are a function of the quantizer's options.
+    """
 
     name: str
     dtype: torch.dtype
@@ -92,28 +100,29 @@ class Buffer:
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """What a storage class holds: element types, block shape, scale element, inner buffers in slot order."""
+    """Describe a storage class: element types, block shape, scale element, inner buffers."""
 
     name: str
     elements: tuple[Element, ...]
     """Legal elements, the default first."""
     block: tuple[int, int] | None
-    """(rows, columns) that share one factor in rowwise orientation; None: the whole tensor or a whole row."""
+    """(rows, columns) that share one factor, rowwise; None: the whole tensor or a whole row."""
     scale: Literal["float32", "e8m0", "e4m3"]
-    """What a stored factor is."""
+    """The element of a stored factor."""
     inner: tuple[Buffer, ...]
     transpose_shares_bytes: bool = False
-    """Columnwise data are the rowwise bytes transposed, whatever the options (per-tensor scaling)."""
+    """Columnwise data are the rowwise bytes transposed, whatever the options (per-tensor scaling).
+    """
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of all inner buffers, in slot order."""
+        """Return the names of all inner buffers, in slot order."""
         return tuple(b.name for b in self.inner)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A buffer that a given quantizer fills: the spec's buffer with its options applied."""
+    """Describe a buffer that a given quantizer fills: the spec's buffer with options applied."""
 
     name: str
     dtype: torch.dtype
@@ -125,11 +134,11 @@ class Slot:
     logical: bool
     """The buffer has the logical shape."""
     padded: bool
-    """There may be padding, which must be zero."""
+    """Whether the buffer can have padding, which must be zero."""
 
 
 def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
-    """The buffers of ``spec`` that are present under ``options`` (a quantizer), in slot order."""
+    """Return the buffers of ``spec`` that exist under ``options`` (a quantizer), in slot order."""
     swizzled = bool(getattr(options, "swizzled", False))
     wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}
     slots = []

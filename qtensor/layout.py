@@ -1,4 +1,7 @@
-"""Shape arithmetic: buffer shapes from logical shapes. Pure functions of ints or SymInts; no data, no branches on sizes."""
+"""Compute buffer shapes from logical shapes.
+
+Pure functions of ints or SymInts: no data, no branches on sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ Shape = Sequence[int]
 
 
 def ceil_div(n: int, d: int) -> int:
-    """``ceil(n / d)`` for non-negative integers."""
+    """Return ``ceil(n / d)`` for non-negative integers."""
     return n if d == 1 else (n + d - 1) // d
 
 
 def round_up(n: int, multiple: int) -> int:
-    """``n`` rounded up to a multiple of ``multiple``."""
+    """Return ``n`` rounded up to a multiple of ``multiple``."""
     return n if multiple == 1 else (n + multiple - 1) // multiple * multiple
 
 
 def contiguous_strides(size: Shape) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch has them: a dim without elements counts as one."""
+    """Return the strides of a contiguous tensor; as in torch, an empty dim counts as one."""
     strides, step = [], 1
     for n in reversed(size):
         strides.append(step)
@@ -31,7 +34,7 @@ def contiguous_strides(size: Shape) -> tuple[int, ...]:
 
 
 def is_empty(shape: Shape) -> bool:
-    """Whether a size is zero; a symbolic one counts as not zero, so that no graph is bound to its value."""
+    """Return True if a size is zero; a symbolic one counts as not zero, to keep graphs general."""
     count = math.prod(shape)
     if isinstance(count, int):
         return count == 0
@@ -39,7 +42,10 @@ def is_empty(shape: Shape) -> bool:
 
 
 def rows_cols(shape: Shape) -> tuple[int, int]:
-    """The (M, K) view of a logical shape: M = product of the leading dims, K = the last; () is (1, 1)."""
+    """Return the (M, K) view of a shape: M = product of the leading dims, K = the last.
+
+    The shape () gives (1, 1).
+    """
     rows = 1
     for n in shape[:-1]:
         rows = rows * n
@@ -47,13 +53,13 @@ def rows_cols(shape: Shape) -> tuple[int, int]:
 
 
 def dim_size(dim: Dim, rows: int, cols: int) -> int:
-    """Entries of one buffer dimension (not ``lead``) for an (M, K) = (rows, cols) tensor."""
+    """Return the entries of a buffer dimension (not ``lead``) for M = ``rows``, K = ``cols``."""
     n = rows if dim.axis == "m" else cols if dim.axis == "k" else 1
     return round_up(ceil_div(n, dim.per) * dim.units, dim.pad)
 
 
 def has_padding(slot: Slot, shape: Shape) -> bool:
-    """Whether a buffer of a tensor of that shape, known as numbers, holds entries or parts of bytes that stand for no element."""
+    """Return True if a buffer of a tensor of ``shape`` has entries or bits without an element."""
     rows, cols = rows_cols(shape)
     for dim in slot.dims:
         n = {"m": rows, "k": cols}.get(dim.axis, 0)
@@ -63,7 +69,7 @@ def has_padding(slot: Slot, shape: Shape) -> bool:
 
 
 def buffer_shapes(slots: Sequence[Slot], shape: Shape) -> list[tuple[int, ...]]:
-    """Shapes of the inner buffers ``slots`` of a tensor of logical ``shape``."""
+    """Return the shapes of the inner buffers ``slots`` of a tensor of logical ``shape``."""
     logical = tuple(shape)
     rows, cols = rows_cols(shape)
     return [logical if slot.logical else _sizes(slot.dims, logical, rows, cols) for slot in slots]
@@ -80,7 +86,7 @@ def _sizes(dims: tuple[Dim, ...], shape: tuple[int, ...], rows: int, cols: int) 
 
 
 def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
-    """Shape of an inner buffer with ``dims`` for a tensor of logical ``shape``."""
+    """Return the shape of an inner buffer with ``dims`` for a tensor of logical ``shape``."""
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
 
 

@@ -1,4 +1,4 @@
-"""How much a quantization lost: signal to noise, errors, saturation, flushing, factors, worst blocks."""
+"""Report how much a quantization lost: signal to noise, errors, saturation, worst blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from qtensor.storage.rebuild import with_buffers
 
 WORST = 5
 CHUNK = 1 << 18
-"""Elements compared at a time."""
+"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class BlockError:
-    """The error inside one block of the (M, K) view."""
+    """Describe the error inside one block of the (M, K) view."""
 
     row: int
     """First row."""
@@ -35,22 +35,32 @@ class BlockError:
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What ``error_report`` found; ``str()`` gives a table. Only values finite before and after count as errors."""
+    """Hold the result of ``error_report``; ``str()`` gives a table.
+
+    Only values that are finite before and after count as errors.
+    """
 
     quantizer: str
     """Canonical string."""
     shape: tuple[int, ...]
     bits_per_value: float
-    """All buffers, factors and padding included."""
+    """Bits of all buffers for each value, factors and padding included."""
     sqnr_db: float
-    """10 log10(sum x^2 / sum (x - q)^2); inf where nothing is lost, NaN where no value is finite before and after."""
+    """10 log10(sum x^2 / sum (x - q)^2).
+
+    inf where nothing is lost, NaN where no value is finite before and after.
+    """
     max_abs_error: float
-    """NaN, as the relative one, where no value is finite before and after."""
+    """Largest absolute error; NaN, like the relative one, where no value is finite before and
+    after.
+    """
     max_rel_error: float
-    """Over values that are not zero."""
+    """Largest relative error of values that are not zero."""
     saturated: float
-    """Share of values beyond the largest code of their block; NaN for rotated data, whose factors are not those of
-    elements."""
+    """Share of values beyond the largest code of their block.
+
+    NaN for rotated data, where a factor does not belong to one element.
+    """
     flushed_to_zero: float
     """Share of non-zero values that became zero."""
     not_finite: int
@@ -86,7 +96,7 @@ class ErrorReport:
 
 @dataclass
 class _Sums:
-    """Running totals over chunks of rows."""
+    """Keep running totals over chunks of rows."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -99,7 +109,7 @@ class _Sums:
     scale_max: float = -math.inf
 
     def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
-        """Count a chunk; returns the absolute errors, float64, 0 where a value is not finite."""
+        """Count a chunk; return the absolute errors, float64, 0 where a value is not finite."""
         finite = x.isfinite() & decoded.isfinite()
         values = torch.where(finite, x, 0).double()
         error = (values - torch.where(finite, decoded, 0)).abs_()
@@ -127,6 +137,9 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     Args:
         x: the original, floating, any shape.
         q: the quantized tensor or storage, of the same shape.
+
+    Returns:
+        The measures; their ``str()`` is a table.
 
     Raises:
         QTensorError: ``q`` is not quantized, or the shapes differ.
@@ -185,7 +198,11 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
 
 
 def decode_factors(q: Any) -> Tensor:
-    """The product of all factors of each element, float32 of the logical shape: what a code of 1.0 would decode to."""
+    """Return the product of all factors of each element: the value that a code of 1.0 decodes to.
+
+    Returns:
+        float32 of the logical shape; NaN for rotated data.
+    """
     element = q._quantizer.element
     buffers = []
     for slot, buffer in zip(q._quantizer.slots, q.buffers(), strict=True):
@@ -198,7 +215,7 @@ def decode_factors(q: Any) -> Tensor:
 
 
 def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tensor:
-    """Codes of 1.0 in the packing of ``buffer``."""
+    """Return codes of 1.0 in the packing of ``buffer``."""
     one = code_values(element).index(1.0)
     packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
     if packed is not None:
@@ -224,11 +241,11 @@ def _decibel(signal: float, noise: float) -> float:
 
 
 class _Worst:
-    """The blocks with the lowest signal to noise ratio so far."""
+    """Collect the blocks with the lowest signal to noise ratio."""
 
     def __init__(self, block: tuple[int, int]) -> None:
         self.block = block
-        self.found: list[BlockError] = []
+        self.blocks: list[BlockError] = []
 
     def add(self, x: Tensor, error: Tensor, row: int) -> None:
         """Look at a chunk of rows that starts at ``row``."""
@@ -242,7 +259,7 @@ class _Worst:
         for i in picked:
             down, right = divmod(i, grid)
             if noise[down, right] > 0:
-                self.found.append(
+                self.blocks.append(
                     BlockError(
                         row=row + down * self.block[0],
                         col=right * self.block[1],
@@ -250,8 +267,8 @@ class _Worst:
                         max_abs_error=errors[down, :, right].max().item(),
                     )
                 )
-        self.found = sorted(self.found, key=lambda b: b.sqnr_db)[:WORST]
+        self.blocks = sorted(self.blocks, key=lambda b: b.sqnr_db)[:WORST]
 
     def report(self) -> tuple[BlockError, ...]:
-        """Worst first."""
-        return tuple(self.found)
+        """Return the blocks, worst first."""
+        return tuple(self.blocks)

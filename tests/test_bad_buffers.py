@@ -90,9 +90,10 @@ def test_a_proto_of_something_else() -> None:
         qtensor.TensorProto((4, 32), torch.float32, "mx")
     for given in (3, qtensor.MXFP8Quantizer, torch.float8_e4m3fn):
         message = f"TensorProto: the quantizer is a quantizer, a format's id or None; got {given!r}"
-        with refused(qtensor.DtypeError, message):
+        with refused(qtensor.ArgumentTypeError, message):
             qtensor.TensorProto((4, 32), torch.float32, given)
-    with refused(qtensor.DtypeError, "TensorProto: the dtype must be a torch.dtype; got 'float32'"):
+    rule = "TensorProto: the dtype must be a torch.dtype; got 'float32'"
+    with refused(qtensor.ArgumentTypeError, rule):
         qtensor.TensorProto((4, 32), "float32", "mxfp8")
 
 

@@ -93,7 +93,7 @@ def test_no_tensor(case: FormatCase, x: Any) -> None:
         f"quantize[{case.name}]: the input must be a torch.Tensor; got {type(x).__name__}. "
         "Convert it"
     )
-    with refused(qtensor.DtypeError, message):
+    with refused(qtensor.ArgumentTypeError, message):
         case.quantizer()(x, **case.call())
 
 
@@ -112,7 +112,7 @@ def test_unknown_format(name: str) -> None:
     "fmt", [5, None, ["mxfp8"], qtensor.MXFP8Quantizer, torch.float8_e4m3fn], ids=repr
 )
 def test_format_of_a_wrong_type(fmt: Any) -> None:
-    with refused(qtensor.DtypeError, f"the format is an id or a quantizer; got {fmt!r}. C"):
+    with refused(qtensor.ArgumentTypeError, f"the format is an id or a quantizer; got {fmt!r}. C"):
         qtensor.quantize(torch.ones(3), fmt)
 
 
@@ -242,8 +242,10 @@ def test_errors_are_value_errors() -> None:
     NotImplementedError.
     """
     assert issubclass(qtensor.QTensorError, ValueError)
-    assert issubclass(qtensor.DtypeError, TypeError)
+    assert issubclass(qtensor.ArgumentTypeError, TypeError)
+    assert issubclass(qtensor.DtypeError, qtensor.ArgumentTypeError)
     assert issubclass(qtensor.UnsupportedError, NotImplementedError)
     assert all(
-        issubclass(e, qtensor.QTensorError) for e in (qtensor.DtypeError, qtensor.UnsupportedError)
+        issubclass(e, qtensor.QTensorError)
+        for e in (qtensor.ArgumentTypeError, qtensor.UnsupportedError)
     )

@@ -377,7 +377,8 @@ def test_mismatched_operands(case: FormatCase) -> None:
     ):
         qtensor.gemm(x, w, "TN", dtype=torch.int32)
     with pytest.raises(
-        qtensor.DtypeError, match=r"result's dtype must be a torch.dtype; got 'float32'. Pass"
+        qtensor.ArgumentTypeError,
+        match=r"result's dtype must be a torch.dtype; got 'float32'. Pass",
     ):
         qtensor.gemm(x, w, "TN", dtype="float32")
     assert_same_tensor(w, before)

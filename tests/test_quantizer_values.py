@@ -364,7 +364,7 @@ def test_text_options_round_trip(tag: str) -> None:
 
     q = TaggedQuantizer(tag=tag)
     assert parse(q.canonical) == q
-    with pytest.raises(qtensor.QTensorError, match="tag must have no comma"):
+    with pytest.raises(qtensor.QTensorError, match="tag must not contain a comma"):
         TaggedQuantizer(tag=tag + ",b")
 
 

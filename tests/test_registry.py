@@ -282,3 +282,13 @@ def test_a_taken_format_id_is_refused(toy: FormatCase) -> None:
             pass
 
     assert before == codec._CLASSES
+
+
+@pytest.mark.parametrize("name", ["a|b", "a(b)", "a b", "", "1a", "a-b"])
+def test_a_format_id_that_would_break_texts_is_refused(name: str) -> None:
+    with pytest.raises(qtensor.QTensorError, match=r"Bad: a format id is made of letters"):
+
+        class Bad(qtensor.Quantizer):
+            format = name
+
+    assert name not in qtensor.formats()

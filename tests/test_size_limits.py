@@ -17,11 +17,6 @@ _BYTES = "each parameter is one number of the contract; a bundle would be built 
 
 REASONS: dict[str, str] = {
     "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
-    "qtensor/library/gemm.py::_decode_operands": _FLAT,
-    "qtensor/library/gemm.py::fill_by_decoding": _FLAT,
-    "qtensor/library/gemm.py::_fill_by_tiles": _FLAT,
-    "qtensor/library/backends.py::multiply_": _FLAT,
-    "qtensor/library/backends.py::accumulate_": _FLAT,
     "qtensor/storage/compute.py::gemm": (
         "the public product: two operands and what to do with them, by name"
     ),

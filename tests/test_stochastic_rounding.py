@@ -233,3 +233,11 @@ def test_without_the_option_no_seed_matters() -> None:
     assert_same_tensor(qtensor.quantize(x, "nvfp4"), first)
     assert not NVFP4.quantizer(stochastic_rounding=True).is_requantization_safe()
     assert NVFP4.quantizer().is_requantization_safe()
+
+
+def test_encoding_without_a_seed_is_refused() -> None:
+    """The reference, too, never rounds to nearest in its place."""
+    quantizer = qtensor.NVFP4Quantizer(stochastic_rounding=True)
+    out = quantizer.alloc_tensors((4, 64))
+    with pytest.raises(qtensor.QTensorError, match="stochastic rounding needs a seed; got none"):
+        quantizer.encode_(out, torch.randn(4, 64), None, None, None)

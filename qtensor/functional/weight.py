@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.functional.linear import quantize_weight_buffers
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs
 from qtensor.functional.operands import draw_seeds
@@ -57,7 +57,11 @@ def quantize_weight(
     if not isinstance(quantizer, Quantizer):
         rule = "the quantizer must be a quantizer object"
         fail(
-            "quantize_weight", rule, repr(quantizer), 'Pass qtensor.quantizer("mxfp8")', DtypeError
+            "quantize_weight",
+            rule,
+            repr(quantizer),
+            'Pass qtensor.quantizer("mxfp8")',
+            ArgumentTypeError,
         )
     if workspace is not None and not isinstance(workspace, QuantizedTensorStorage):
         fail(
@@ -65,7 +69,7 @@ def quantize_weight(
             "the workspace must be what an earlier call returned",
             type(workspace).__name__,
             "Pass None at first",
-            DtypeError,
+            ArgumentTypeError,
         )
     if quantizer.needs_scale and scale is None:
         fail("quantize_weight", "delayed scaling needs scale=", "none", "Pass the factor, (1,)")

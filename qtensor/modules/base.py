@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.autocasting import active_recipe
-from qtensor.errors import DtypeError, UnsupportedError, check, fail
+from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
@@ -113,7 +113,7 @@ class QuantizedModule(nn.Module):
                 "recipe must be a recipe object",
                 repr(recipe),
                 "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()",
-                DtypeError,
+                ArgumentTypeError,
             )
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtensor.errors import DtypeError, QTensorError, fail
+from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
 from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
@@ -86,10 +86,10 @@ def convert_(
     _check_root("convert_", model, nn.Linear)
     if not (recipe is None or isinstance(recipe, Recipe)):
         fix = "Pass a recipe, for example qtensor.recipes.MXFP8BlockScaling()"
-        fail("convert_", "recipe must be a recipe object", repr(recipe), fix, DtypeError)
+        fail("convert_", "recipe must be a recipe object", repr(recipe), fix, ArgumentTypeError)
     if not (filter_fn is None or callable(filter_fn)):
         rule = "filter_fn must be a function of a module and its name"
-        fail("convert_", rule, repr(filter_fn), "Pass one that returns a bool", DtypeError)
+        fail("convert_", rule, repr(filter_fn), "Pass one that returns a bool", ArgumentTypeError)
     if quantized_params and recipe is None:
         rule = "quantized_params needs a recipe, which says how weights are quantized"
         fail("convert_", rule, "none", "Pass recipe=")
@@ -160,7 +160,13 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
 
 def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
     if not isinstance(model, nn.Module):
-        fail(op, "model must be a torch.nn.Module", type(model).__name__, "Pass one", DtypeError)
+        fail(
+            op,
+            "model must be a torch.nn.Module",
+            type(model).__name__,
+            "Pass one",
+            ArgumentTypeError,
+        )
     if isinstance(model, kind) and not (kind is nn.Linear and isinstance(model, QuantizedModule)):
         rule = "layers are swapped inside of their parent, and the root has none"
         fix = "Pass the module that holds it, or wrap it: holder = nn.Sequential(layer)"

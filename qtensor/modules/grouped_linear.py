@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import DtypeError, UnsupportedError, check, fail
+from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
@@ -282,12 +282,12 @@ class GroupedLinear(QuantizedModule):
             return Splits((), SPLIT_SIZES(m_splits, rows, self.label), groups)
         if not isinstance(m_splits, (list, tuple)):
             rule = "group sizes must be a list of ints or an int64 tensor"
-            fail(label, rule, type(m_splits).__name__, "Pass such a list", DtypeError)
+            fail(label, rule, type(m_splits).__name__, "Pass such a list", ArgumentTypeError)
         sizes = tuple(m_splits)
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
                 rule = "group sizes must be ints"
-                fail(label, rule, repr(size), "Convert them with int(...)", DtypeError)
+                fail(label, rule, repr(size), "Convert them with int(...)", ArgumentTypeError)
         if len(sizes) == groups and is_partition(sizes, rows):
             return Splits(sizes, None, groups)
         # Raises: in eager code here, in compiled code when the graph of such calls runs.

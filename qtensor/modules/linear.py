@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
@@ -72,7 +72,7 @@ def make_parallel(
         "tp_group must be a process group that this rank belongs to",
         repr(tp_group),
         "Pass what torch.distributed.new_group or DeviceMesh.get_group returns",
-        DtypeError,
+        ArgumentTypeError,
     )
     if tp_group.size() == 1:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qtensor.errors import DtypeError, QTensorError, UnsupportedError, fail
+from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
 
 
 def name_operation(op: Any, error: QTensorError) -> None:
@@ -41,7 +41,7 @@ def refuse_result(op: Any, name: str, must: str, got: object) -> None:
     Raises:
         QTensorError: always.
     """
-    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", DtypeError)
+    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 
 def check_list(op: Any, name: str, what: str, items: Any, count: int) -> Sequence[Any]:

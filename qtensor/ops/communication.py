@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check
+from qtensor.errors import ArgumentTypeError, check
 from qtensor.functional.parallel import Parallel, all_gather, all_reduce, reduce_scatter
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
@@ -30,7 +30,7 @@ class _Collective(BasicOperation):
             "it needs a process group that this rank belongs to",
             repr(group),
             "Pass a process group, for example torch.distributed.group.WORLD",
-            DtypeError,
+            ArgumentTypeError,
         )
         self.parallel = Parallel(group.group_name, group.size(), "row", True)
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
@@ -178,7 +178,7 @@ class OperationFuser(Wiring):
             if not isinstance(t, Tensor):
                 label = f"sequence of {len(self.ops)} operations"
                 rule = "input and extra inputs must be tensors"
-                fail(label, rule, type(t).__name__, "Pass tensors", DtypeError)
+                fail(label, rule, type(t).__name__, "Pass tensors", ArgumentTypeError)
         if len(extra_inputs) != self.n_extra_inputs:
             self.refuse(len(extra_inputs))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.ops.operation import BasicOperation, FusedOperation
 from qtensor.recipes import Recipe, parse_recipe
 
@@ -53,13 +53,13 @@ def _register(
             "a pattern must be a list of classes",
             "Pass a list, for example [BasicLinear, Bias]",
         )
-        fail("register_fusion", rule, repr(pattern), fix, DtypeError)
+        fail("register_fusion", rule, repr(pattern), fix, ArgumentTypeError)
     kinds = [k for entry in pattern for k in (entry if isinstance(entry, tuple) else (entry,))]
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, BasicOperation)):
             rule = "a pattern must consist of classes of basic operations"
             fix = "Pass a list, for example [BasicLinear, Bias]"
-            fail("register_fusion", rule, repr(kind), fix, DtypeError)
+            fail("register_fusion", rule, repr(kind), fix, ArgumentTypeError)
     if len(pattern) == 0:
         fail("register_fusion", "a pattern must not be empty", "none", "Pass at least one class")
     if not callable(builder):
@@ -138,7 +138,7 @@ def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOpera
     label = f"fusion at {ops[0].label}"
     if not isinstance(result, FusedOperation):
         rule = "a builder must return a FusedOperation or None"
-        fail(label, rule, repr(result), "Fix the builder", DtypeError)
+        fail(label, rule, repr(result), "Fix the builder", ArgumentTypeError)
     if len(result.basic_ops) != len(ops) or any(
         a is not b for a, b in zip(result.basic_ops, ops, strict=True)
     ):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.ops.checks import hooks_of, refuse_hooks
 from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
@@ -31,7 +31,7 @@ def _check_module(name: Any, module: Any) -> None:
     if not isinstance(module, nn.Module):
         rule = "a sequence consists of operations and modules"
         label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
-        fail(label, rule, type(module).__name__, fix, DtypeError)
+        fail(label, rule, type(module).__name__, fix, ArgumentTypeError)
 
 
 def _autocast_dtype(like: Tensor) -> torch.dtype | None:

@@ -1,4 +1,7 @@
-"""Quantizers: a format's options as a frozen value that makes tensors. Importing a module here registers its format."""
+"""Define the quantizers: a format's options as a frozen value that makes tensors.
+
+Importing a module of this package registers its format.
+"""
 
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.float8 import (

@@ -1,4 +1,4 @@
-"""A call of a quantizer, with its straight-through gradient."""
+"""Quantize a tensor with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qtensor.storage.rebuild import wrap
 
 
 class QuantizeFunction(torch.autograd.Function):
-    """Forward: quantize. Backward: the gradient passes unchanged."""
+    """Quantize in forward; pass the gradient unchanged in backward."""
 
     @staticmethod
     def forward(
@@ -27,28 +27,28 @@ class QuantizeFunction(torch.autograd.Function):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> tuple[Any, ...]:
-        """The tensor, and the amax for delayed scaling."""
+        """Return the quantized tensor, and the amax for delayed scaling."""
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
         tensor = assembled(quantizer, buffers, x.shape, x.dtype)
         return tensor, *buffers[len(quantizer.keywords) :]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Only the tensor has a gradient."""
+        """Mark everything but the tensor as not differentiable."""
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """The gradient of the tensor is that of the input."""
+        """Return the gradient of the tensor as that of the input."""
         return grad, None, None, None, None
 
 
 def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
-    """The tensor around what an op has allocated (the amax may follow): nothing is left to check.
+    """Return the tensor around buffers that an op has allocated, without checks.
 
     Args:
-        quantizer: the value; in a compiled region, its facts will do.
-        buffers: in slot order.
+        quantizer: the value; in a compiled region its facts are enough.
+        buffers: in slot order; the amax of delayed scaling may follow.
         shape: the logical shape.
         dtype: the nominal dtype.
     """
@@ -60,7 +60,7 @@ def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: to
 def _assembled(facts: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
     """``assembled`` in a compiled region."""
     named = {keyword: buffers[i] for i, keyword in enumerate(facts.keywords)}
-    # The text, not the value: Dynamo would rebuild the value from its fields, with symbolic floats among them.
+    # Pass the text: Dynamo would rebuild the value from its fields, some as symbolic floats.
     return facts.tensor_cls(shape, dtype, facts.canonical, **named)
 
 
@@ -71,7 +71,7 @@ def quantized(
     generator: torch.Generator | Tensor | None,
     group: Any,
 ) -> tuple[Any, ...]:
-    """The tensor, and the amax for delayed scaling."""
+    """Return the quantized tensor, and the amax for delayed scaling."""
     seed = amax = None
     if quantizer.stochastic_rounding or generator is not None or group is not None:
         seed, amax = prepare(quantizer, x.detach(), generator, group)
@@ -90,7 +90,16 @@ def quantize_traced(
     group: Any,
     noop_flag: Tensor | None,
 ) -> Any:
-    """``Quantizer.quantize`` without ``out`` in a compiled region, of the quantizer that a text names."""
+    """Do the work of ``Quantizer.quantize`` without ``out`` in a compiled region.
+
+    Args:
+        canonical: text of the quantizer.
+        x: any shape, float32, bfloat16 or float16.
+        scale: as in ``Quantizer.quantize``.
+        generator: as in ``Quantizer.quantize``.
+        group: the process group of ``amax_reduction_group``.
+        noop_flag: refused without ``out``.
+    """
     facts = facts_of(canonical)
     is_alone = scale is None and generator is None and group is None and noop_flag is None
     if is_alone and not facts.needs_more and isinstance(x, Tensor) and not x.is_nested:

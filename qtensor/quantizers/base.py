@@ -1,13 +1,14 @@
-"""The quantizer base: a frozen value that knows its buffers, its canonical string and how to call the ops."""
+"""Define the base of quantizers: a frozen value that describes buffers and calls the ops."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from qtensor.quantizers.calls import (
     prepare,
     refuse_gradient,
 )
+from qtensor.quantizers.methods import FormatMethods
 from qtensor.quantizers.options import (
     canonical_value,
     check_choice,
@@ -33,21 +35,25 @@ from qtensor.quantizers.options import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
-from qtensor.storage.checks import as_shape, check_buffers, check_nominal, check_whole
+from qtensor.storage.checks import as_shape, check_buffers, check_nominal
 from qtensor.storage.tensor import QuantizedTensor
+
+_FORMAT_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantizer:
-    """Options of a format as a value: hashable, equal by value, safe as a compile-time constant.
+class Quantizer(FormatMethods):
+    """Hold the options of a format as a value: hashable, equal by value, a compile-time constant.
 
-    Live state (process groups, generators, delayed-scaling scales) is never inside: it comes as arguments of the call.
+    Live state (process groups, generators, delayed-scaling scales) is never inside: it comes as
+    arguments of the call.
 
     Attributes:
         rowwise: produce data whose blocks run along the last dim.
         columnwise: produce data whose blocks run along the leading dims.
-        columnwise_value: with both usages, dequantize the columnwise data. Transposing sets it, so that a transposed
-            tensor keeps its values where the directions are quantized independently.
+        columnwise_value: with both usages, dequantize the columnwise data. Transposing sets it, so
+            that a transposed tensor keeps its values where the directions are quantized
+            independently.
     """
 
     rowwise: bool = True
@@ -55,22 +61,22 @@ class Quantizer:
     columnwise_value: bool = False
 
     format: ClassVar[str]
-    """The format's id."""
+    """The id of the format."""
     spec: ClassVar[FormatSpec]
     tensor_cls: ClassVar[type[QuantizedTensor]]
     storage_cls: ClassVar[type[QuantizedTensorStorage]]
     per_tensor: ClassVar[bool] = False
-    """One factor for the whole tensor, which a GEMM can apply at its end."""
+    """One factor serves the whole tensor, so a GEMM can apply it at its end."""
     returns_amax: ClassVar[bool] = False
     """The quantize op returns the amax after the buffers (delayed scaling)."""
     needs_scale: ClassVar[bool] = False
-    """A call must bring ``scale=`` (delayed scaling)."""
+    """A call must pass ``scale=`` (delayed scaling)."""
     stochastic_rounding: ClassVar[bool] = False
-    """Whether a call draws random bytes; formats that can have it as an option."""
+    """Whether a call draws random bytes; a field of the formats that have it as an option."""
 
     _option_names: ClassVar[tuple[str, ...]] = ("rowwise", "columnwise", "columnwise_value")
     canonical: ClassVar[str]
-    """The value as text: ``format(option=value,...)``; what crosses an op boundary."""
+    """The value as text, ``format(option=value,...)``, which crosses an op boundary."""
     slots: ClassVar[tuple[Slot, ...]]
     """The buffers that this quantizer fills, in slot order."""
     keywords: ClassVar[tuple[str, ...]]
@@ -83,7 +89,7 @@ class Quantizer:
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = [n for n, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)]
-        # dataclasses.fields does not trace on a class, so the names are kept beside it.
+        # dataclasses.fields does not trace on a class, so the class stores the names.
         cls._option_names = tuple(dict.fromkeys((*cls._option_names, *own)))
         if abstract:
             return
@@ -94,10 +100,17 @@ class Quantizer:
                 "none",
                 'Add format = "my_format" to the class body',
             )
+        if not _FORMAT_ID.fullmatch(cls.format):
+            fail(
+                f"class {cls.__qualname__}",
+                "a format id is made of letters, digits and underscores",
+                repr(cls.format),
+                'Choose another id, for example format = "my_format"',
+            )
         register_codec(cls.format, cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the format does not have, before the dataclass's own bare TypeError."""
+        """Refuse unknown options with an error that lists the known ones."""
         refuse_unknown(cls.format, cls.option_names(), options)
         return super().__new__(cls)
 
@@ -116,47 +129,47 @@ class Quantizer:
         )
 
     def _canonical(self) -> str:
-        """``format(option=value,...)`` with the options that differ from their defaults."""
+        """Return ``format(option=value,...)`` with the options that differ from their defaults."""
         changed = [
             f"{name}={canonical_value(value)}" for name, value in self.given_options().items()
         ]
         return f"{self.format}({','.join(changed)})" if changed else self.format
 
     def given_options(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
-        given = {}
+        """Return the options that differ from their defaults."""
+        changed = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if value != self._default(f.name, f.default):
-                given[f.name] = value
-        return given
+                changed[f.name] = value
+        return changed
 
     def _default(self, name: str, value: Any) -> Any:
-        """What an option is when it is not given; ``value`` is the field's default."""
+        """Return the value of an option that is not given; ``value`` is the field's default."""
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return parse, (self.canonical,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, as of every value: what holds copies (guards of compiled graphs do) finds it equal at a glance."""
+        """Return this object: a value needs no copy, and equal objects compare faster in guards."""
         return self
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The options of the format."""
+        """Return the names of the format's options."""
         return cls._option_names
 
     @functools.cached_property
     def element(self) -> Element:
-        """The element that the ``dtype`` option names, or the format's first."""
+        """Return the element that the ``dtype`` option names, or the format's first."""
         name = getattr(self, "dtype", None)
         return self.spec.elements[0] if name is None else find_element(self.spec.elements, name)
 
-    # ---- values ------------------------------------------------------------------------------------------
+    # ---- values
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
-        """The same options with other usages, as a new value."""
+        """Return a new value with the same options and other usages."""
         row = self.rowwise if rowwise is None else rowwise
         column = self.columnwise if columnwise is None else columnwise
         if row == self.rowwise and column == self.columnwise:
@@ -164,21 +177,24 @@ class Quantizer:
         return dataclasses.replace(self, rowwise=row, columnwise=column)
 
     def transposed(self) -> Self:
-        """The quantizer that describes the buffers of a transposed tensor: the usages change places."""
+        """Return the quantizer of a transposed tensor: the usages change places."""
         return dataclasses.replace(self, **self._transposed_options())
 
     @property
     def two_dimensional(self) -> bool:
-        """Whether blocks are square, shared by both directions."""
+        """Return True if blocks are square and shared by both directions."""
         return False
 
     def without_square_blocks(self) -> Self:
-        """The quantizer of rows that were cut across square blocks, whose factors are stored once a row."""
+        """Return the quantizer of rows that were cut across square blocks; each row has factors."""
         return self
 
     @property
     def value_block(self) -> tuple[int, int] | None:
-        """(rows, columns) that share a factor of the data that ``dequantize`` reads; None: the tensor, or a row."""
+        """Return the (rows, columns) that share a factor; None: the whole tensor, or a row.
+
+        The data are those that ``dequantize`` reads.
+        """
         block = self.spec.block
         if block is None or self.two_dimensional:
             return block and (block[1], block[1])
@@ -186,16 +202,19 @@ class Quantizer:
 
     @property
     def factors_are_local(self) -> bool:
-        """Whether a value depends on its own code and factors alone (False: a rotation mixes elements)."""
+        """Return True if a value depends on its own code and factors alone.
+
+        A rotation mixes elements, so it makes this False.
+        """
         return True
 
     @functools.cached_property
     def transpose_plan(self) -> Any:
-        """See ``geometry.transpose_plan``; kept, since hashing a value costs as much as a view."""
+        """Return the cached ``geometry.transpose_plan`` of this value."""
         return geometry.transpose_plan(self)
 
     def _transposed_options(self) -> dict[str, Any]:
-        """The options that change when a tensor is transposed."""
+        """Return the options that change when a tensor is transposed."""
         independent = self.rowwise and self.columnwise and not self.spec.transpose_shares_bytes
         return {
             "rowwise": self.columnwise,
@@ -204,22 +223,29 @@ class Quantizer:
         }
 
     def side(self, columnwise: bool | None = None) -> str:
-        """Which buffers a decode reads, ``"_rowwise"`` or ``"_columnwise"``: those asked for, where they are there."""
+        """Return the buffers that a decode reads: ``"_rowwise"`` or ``"_columnwise"``.
+
+        Args:
+            columnwise: the preferred side; that of the values if None.
+        """
         wanted = self.columnwise_value if columnwise is None else columnwise
         return "_columnwise" if self.columnwise and (wanted or not self.rowwise) else "_rowwise"
 
     def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        """The op arguments (``scale``, ``amax``) that make an encode use the tensor-wide factors of ``buffers``."""
+        """Return op arguments that make an encode use the tensor-wide factors of ``buffers``."""
         return {}
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing the same data again gives the same bytes (False: delayed scaling, random rounding)."""
+        """Return True if quantizing the same data again gives the same bytes.
+
+        Delayed scaling and random rounding do not.
+        """
         return not (self.needs_scale or self.stochastic_rounding)
 
-    # ---- calls -------------------------------------------------------------------------------------------
+    # ---- calls
 
-    def __call__(self, x: Tensor, **call: Any) -> Any:
-        """The same as ``quantize``."""
+    def __call__(self, x: Tensor, **call: Any) -> QuantizedTensor:
+        """Quantize a tensor; see ``quantize``."""
         return self.quantize(x, **call)
 
     def quantize(
@@ -231,22 +257,27 @@ class Quantizer:
         generator: torch.Generator | Tensor | None = None,
         amax_reduction_group: Any = None,
         noop_flag: Tensor | None = None,
-    ) -> Any:
+    ) -> QuantizedTensor:
         """Quantize a tensor.
 
         Args:
-            x: any shape; float32, bfloat16 or float16; any strides. One that has this quantizer already is answered with
-                a tensor around its own buffers, as ``.to()`` does when there is nothing to convert.
-            out: write into this tensor or storage instead of making a new one; it must have this quantizer and shape.
-                Outside autograd, like every ``out=``: an input that requires grad is refused.
-            scale: float32 (1,), the stored encode factor; delayed scaling only, where it is required.
-            generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used as the seed itself
-                (the form that crosses a compile boundary). Default: the device's default generator.
+            x: any shape; float32, bfloat16 or float16; any strides. A tensor that has this
+                quantizer
+                already gives a tensor around its own buffers, as ``.to()`` does when there is
+                nothing
+                to convert.
+            out: write into this tensor or storage instead of making a new one; it must have this
+                quantizer and shape. As with every ``out=``, an input that requires grad is refused.
+            scale: float32 (1,), the stored encode factor; required by delayed scaling, refused by
+                others.
+            generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used
+                as
+                the seed itself, which crosses a compile boundary. Default: the device's generator.
             amax_reduction_group: a process group over which tensor-wide maxima are reduced first.
-            noop_flag: with ``out``: a tensor of one element; non-zero leaves every byte of ``out`` as it is.
+            noop_flag: with ``out``: a tensor of one element; non-zero leaves every byte unchanged.
 
         Returns:
-            A tensor subclass (or ``out``).
+            A tensor subclass of the shape and dtype of ``x`` (or ``out``).
 
         Raises:
             QTensorError: bad dtype, layout or argument.
@@ -258,15 +289,23 @@ class Quantizer:
                 "amax_reduction_group": amax_reduction_group,
             }
             refuse_gradient(self, x)
-            return self.update_quantized(x, out, noop_flag=noop_flag, **call)
+            return cast(Any, self.update_quantized(x, out, noop_flag=noop_flag, **call))
         if is_compiling():
-            given = scale, generator, amax_reduction_group, noop_flag
-            return quantize_traced(self.canonical, x, *given)
+            arguments = scale, generator, amax_reduction_group, noop_flag
+            traced: QuantizedTensor = quantize_traced(self.canonical, x, *arguments)
+            return traced
         check_call(self, x, scale, noop_flag, None)
         return quantized(self, x, scale, generator, amax_reduction_group)[0]
 
-    def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[Any, Tensor]:
-        """Delayed scaling: the tensor and its amax, float32 (1,), to be recorded in the amax history.
+    def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[QuantizedTensor, Tensor]:
+        """Quantize with delayed scaling and return the amax too.
+
+        Args:
+            x: any shape; float32, bfloat16 or float16.
+            scale: float32 (1,), the stored encode factor.
+
+        Returns:
+            The tensor, and its amax, float32 (1,), to be recorded in the amax history.
 
         Raises:
             UnsupportedError: the format has no delayed scaling.
@@ -283,10 +322,30 @@ class Quantizer:
         tensor, amax = quantized(self, x, scale, None, None)
         return tensor, amax
 
+    @overload
+    def assemble(
+        self,
+        buffers: Sequence[Tensor],
+        shape: Shape | int,
+        dtype: torch.dtype,
+        bare: Literal[False] = False,
+    ) -> QuantizedTensor: ...
+
+    @overload
+    def assemble(
+        self, buffers: Sequence[Tensor], shape: Shape | int, dtype: torch.dtype, bare: bool
+    ) -> QuantizedTensorStorage: ...
+
     def assemble(
         self, buffers: Sequence[Tensor], shape: Shape | int, dtype: torch.dtype, bare: bool = False
-    ) -> Any:
-        """A tensor (or bare storage) around buffers in slot order: all of them, of that shape.
+    ) -> QuantizedTensorStorage:
+        """Return a tensor (or bare storage) around existing buffers.
+
+        Args:
+            buffers: all of them, in slot order.
+            shape: the logical shape.
+            dtype: the nominal dtype.
+            bare: return a storage, which is not a tensor.
 
         Raises:
             QTensorError: another number of buffers, or one of another dtype, shape or device.
@@ -298,8 +357,10 @@ class Quantizer:
             return self.storage_cls(shape, dtype, self, **named)
         return self._assemble(buffers, shape, dtype)
 
-    def _assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
-        """``assemble`` of what an op has allocated."""
+    def _assemble(
+        self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Return a tensor around buffers that an op has allocated, without checks."""
         return assembled(self, buffers, shape, dtype)
 
     def update_quantized(
@@ -315,15 +376,16 @@ class Quantizer:
         """Requantize ``src`` into the buffers of ``dst``, outside autograd.
 
         Args:
-            src: float32, bfloat16 or float16 of the shape of ``dst``.
-            dst: a tensor or storage with this quantizer.
-            noop_flag: one element; non-zero leaves every byte of ``dst`` as it is. Read on the device.
+            src: float32, bfloat16 or float16, of the shape of ``dst``.
+            dst: a whole tensor or storage with this quantizer.
+            noop_flag: one element, read on the device; non-zero leaves every byte of ``dst``
+                unchanged.
             scale: as in ``quantize``; by default the factor that ``dst`` holds.
             generator: as in ``quantize``.
             amax_reduction_group: as in ``quantize``.
 
         Raises:
-            QTensorError: another shape or quantizer; ``dst`` is unchanged.
+            QTensorError: another shape or quantizer, or buffers of a part; ``dst`` is unchanged.
         """
         check_call(self, src, scale, noop_flag, dst)
         name = f"update_quantized[{self.format}]"
@@ -358,7 +420,6 @@ class Quantizer:
                 repr(noop_flag),
                 "Pass torch.tensor([0.0])",
             )
-        check_whole(name, dst)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
         src = src.detach()
@@ -369,28 +430,28 @@ class Quantizer:
             torch.autograd.graph.increment_version(dst)
         return dst
 
-    # ---- data-free primitives ------------------------------------------------------------------------------
+    # ---- data-free primitives
 
     def _describe_buffers(self, shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{attribute: (shape, dtype)} in slot order for a tensor of logical ``shape``."""
+        """Return {attribute: (shape, dtype)} in slot order for a tensor of logical ``shape``."""
         sizes = buffer_shapes(self.slots, shape)
         return {slot.name: (size, slot.dtype) for slot, size in zip(self.slots, sizes, strict=True)}
 
     def _storage_metadata(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The class and the constructor arguments that are no tensors."""
+        """Return the class, and the constructor arguments that are not tensors."""
         return {"cls": self.tensor_cls, "nontensor_kwargs": {"dtype": dtype, "quantizer": self}}
 
     def alloc_tensors(
         self, shape: Shape, *, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """Uninitialised buffers (padding zero) by attribute."""
+        """Return uninitialised buffers (padding zero) by attribute."""
         tensors = alloc_slots(self.slots, shape, torch.device(device or "cpu"))
         return {slot.name: tensor for slot, tensor in zip(self.slots, tensors, strict=True)}
 
     def create_metadata(
         self, shape: Shape, *, dtype: torch.dtype, requires_grad: bool = False
     ) -> Context:
-        """The flatten context of a tensor that this quantizer makes. Sizes are not part of it."""
+        """Return the flatten context of a tensor that this quantizer makes; it holds no sizes."""
         return (self.tensor_cls.__qualname__, dtype, self, self.scale_layout)
 
     def make_empty(
@@ -400,53 +461,22 @@ class Quantizer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
-    ) -> Any:
-        """A tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``.
+    ) -> QuantizedTensor:
+        """Return a tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``.
+
+        Args:
+            shape: the logical shape.
+            dtype: the nominal dtype.
+            device: of the buffers; the CPU if None.
+            requires_grad: of the tensor.
 
         Raises:
             DtypeError: a nominal dtype that is not floating.
-            QTensorError: sizes that are no integers, or negative.
+            QTensorError: sizes that are not integers, or negative.
         """
         op = f"make_empty[{self.format}]"
         check_nominal(op, dtype)
         shape = as_shape(op, shape)
         tensors = self.alloc_tensors(shape, device=device).values()
-        tensor = self._assemble(list(tensors), shape, dtype)
+        tensor: Any = self._assemble(list(tensors), shape, dtype)
         return tensor.requires_grad_() if requires_grad else tensor
-
-    # ---- what a format defines -----------------------------------------------------------------------------
-
-    def encode_(
-        self,
-        out: dict[str, Tensor],
-        x: Tensor,
-        scale: Tensor | None,
-        amax: list[Tensor] | None,
-        seed: Tensor | None,
-    ) -> None:
-        """Write every buffer of ``out`` from ``x`` (real tensors; inside the op)."""
-        raise UnsupportedError(
-            f"quantize[{self.format}]: {type(self).__qualname__} has no encode_. Define it."
-        )
-
-    def decode(
-        self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
-    ) -> Tensor:
-        """Float32 values from the buffers of ``side(columnwise)``."""
-        raise UnsupportedError(
-            f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it."
-        )
-
-    def amax(self, x: Tensor) -> list[Tensor]:
-        """The maxima behind tensor-wide factors; none for formats whose factors are all local."""
-        return []
-
-    def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """Shapes of what ``amax`` returns."""
-        return []
-
-    def derive(
-        self, buffers: dict[str, Tensor], shape: Shape, usage: str
-    ) -> dict[str, Tensor] | None:
-        """Buffers of ``usage`` from those of the other direction, exactly, or None where that cannot be."""
-        return None

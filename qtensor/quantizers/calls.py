@@ -1,4 +1,4 @@
-"""What a call of a quantizer brings beside the tensor: checks, the seed, the reduced maxima."""
+"""Prepare a call of a quantizer: checks, the seed, the reduced maxima."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, QTensorError, check, fail
+from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, check, fail
 from qtensor.library.quantize import AMAX, RANDOM_SEED
 
 
@@ -35,7 +35,7 @@ def check_call(
             "the input must be a torch.Tensor",
             type(x).__name__,
             "Convert it with torch.as_tensor",
-            DtypeError,
+            ArgumentTypeError,
         )
     if x.is_nested:
         fail(
@@ -82,7 +82,7 @@ def refuse_gradient(quantizer: Any, x: Any) -> None:
 def prepare(
     quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
 ) -> tuple[Tensor | None, list[Tensor] | None]:
-    """The seed and the reduced maxima of a call, None where the op does without."""
+    """Return the seed and the reduced maxima of a call, None where the op needs none."""
     seed = amax = None
     if quantizer.stochastic_rounding:
         seed = _seed(quantizer, x, generator)
@@ -126,14 +126,14 @@ def _seed(quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None)
             rule,
             type(generator).__name__,
             "Pass torch.tensor([seed])",
-            DtypeError,
+            ArgumentTypeError,
         )
     seed = torch.empty(1, dtype=torch.int64, device=generator.device)
     return seed.random_(generator=generator).to(x.device)
 
 
 def _reduce_max(amax: Tensor, group: Any) -> Tensor:
-    """MAX over a process group, by the functional collective, which traces."""
+    """Return the maximum over a process group, by the functional collective, which traces."""
     check(
         torch.distributed.is_available() and torch.distributed.is_initialized(),
         "quantize",

@@ -1,4 +1,4 @@
-"""The state of delayed scaling between steps: plain tensors that the caller owns."""
+"""Update the state of delayed scaling between steps: plain tensors that the caller owns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 def delayed_scaling_state(
     length: int, count: int, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Fresh state: amax history (length, count) zeros and scale (count,) ones, float32.
+    """Return fresh state: amax history (length, count), zeros, and scale (count,), ones; float32.
 
     Raises:
         QTensorError: a length or count below 1.
@@ -52,8 +52,8 @@ def delayed_scaling_update(
         dtype: the element, "e4m3" or "e5m2".
 
     Returns:
-        New history (rolled by -1, row 0 zero) and new factors: the old one where the amax is 0 or not finite. The inputs
-        are unchanged.
+        New history (rolled by -1, row 0 zero) and new factors: the old one where the amax is 0
+        or not finite. The inputs are unchanged.
 
     Raises:
         QTensorError: unknown algorithm or shapes that do not fit.
@@ -88,7 +88,7 @@ def delayed_scaling_update(
 
 
 def record_amax_(history: Tensor, amax: Tensor) -> Tensor:
-    """``history[0] = max(history[0], amax)``, in place; history (length, n), amax (n,).
+    """Compute ``history[0] = max(history[0], amax)`` in place; history (length, n), amax (n,).
 
     Raises:
         QTensorError: shapes that do not fit.

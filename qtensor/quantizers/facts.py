@@ -1,7 +1,8 @@
-"""What a compiled region reads of a quantizer: constants that its text names.
+"""Read facts of a quantizer in a compiled region, as constants that its text names.
 
-Whatever traced code reads is guarded at every call of the graph. Dynamo would follow a quantizer through its options, slots
-and class attributes, 180 guards, which take longer than a small tensor takes to quantize. It reads the canonical text alone.
+Every name that traced code reads is guarded at each call of the graph. Following a quantizer
+through its options, slots and class attributes takes Dynamo 180 guards, longer than a small tensor
+takes to quantize. Reading the canonical text alone takes one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from qtensor.library.constant import compile_constant
 
 
 class Facts(NamedTuple):
-    """What a call reads of a quantizer, by the same names."""
+    """Hold the facts of a quantizer that a call reads, under the same names."""
 
     canonical: str
     format: str
@@ -22,12 +23,12 @@ class Facts(NamedTuple):
     keywords: tuple[str, ...]
     tensor_cls: Any
     needs_more: bool
-    """A call needs more than the tensor: a scale, or a seed."""
+    """A call needs an argument beside the tensor: a scale, or a seed."""
 
 
 @compile_constant
 def facts_of(canonical: str) -> Facts:
-    """The facts of the quantizer that a canonical text names."""
+    """Return the facts of the quantizer that a canonical text names."""
     q: Any = parse(canonical)
     needs_more = q.needs_scale or q.stochastic_rounding
     return Facts(

@@ -1,4 +1,4 @@
-"""FP8 quantizers with one factor for the tensor, a row or a column."""
+"""Define the FP8 quantizers with one factor for the tensor, a row or a column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
 
 @dataclass(frozen=True, kw_only=True)
 class _Float8(Quantizer, abstract=True):
-    """What the FP8 quantizers without blocks share. Any shape is legal and nothing is padded.
+    """Hold what the FP8 quantizers without blocks share. Any shape is legal and nothing is padded.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
@@ -33,31 +33,31 @@ class _Float8(Quantizer, abstract=True):
     per_tensor = True
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """[(1,) float32]."""
+        """Return [the amax of the tensor, float32 (1,)]."""
         return [float8.amax_tensor(x)]
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """[(1,)]."""
+        """Return [(1,)]."""
         return [(1,)]
 
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """float(code) * scale_inv."""
+        """Return float(code) * scale_inv, float32 of ``shape``."""
         return float8.decode_scaled(buffers, tuple(shape), self.element)
 
     def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        """The encode factor is the reciprocal of the stored one."""
+        """Return the encode factor: the reciprocal of the stored one."""
         return {"scale": buffers["_scale_inv"].reciprocal()}
 
     def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
-        """Element values (float32) and the (1,) factor that a GEMM applies at its end."""
+        """Return element values (float32) and the (1,) factor that a GEMM applies at its end."""
         return float8.decode_codes(buffers, self.element).reshape(shape), buffers["_scale_inv"]
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Either direction holds the other's bytes."""
+        """Return the buffers of one direction from those of the other; both hold the same codes."""
         if usage == "columnwise":
             data = buffers["_data"]
             return {
@@ -71,7 +71,7 @@ class _Float8(Quantizer, abstract=True):
 
 @dataclass(frozen=True, kw_only=True)
 class _CurrentScaling(_Float8, abstract=True):
-    """Factors from the tensor's own maxima.
+    """Compute factors from the tensor's own maxima.
 
     Attributes:
         force_pow_2_scales: floor the encode scales to powers of two.
@@ -89,7 +89,7 @@ class _CurrentScaling(_Float8, abstract=True):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write the codes and the decode scales; ``scale`` are encode scales to use instead of those of the amax."""
+        """Write codes and decode scales; ``scale`` replaces the scales from the amax."""
         if scale is None:
             amax_found = amax[0] if amax else self.amax(x)[0]
             scale = fp8_scale(
@@ -100,7 +100,7 @@ class _CurrentScaling(_Float8, abstract=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScalingQuantizer(_CurrentScaling):
-    """FP8, one factor for the tensor, from the tensor's own amax.
+    """Quantize to FP8 with one factor for the tensor, from the tensor's own amax.
 
     Attributes:
         force_pow_2_scales: floor the factor to a power of two.
@@ -112,10 +112,12 @@ class Float8CurrentScalingQuantizer(_CurrentScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Quantizer(_Float8):
-    """FP8 with delayed scaling: the factor comes with the call, the amax is returned.
+    """Quantize to FP8 with delayed scaling: the call passes the factor, the amax is returned.
 
-    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` its amax as well; the state
-    (scale, amax history) is the caller's, as tensors: see ``qtensor.delayed_scaling_update``.
+    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` the amax as
+    well.
+    The caller owns the state (scale, amax history) as tensors: see
+    ``qtensor.delayed_scaling_update``.
     """
 
     format = "fp8_delayed"
@@ -143,11 +145,11 @@ class Float8Quantizer(_Float8):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8RowwiseQuantizer(_CurrentScaling):
-    """FP8, one factor a row of the (M, K) view.
+    """Quantize to FP8 with one factor for each row of the (M, K) view.
 
     Attributes:
-        axis: -1 (default): amax over the last dim, one factor a row. 0: one factor a column, for the operand whose
-            contraction runs along the rows.
+        axis: -1 (default): amax over the last dim, one factor for each row. 0: one factor for each
+            column, for the operand whose contraction runs along the rows.
         force_pow_2_scales: floor the factors to powers of two.
         amax_epsilon: lower bound of the amax.
     """
@@ -161,14 +163,14 @@ class Float8RowwiseQuantizer(_CurrentScaling):
         check_choice(self, "axis", (-1, 0))
 
     def _transposed_options(self) -> dict[str, Any]:
-        """The factors change their axis too."""
+        """Return the options that a transpose changes; the axis is one of them."""
         return {**super()._transposed_options(), "axis": 0 if self.axis == -1 else -1}
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """[(M, 1) or (1, K) float32]."""
+        """Return [the amax of rows, float32 (M, 1), or of columns, (1, K)]."""
         return [float8.amax_axis(x, self.axis)]
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """[(M, 1)] or [(1, K)]."""
+        """Return [(M, 1)] or [(1, K)]."""
         rows, cols = rows_cols(shape)
         return [(rows, 1) if self.axis == -1 else (1, cols)]

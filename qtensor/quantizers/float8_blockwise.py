@@ -1,4 +1,4 @@
-"""Blockwise FP8 quantizer."""
+"""Define the blockwise FP8 quantizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from qtensor.storage.float8_blockwise import (
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockQuantizer(Quantizer):
-    """FP8 with a float32 factor for each 1x128 block (activations, gradients) or 128x128 block (weights).
+    """Quantize to FP8 with a float32 factor for each block.
 
-    Any shape is legal: ragged edges are padded with zeros for the amax and cropped. Columnwise 1D data quantize the
-    transpose on their own; columnwise 2D data are the rowwise ones transposed.
+    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged
+    edges are
+    padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on their
+    own;
+    columnwise 2D data are the rowwise ones transposed.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
@@ -49,7 +52,7 @@ class Float8BlockQuantizer(Quantizer):
 
     @property
     def two_dimensional(self) -> bool:
-        """128x128 blocks."""
+        """Return True for 128x128 blocks."""
         return self.block_scaling_dim == 2
 
     @property
@@ -87,7 +90,7 @@ class Float8BlockQuantizer(Quantizer):
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """float(code) * scale_inv of its block."""
+        """Return float(code) * scale_inv of its block, float32 of ``shape``."""
         side = self.side(columnwise)
         use_column = side == "_columnwise"
         rows, cols = rows_cols(shape)
@@ -100,7 +103,7 @@ class Float8BlockQuantizer(Quantizer):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """With 2D blocks either direction is the other transposed."""
+        """Return one direction as the other transposed (2D blocks), or None (1D blocks)."""
         if self.block_scaling_dim == 1:
             return None
         rows, cols = rows_cols(shape)

@@ -1,4 +1,4 @@
-"""What the MX quantizers share."""
+"""Define what the MX quantizers share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ SCALE_MODES = ("rceil", "floor", "ceil", "even")
 
 @dataclass(frozen=True, kw_only=True)
 class MXQuantizer(Quantizer, abstract=True):
-    """Blocks of 32 with an E8M0 factor.
+    """Quantize in blocks of 32 with an E8M0 factor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A block with a NaN or inf
-    decodes to NaN.
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A
+    block with
+    a NaN or inf decodes to NaN.
 
     Attributes:
         dtype: the element, by name or as a torch dtype.
@@ -50,11 +51,11 @@ class MXQuantizer(Quantizer, abstract=True):
 
     @property
     def two_dimensional(self) -> bool:
-        """32x32 blocks."""
+        """Return True for 32x32 blocks."""
         return self.with_2d_quantization
 
     def without_square_blocks(self) -> Self:
-        """1-D blocks, with the same buffers."""
+        """Return the quantizer with 1-D blocks and the same buffers."""
         return (
             dataclasses.replace(self, with_2d_quantization=False)
             if self.with_2d_quantization
@@ -95,11 +96,11 @@ class MXQuantizer(Quantizer, abstract=True):
             write_scales_(out[f"{side}_scale_inv"], scales, self.swizzled, side == "_columnwise")
 
     def _codes_per_group(self) -> tuple[int, int]:
-        """(codes, bytes) of a packed group."""
+        """Return (codes, bytes) of a packed group."""
         return (1, 1)
 
     def _pack(self, codes: Tensor, side: str) -> Tensor:
-        """Codes (M, K) to stored bytes; packing runs along the blocks."""
+        """Pack codes (M, K) into stored bytes, along the blocks."""
         packers = {(2, 1): pack_pairs, (4, 3): pack_quads}
         pack = packers.get(self._codes_per_group())
         if pack is None:
@@ -107,7 +108,7 @@ class MXQuantizer(Quantizer, abstract=True):
         return pack(codes) if side == "_rowwise" else pack(codes.t()).t()
 
     def _values(self, data: Tensor, side: str, shape: tuple[int, int]) -> Tensor:
-        """Stored bytes to float32 element values (M, K)."""
+        """Decode stored bytes to float32 element values (M, K)."""
         group = self._codes_per_group()
         along_rows = side == "_columnwise"
         count = shape[0] if along_rows else shape[1]
@@ -126,7 +127,7 @@ class MXQuantizer(Quantizer, abstract=True):
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """Element values times factors, float32."""
+        """Return element values times factors, float32 of ``shape``."""
         side = self.side(columnwise)
         block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
         values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
@@ -139,7 +140,7 @@ class MXQuantizer(Quantizer, abstract=True):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """With 2D blocks either direction holds the other."""
+        """Return one direction from the other (2D blocks), or None (1-D blocks)."""
         if not self.with_2d_quantization:
             return None
         source = "_columnwise" if usage == "rowwise" else "_rowwise"

@@ -1,4 +1,4 @@
-"""MXFP4 quantizer."""
+"""Define the MXFP4 quantizer."""
 
 from __future__ import annotations
 

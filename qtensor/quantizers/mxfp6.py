@@ -1,4 +1,4 @@
-"""MXFP6 quantizer."""
+"""Define the MXFP6 quantizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qtensor.storage.mxfp6 import MXFP6, MXFP6Tensor, MXFP6TensorStorage
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP6Quantizer(MXQuantizer):
-    """MXFP6: E2M3 or E3M2 elements, one E8M0 factor for 32 (options: ``MXQuantizer``).
+    """Quantize to MXFP6: E2M3 or E3M2 elements, one E8M0 factor for 32 (options: ``MXQuantizer``).
 
     Attributes:
         dtype: "e2m3" (default) or "e3m2".

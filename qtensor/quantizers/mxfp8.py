@@ -1,4 +1,4 @@
-"""MXFP8 quantizer."""
+"""Define the MXFP8 quantizer."""
 
 from __future__ import annotations
 

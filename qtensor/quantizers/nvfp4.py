@@ -1,4 +1,4 @@
-"""NVFP4 quantizer."""
+"""Define the NVFP4 quantizer."""
 
 from __future__ import annotations
 
@@ -25,23 +25,29 @@ SIDES = ("_rowwise", "_columnwise")
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4Quantizer(Quantizer):
-    """NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
+    """Quantize to NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes 0 (the element has no
-    NaN); inf counts as the largest finite float32. Columnwise data quantize the transpose.
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes
+    0,
+    because the element has no NaN; inf counts as the largest finite float32. Columnwise data
+    quantize
+    the transpose.
 
     Attributes:
         with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
-        with_rht: rotate one side's data by a random Hadamard transform of 16 along its blocks. Decoding rotates back.
-        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed tensor. Where that usage is
-            not asked for, nothing is rotated.
+        with_rht: rotate one side's data by a random Hadamard transform of 16 along its blocks.
+            Decoding rotates back.
+        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed
+            tensor. Where that usage is absent, nothing is rotated.
         with_random_sign_mask: with the rotation's random signs; False leaves all of them +1.
-        stochastic_rounding: round at random, by ``generator=`` of the call; the mean over draws is the value.
-        row_scaled: one float32 factor a row (columnwise: a column) instead of one for the tensor.
+        stochastic_rounding: round at random with ``generator=`` of the call; the mean over draws
+            is the value.
+        row_scaled: one float32 factor for each row (columnwise: column) instead of one in all.
         use_4over6: map each block's maximum to 6 or to 4, whichever has the smaller error.
-        e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 means that default.
-            ``dataclasses.replace(q, use_4over6=True)`` hands on the number that ``q`` has;
-            ``qtensor.quantizer(q, use_4over6=True)`` hands on what was given, and finds the default anew.
+        e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 means
+            that default. ``dataclasses.replace(q, use_4over6=True)`` passes on the number that
+            ``q`` has; ``qtensor.quantizer(q, use_4over6=True)`` passes on the options that were
+            given, and computes the default again.
         err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
         swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
     """
@@ -86,13 +92,13 @@ class NVFP4Quantizer(Quantizer):
                     )
 
     def _default(self, name: str, value: Any) -> Any:
-        """The largest factor depends on ``use_4over6``."""
+        """Return the default of an option; that of ``e4m3_max`` depends on ``use_4over6``."""
         if name == "e4m3_max":
             return 256.0 if self.use_4over6 else 448.0
         return value
 
     def _transposed_options(self) -> dict[str, Any]:
-        """The rotation changes its side too."""
+        """Return the options that a transpose changes; the rotated side is one of them."""
         options = super()._transposed_options()
         if self.with_rht:
             options["rht_side"] = "columnwise" if self.rht_side == "rowwise" else "rowwise"
@@ -100,11 +106,11 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def two_dimensional(self) -> bool:
-        """16x16 blocks."""
+        """Return True for 16x16 blocks."""
         return self.with_2d_quantization
 
     def without_square_blocks(self) -> Self:
-        """1-D blocks, with the same buffers."""
+        """Return the quantizer with 1-D blocks and the same buffers."""
         return (
             dataclasses.replace(self, with_2d_quantization=False)
             if self.with_2d_quantization
@@ -113,14 +119,14 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def factors_are_local(self) -> bool:
-        """Not on the rotated side."""
+        """Return False if the side that decodes is rotated."""
         return not self._rotated(self.side())
 
     def _rotated(self, side: str) -> bool:
         return self.with_rht and side == f"_{self.rht_side}"
 
     def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        """The maxima behind the tensor-wide factors."""
+        """Return the maxima that decide the tensor-wide factors."""
         return {"amax": [buffers[f"_amax{side}"] for side in SIDES if f"_amax{side}" in buffers]}
 
     @functools.cached_property
@@ -131,7 +137,7 @@ class NVFP4Quantizer(Quantizer):
         )
 
     def _sources(self, x: Tensor) -> dict[str, Tensor]:
-        """The float32 matrix that each side quantizes, without NaN or inf."""
+        """Return, for each side, the float32 matrix that it quantizes, without NaN."""
         matrix = as_matrix(x).float()
         sources = {}
         for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
@@ -144,11 +150,11 @@ class NVFP4Quantizer(Quantizer):
         return sources
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """A float32 maximum for each usage, after the rotation."""
+        """Return a float32 maximum for each usage, after the rotation."""
         return [nvfp4.amax(source, self.row_scaled) for source in self._sources(x).values()]
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """(1,) for each usage; row-scaled (M,) and (K,)."""
+        """Return (1,) for each usage; row-scaled (M,) and (K,)."""
         rows, cols = rows_cols(shape)
         sizes = ((rows, self.rowwise), (cols, self.columnwise))
         return [(size if self.row_scaled else 1,) for size, wanted in sizes if wanted]
@@ -163,28 +169,38 @@ class NVFP4Quantizer(Quantizer):
     ) -> None:
         """Write codes, factors and maxima of each usage."""
         sources = self._sources(x)
-        given = dict(zip(sources, amax, strict=True)) if amax else {}
+        reduced = dict(zip(sources, amax, strict=True)) if amax else {}
         shared = None
         for side, source in sources.items():
             if not self.with_2d_quantization:
                 noise = self._noise(seed, source, side)
-                codes, scales, found = nvfp4.encode(source, self._recipe, given.get(side), noise)
+                codes, scales, maximum = nvfp4.encode(
+                    source, self._recipe, reduced.get(side), noise
+                )
             else:
                 if shared is None:
-                    # One draw and one choice a block serve both sides, so that they are transposes of each other.
+                    # Both sides share one draw and one choice for a block, so that one is the other
+                    # transposed.
                     matrix = source if side == "_rowwise" else source.t()
                     noise = self._noise(seed, matrix, "_rowwise")
-                    shared = nvfp4.encode(matrix, self._recipe, given.get(side), noise)
-                codes, scales, found = shared
+                    shared = nvfp4.encode(matrix, self._recipe, reduced.get(side), noise)
+                codes, scales, maximum = shared
                 if side == "_columnwise":
                     codes, scales = codes.t(), scales.t()
                 scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
-            out[f"_amax{side}"].copy_(given.get(side, found))
+            out[f"_amax{side}"].copy_(reduced.get(side, maximum))
             self._write(out, side, codes, scales)
 
     def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:
-        if seed is None or not self.stochastic_rounding:
+        if not self.stochastic_rounding:
             return None
+        if seed is None:
+            fail(
+                "quantize[nvfp4]",
+                "stochastic rounding needs a seed",
+                "none",
+                "Call the quantizer, which draws one, or pass seed=, an int64 tensor of shape (1,)",
+            )
         return random_bytes(seed.to(source.device), source.numel(), SIDES.index(side)).view(
             source.shape
         )
@@ -197,7 +213,7 @@ class NVFP4Quantizer(Quantizer):
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
+        """Return ``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
         side = self.side(columnwise)
         rows, cols = rows_cols(shape)
         lines, length = (rows, cols) if side == "_rowwise" else (cols, rows)
@@ -214,7 +230,7 @@ class NVFP4Quantizer(Quantizer):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """With 2D blocks either direction is the other transposed."""
+        """Return one direction as the other transposed (2D blocks), or None (1-D blocks)."""
         if not self.with_2d_quantization:
             return None
         source, target = (

@@ -1,4 +1,4 @@
-"""Checks that all quantizers share: types of options, live state, usages."""
+"""Check what all quantizers share: types of options, live state, usages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.formats import Element
 
 _TORCH_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -16,26 +16,26 @@ PLAIN_TYPES = (bool, int, float, str)
 
 
 CALL_ARGUMENTS = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
-"""Arguments of a call, which are often mistaken for options."""
+"""Arguments of a call, which users often mistake for options."""
 GIVEN = ("scale", "generator", "amax_reduction_group", "noop_flag")
-"""Those that go with a call for a new tensor."""
+"""The arguments of a call that makes a new tensor."""
 
 
-def refuse_unknown(format_name: str, names: tuple[str, ...], given: Any) -> None:
+def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> None:
     """Refuse options that the format does not have.
 
     Raises:
-        DtypeError: an argument of the call; the message says where it goes.
+        ArgumentTypeError: an argument of the call; the message says where it goes.
         QTensorError: any other name; the message lists the options.
     """
-    for name in given:
+    for name in options:
         if name in CALL_ARGUMENTS:
             fail(
                 f"quantizer[{format_name}]",
-                "a quantizer is a value; tensors, generators and process groups are arguments of the call",
+                "a quantizer is a value; tensors, generators and groups are arguments of the call",
                 name,
                 f"Pass it to the call: quantizer.quantize(x, {name}=...)",
-                DtypeError,
+                ArgumentTypeError,
             )
         if name not in names:
             fail(
@@ -47,10 +47,11 @@ def refuse_unknown(format_name: str, names: tuple[str, ...], given: Any) -> None
 
 
 def check_options(quantizer: Any) -> None:
-    """Refuse options that are no plain values, have another type than their default, or leave no usage.
+    """Refuse options that are not plain values, have the wrong type, or leave no usage.
 
     Raises:
-        DtypeError: a tensor, process group or other object; the message says where live state goes.
+        ArgumentTypeError: a tensor, process group or other object; the message says where live
+            state goes.
         QTensorError: a wrong type of value, or no usage.
     """
     name = f"quantizer[{quantizer.format}]"
@@ -62,10 +63,10 @@ def check_options(quantizer: Any) -> None:
         if type(value) not in (*PLAIN_TYPES, type(None), list, tuple, dict):
             fail(
                 name,
-                "options are plain values; tensors, generators and process groups are arguments of the call",
+                "options are plain values; tensors and groups are arguments of the call",
                 f"{field.name}={type(value).__name__}",
                 "Pass it to quantize(x, scale=, generator=, amax_reduction_group=) instead",
-                DtypeError,
+                ArgumentTypeError,
             )
         expected = type(field.default)
         if type(value) is not expected and not (expected is float and type(value) is int):
@@ -76,7 +77,7 @@ def check_options(quantizer: Any) -> None:
                 "Pass such a value",
             )
         if isinstance(value, str) and any(c in value for c in ",()="):
-            rule = f"{field.name} must have no comma, bracket or equals sign, which structure the canonical text"
+            rule = f"{field.name} must not contain a comma, bracket or equals sign"
             fail(name, rule, repr(value), "Choose another name for the value")
         if type(value) is not expected:
             object.__setattr__(quantizer, field.name, expected(value))
@@ -114,7 +115,7 @@ def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
 
 
 def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Element:
-    """The element of that name (or torch dtype) among a format's.
+    """Return the format's element with that name or torch dtype.
 
     Raises:
         QTensorError: another name; the message lists the legal ones.
@@ -128,5 +129,5 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
 
 
 def canonical_value(value: Any) -> str:
-    """An option as it stands in a canonical string."""
+    """Return an option as the canonical text writes it."""
     return f"{value!r}" if isinstance(value, float) else f"{value}"

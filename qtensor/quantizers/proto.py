@@ -1,15 +1,15 @@
-"""Descriptions of tensors without data: what an op will return, before there is anything to compute."""
+"""Describe tensors without data: what an op will return, before there is anything to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
 from qtensor.quantizers.base import Quantizer
@@ -19,13 +19,13 @@ from qtensor.storage.checks import as_shape
 
 @dataclass(init=False)
 class TensorProto:
-    """Shape, dtype, device and, for a quantized tensor, the quantizer that makes it.
+    """Describe a tensor: shape, dtype, device and, if quantized, the quantizer that makes it.
 
     Attributes:
         shape: logical shape; sizes may be symbolic.
         dtype: nominal dtype.
-        quantizer: None for a plain tensor; a format's id or canonical text is read. A value of the proto's own:
-            ``update_usage`` replaces it.
+        quantizer: None for a plain tensor; a format's id or canonical text is parsed. The value
+            belongs to the proto: ``update_usage`` replaces it.
         requires_grad: of the tensor that ``create_tensor`` makes.
         device: where its buffers are made.
     """
@@ -48,11 +48,12 @@ class TensorProto:
             quantizer = cast(Quantizer, parse(quantizer))
         if quantizer is not None and not isinstance(quantizer, Quantizer):
             rule = "the quantizer is a quantizer, a format's id or None"
-            fix = 'Pass qtensor.quantizer("mxfp8"), say'
-            fail("TensorProto", rule, repr(quantizer), fix, DtypeError)
+            fix = 'Pass a quantizer, for example qtensor.quantizer("mxfp8")'
+            fail("TensorProto", rule, repr(quantizer), fix, ArgumentTypeError)
         if not isinstance(dtype, torch.dtype):
             rule = "the dtype must be a torch.dtype"
-            fail("TensorProto", rule, repr(dtype), "Pass torch.float32, say", DtypeError)
+            fix = "Pass one, for example torch.float32"
+            fail("TensorProto", rule, repr(dtype), fix, ArgumentTypeError)
         self.shape = as_shape("TensorProto", shape)
         self.dtype = dtype
         self.quantizer = quantizer
@@ -61,7 +62,7 @@ class TensorProto:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether this describes a quantized tensor."""
+        """Return True if this describes a quantized tensor."""
         return self.quantizer is not None
 
     def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -80,11 +81,11 @@ class TensorProto:
         self.quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def inner_names(self) -> list[str]:
-        """Inner buffers in slot order; none for a plain tensor."""
+        """Return the names of the inner buffers in slot order; none for a plain tensor."""
         return [slot.name for slot in self.quantizer.slots] if self.quantizer is not None else []
 
     def create_metadata(self) -> Context | None:
-        """The flatten context of the tensor; None for a plain one."""
+        """Return the flatten context of the tensor; None for a plain one."""
         if self.quantizer is None:
             return None
         return self.quantizer.create_metadata(
@@ -92,13 +93,13 @@ class TensorProto:
         )
 
     def create_inner_tensors(self) -> list[Tensor]:
-        """Uninitialised buffers in slot order (padding zero); the tensor itself for a plain one."""
+        """Return uninitialised buffers in slot order (padding zero), or the plain tensor itself."""
         if self.quantizer is None:
             return [torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)]
         return list(self.quantizer.alloc_tensors(self.shape, device=self.device).values())
 
-    def assemble(self, flat: Sequence[Tensor]) -> Any:
-        """A tensor around buffers in slot order.
+    def assemble(self, flat: Sequence[Tensor]) -> Tensor:
+        """Return a tensor around buffers in slot order.
 
         Raises:
             QTensorError: another number of buffers than this describes.
@@ -118,16 +119,16 @@ class TensorProto:
         )
         return tensor.requires_grad_() if self.requires_grad else tensor
 
-    def create_tensor(self) -> Any:
-        """An uninitialised tensor of this description; traces under ``torch.compile(fullgraph=True)``."""
+    def create_tensor(self) -> Tensor:
+        """Return an uninitialised tensor of this description; traces under ``torch.compile``."""
         return self.assemble(self.create_inner_tensors())
 
 
 def to_tensor_proto(t: Tensor | QuantizedTensorStorage) -> TensorProto:
-    """The description of a plain tensor, a quantized one or a bare storage.
+    """Return the description of a plain tensor, a quantized one or a bare storage.
 
     Raises:
-        DtypeError: something else.
+        ArgumentTypeError: something else.
     """
     if not isinstance(t, torch.Tensor | QuantizedTensorStorage):
         fail(
@@ -135,7 +136,7 @@ def to_tensor_proto(t: Tensor | QuantizedTensorStorage) -> TensorProto:
             "a tensor or storage is needed",
             type(t).__name__,
             "Pass a torch.Tensor",
-            DtypeError,
+            ArgumentTypeError,
         )
     quantizer = getattr(t, "_quantizer", None)
     return TensorProto(

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.library.codec import parse
 from qtensor.library.constant import compile_constant as compile_constant
 from qtensor.quantizers import Quantizer
@@ -81,7 +81,7 @@ class ReadOnlyDict(dict[str, Any]):
     def _refuse(self, *args: Any, **options: Any) -> Any:
         rule = "overrides is read-only, because a recipe notices assignments alone"
         fix = 'Assign a new dict: recipe.overrides = {**recipe.overrides, "weight": "mxfp8"}'
-        fail("recipe.overrides", rule, "a change in place", fix, DtypeError)
+        fail("recipe.overrides", rule, "a change in place", fix, ArgumentTypeError)
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -215,7 +215,7 @@ def check_type(recipe: Any, option: str, kind: type, least: float | None = None)
     """Refuse an option of another type, or below ``least``.
 
     Raises:
-        DtypeError: with the value.
+        ArgumentTypeError: with the value.
     """
     value = getattr(recipe, option)
     right = isinstance(value, kind) or (kind is float and type(value) is int)
@@ -227,7 +227,7 @@ def check_type(recipe: Any, option: str, kind: type, least: float | None = None)
         rule = f"{option} must be of type {kind.__name__}" + (
             "" if least is None else f" >= {least}"
         )
-        fail(type(recipe).__name__, rule, repr(value), "Pass such a value", DtypeError)
+        fail(type(recipe).__name__, rule, repr(value), "Pass such a value", ArgumentTypeError)
 
 
 def _refuse_option(cls: type[Recipe], name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.library.codec import parse
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -240,7 +240,7 @@ class CustomRecipe(Recipe):
             return parse(given)  # type: ignore[return-value]
         fix = "Return a quantizer, a format id or None"
         rule = f"the factory must return a quantizer for {role}"
-        fail("CustomRecipe", rule, repr(given), fix, DtypeError)
+        fail("CustomRecipe", rule, repr(given), fix, ArgumentTypeError)
 
     def validate(self) -> None:
         """See ``Recipe.validate``."""

@@ -1,4 +1,4 @@
-"""What bare storages and tensor subclasses share: named buffers, a nominal dtype, a quantizer."""
+"""Define what bare storages and tensor subclasses share: buffers, a nominal dtype, a quantizer."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 
 Context = tuple[str, torch.dtype, Any, str]
-"""The flatten context: qualname, nominal dtype, quantizer, scale layout. Values only: no size, device or tensor.
+"""The flatten context: qualname, nominal dtype, quantizer, scale layout.
 
-The layout of a part of a tensor goes on with its note: ``plain;part;_scale_inv`` (see ``ViewNote``).
+It holds values only: no size, device or tensor. A part of a tensor appends its note to the layout:
+``plain;part;_scale_inv`` (see ``ViewNote``).
 """
 
 
 @dataclass(frozen=True)
 class ViewNote:
-    """What a part of a tensor remembers of the whole, for the sake of writes."""
+    """Describe how a part of a tensor relates to the whole, so that writes stay correct."""
 
     shared: tuple[str, ...] = ()
-    """Buffers that serve values outside this part too: a write must leave them as they are."""
+    """Buffers that also serve values outside this part; a write must leave them unchanged."""
     is_copy: bool = False
-    """The part has bytes of its own: a write would not reach the whole."""
+    """The part has bytes of its own, so a write to it would not reach the whole."""
 
     def text(self) -> str:
-        """The note as the tail of a scale layout."""
+        """Return the note as the tail of a scale layout."""
         return ";".join(("", "copy" if self.is_copy else "part", *self.shared))
 
     @staticmethod
     def parse(tail: str) -> ViewNote | None:
-        """The note of a layout's tail, None where there is none."""
+        """Return the note that the tail of a scale layout holds, or None for an empty tail."""
         if not tail:
             return None
         kind, *shared = tail.split(";")
@@ -49,7 +50,7 @@ class ViewNote:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """A storage without its tensors: what ``restore_from_saved`` needs beside them."""
+    """Hold everything but the tensors that ``restore_from_saved`` needs."""
 
     cls: type[QuantizedTensorStorage]
     shape: tuple[int, ...]
@@ -58,9 +59,9 @@ class SavedLayout:
 
 
 class QuantizedTensorStorage:
-    """Inner buffers, the logical shape, the nominal dtype and the quantizer that describes the buffers.
+    """Hold inner buffers, the logical shape, the nominal dtype and the quantizer.
 
-    The quantizer's usages say which buffers are there; an absent one is None.
+    The quantizer's usages decide which buffers exist; the others are None.
     """
 
     __slots__ = ()
@@ -90,27 +91,30 @@ class QuantizedTensorStorage:
 
     @property
     def quantizer(self) -> Codec:
-        """The quantizer whose slots the buffers are; a value, safe to share."""
+        """Return the quantizer that describes the buffers; it is a value, safe to share."""
         return self._quantizer
 
     @property
     def scale_layout(self) -> str:
-        """``"plain"`` or ``"swizzled_32_4_4"``: how the scale bytes are ordered."""
+        """Return the order of the scale bytes: ``"plain"`` or ``"swizzled_32_4_4"``."""
         return self._quantizer.scale_layout
 
     def buffers(self) -> list[Tensor]:
-        """The inner buffers that are there, in slot order."""
+        """Return the inner buffers that exist, in slot order."""
         return [getattr(self, slot.name) for slot in self._quantizer.slots]
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions are there."""
+        """Return, for "rowwise" and "columnwise", whether the direction exists."""
         return {"rowwise": self._quantizer.rowwise, "columnwise": self._quantizer.columnwise}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (the nominal dtype if None), rounded once from float32.
+        """Return the values as a plain tensor, rounded once from float32.
+
+        Args:
+            dtype: of the result; the nominal dtype if None.
 
         Raises:
-            DtypeError: no dtype, or none that holds the values.
+            DtypeError: ``dtype`` is not a dtype, or cannot hold the values.
         """
         dtype = self.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
@@ -118,10 +122,10 @@ class QuantizedTensorStorage:
         return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drop directions, or build one from the other where the bytes allow it. In place.
+        """Drop a direction, or build one from the other where the bytes allow it, in place.
 
         Raises:
-            UnsupportedError: the direction asked for would need the high-precision data.
+            UnsupportedError: the requested direction needs the high-precision data.
             QTensorError: no direction would be left.
         """
         old = self._quantizer
@@ -142,21 +146,24 @@ class QuantizedTensorStorage:
                     UnsupportedError,
                 )
             present.update(derived)
-        kept = {slot.name: present[slot.name] for slot in new.slots}
+        remaining = {slot.name: present[slot.name] for slot in new.slots}
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, attribute, kept.get(attribute))
+            setattr(self, attribute, remaining.get(attribute))
         self._set_quantizer(new)
 
     def _set_quantizer(self, quantizer: Codec) -> None:
         self._quantizer = quantizer  # type: ignore[misc]
 
     def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Any:
-        """Requantize ``src`` into the buffers that are there; see ``Quantizer.update_quantized``."""
+        """Requantize ``src`` into the existing buffers; see ``Quantizer.update_quantized``."""
         self._quantizer.update_quantized(src, self, noop_flag=noop_flag, **call)
         return self
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], SavedLayout]:
-        """All buffers in slot order (None where absent) and a layout without tensors. Leaves the storage as it is."""
+        """Return all buffers in slot order (None where absent), and a layout without tensors.
+
+        The storage itself stays as it is.
+        """
         tensors = [getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]
         return tensors, SavedLayout(type(self), tuple(self.shape), self.dtype, self._quantizer)
 
@@ -164,7 +171,14 @@ class QuantizedTensorStorage:
     def restore_from_saved(
         layout: SavedLayout, tensors: Sequence[Tensor | None]
     ) -> tuple[QuantizedTensorStorage, list[Tensor | None]]:
-        """The storage from its layout and the head of ``tensors``, and the tensors that are left over."""
+        """Rebuild a storage from its layout and the first of ``tensors``.
+
+        Returns:
+            The storage, and the tensors that are left over.
+
+        Raises:
+            QTensorError: fewer tensors than the layout needs.
+        """
         count = len(layout.cls._FLATTEN_TENSOR_BUFFERS)
         check(
             len(tensors) >= count,
@@ -184,7 +198,7 @@ class QuantizedTensorStorage:
 
 
 class BareStorage(QuantizedTensorStorage):
-    """A storage that is no tensor: no autograd, no dispatch, 0.5 us to build."""
+    """Hold buffers without being a tensor: no autograd, no dispatch, 0.5 us to build."""
 
     __slots__ = ("_dtype", "_quantizer", "_shape")
 
@@ -201,39 +215,39 @@ class BareStorage(QuantizedTensorStorage):
 
     @property
     def shape(self) -> torch.Size:
-        """The logical shape."""
+        """Return the logical shape."""
         return torch.Size(self._shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The nominal dtype: what ``dequantize()`` returns."""
+        """Return the nominal dtype, which ``dequantize()`` gives."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """Return the device of the buffers."""
         return self.buffers()[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Return the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
     def ndim(self) -> int:
-        """Rank of the logical shape."""
+        """Return the rank of the logical shape."""
         return len(self._shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The logical shape, or one of its sizes."""
+        """Return the logical shape, or its size along ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """Number of logical elements."""
+        """Return the number of logical elements."""
         return self.shape.numel()
 
     def stride(self) -> tuple[int, ...]:
-        """Strides of a contiguous tensor of the logical shape."""
+        """Return the strides of a contiguous tensor of the logical shape."""
         return torch.empty(self.shape, device="meta").stride()
 
     def __repr__(self) -> str:
@@ -256,13 +270,13 @@ class BareStorage(QuantizedTensorStorage):
 
 
 def make_context(storage: QuantizedTensorStorage) -> Context:
-    """The flatten context of a storage or tensor."""
+    """Return the flatten context of a storage or tensor."""
     quantizer = storage._quantizer
     return (type(storage).__qualname__, storage.dtype, quantizer, quantizer.scale_layout)
 
 
 class _Known(NamedTuple):
-    """A context that was checked, and what it says."""
+    """Cache what a checked flatten context says."""
 
     context: Context
     cls: Any
@@ -271,19 +285,22 @@ class _Known(NamedTuple):
 
 
 _KNOWN: dict[int, _Known] = {}
-"""By identity: a compiled graph brings the same object with every tensor, and a value takes longer to hash than a tensor to make."""
+"""Checked contexts by identity. A compiled graph passes the same object with every tensor, and
+hashing
+its value takes longer than making a tensor.
+"""
 _MOST = 4096
 
 
 def _known(context: Context) -> _Known:
-    """A context as ``unflatten`` takes it.
+    """Check a flatten context and return what it says, from a cache where possible.
 
     Raises:
-        QTensorError: it is not one that flattening makes.
+        QTensorError: flattening does not make such a context.
     """
-    found = _KNOWN.get(id(context))
-    if found is not None and found.context is context:
-        return found
+    known = _KNOWN.get(id(context))
+    if known is not None and known.context is context:
+        return known
     if not isinstance(context, tuple) or len(context) != 4 or not isinstance(context[0], str):
         raise QTensorError(
             "unflatten: the context must be (qualname, dtype, quantizer, scale layout); "
@@ -299,27 +316,29 @@ def _known(context: Context) -> _Known:
     ):
         raise QTensorError(
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
-            f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ returned."
+            f"got {dtype!r}, {quantizer!r}, {layout!r}. "
+            "Use the context that __tensor_flatten__ returned."
         )
     note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
     if len(_KNOWN) >= _MOST:
         _KNOWN.clear()
-    found = _KNOWN[id(context)] = _Known(context, cls, [slot.name for slot in slots], note)
-    return found
+    known = _KNOWN[id(context)] = _Known(context, cls, [slot.name for slot in slots], note)
+    return known
 
 
 def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> Any:
-    """A storage or tensor from its inner buffers and flatten context.
+    """Return a storage or tensor from its inner buffers and flatten context.
 
     Raises:
-        QTensorError: the context is not one that flattening makes, or the buffers are not those it describes.
+        QTensorError: flattening does not make such a context, or the buffers do not match it.
     """
     _, cls, names, note = _known(context)
     name, dtype, quantizer, _ = context
     if list(inner) != names or cls.spec is not quantizer.spec:
         raise QTensorError(
-            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; got {list(inner)} "
-            f"of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ named."
+            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; "
+            f"got {list(inner)} of {cls.spec.name}. "
+            "Pass the inner tensors that __tensor_flatten__ named."
         )
     if not issubclass(cls, Tensor):
         return cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
@@ -330,7 +349,7 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
 
 
 def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoReturn:
-    """Say why buffers do not make a tensor or storage.
+    """Raise an error that says why the buffers do not make a tensor or storage.
 
     Raises:
         QTensorError: always.
@@ -345,6 +364,7 @@ def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoRetur
 
 
 def describe(storage: Any) -> str:
-    """A repr from metadata alone: it reads no data, so it never waits for a device."""
+    """Return a repr made from metadata alone: it reads no data, so it never waits for a device."""
     quantizer = storage._quantizer
-    return f"{type(storage).__name__}(shape={tuple(storage.shape)}, dtype={storage.dtype}, quantizer={quantizer.canonical!r})"
+    facts = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
+    return f"{type(storage).__name__}({facts}, quantizer={quantizer.canonical!r})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
 from qtensor.formats import Slot
-from qtensor.layout import Shape, buffer_shape, buffer_shapes
-from qtensor.library.codec import Codec, parse
+from qtensor.layout import Shape, buffer_shape
 from qtensor.storage.rebuild import FLOATING
 
 
@@ -52,7 +50,7 @@ def check_nominal(op: str, dtype: object) -> None:
 
 
 def check_buffers(
-    op: str, quantizer: Codec, buffers: Sequence[Any], shape: tuple[int, ...], dtype: object
+    op: str, quantizer: Any, buffers: Sequence[Any], shape: tuple[int, ...], dtype: object
 ) -> None:
     """Refuse buffers that do not make up a tensor of ``shape``, or a part of one.
 
@@ -78,12 +76,12 @@ def check_buffers(
             got = buffer.dtype if isinstance(buffer, Tensor) else type(buffer).__name__
             rule = f"{slot.name} must be a {slot.dtype} tensor"
             fail(op, rule, got, "Pass the buffers in slot order", DtypeError)
-        # In a compiled region sizes may be symbolic: comparing them would bind the graph to one size.
+        # In a compiled region sizes may be symbolic; a comparison would bind the graph to one size.
         if torch.compiler.is_compiling():
             continue
         if buffer.layout is not torch.strided or hasattr(buffer, "_quantizer"):
-            got = "a quantized one" if hasattr(buffer, "_quantizer") else buffer.layout
-            fail(op, f"{slot.name} must be a dense, plain tensor", got, "Convert it", DtypeError)
+            kind = "a quantized one" if hasattr(buffer, "_quantizer") else buffer.layout
+            fail(op, f"{slot.name} must be a dense, plain tensor", kind, "Convert it", DtypeError)
         if buffer.device != buffers[0].device:
             devices = f"{slot.name} on {buffer.device}, {slots[0].name} on {buffers[0].device}"
             fail(op, "buffers must be on one device", devices, "Move them with .to(device)")
@@ -101,33 +99,3 @@ def _check_size(op: str, slot: Slot, buffer: Tensor, shape: tuple[int, ...]) -> 
     ):
         rule = f"{slot.name} of a tensor of shape {shape} must have shape {most}"
         fail(op, rule, size, "Pass the buffers of that tensor, or its shape")
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole_sizes(canonical: str, shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    slots = parse(canonical).slots
-    sizes = buffer_shapes(slots, shape)
-    return [(tuple(size), slot.dtype) for slot, size in zip(slots, sizes, strict=True)]
-
-
-def check_whole(op: str, dst: Any) -> None:
-    """Refuse a destination whose buffers are not those of a whole tensor, before anything is written.
-
-    Args:
-        op: the calling op, for errors.
-        dst: a quantized tensor or storage; symbolic sizes pass.
-
-    Raises:
-        QTensorError: with the buffer.
-    """
-    shape = dst.shape
-    if torch.compiler.is_compiling() or not all(type(n) is int for n in shape):
-        return
-    quantizer, buffers = dst._quantizer, dst.buffers()
-    device = buffers[0].device
-    expected = _whole_sizes(quantizer.canonical, shape)
-    for slot, (size, dtype), buffer in zip(quantizer.slots, expected, buffers, strict=True):
-        if buffer.shape != size or buffer.dtype != dtype or buffer.device != device:
-            rule = f"{slot.name} of the destination must be {dtype} of shape {size} on {device}"
-            got = f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
-            fail(op, rule, got, "Make the destination with quantizer.make_empty(shape)")

@@ -1,4 +1,4 @@
-"""aten matmuls and look-ups on quantized operands: the gemm op and row gathers."""
+"""Compute products and embeddings of quantized operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.kernels.gemm import choice
 from qtensor.kernels.gemm.choice import Explanation, check_backend
 from qtensor.kernels.gemm.problem import sides
@@ -36,25 +36,32 @@ def gemm(
     backend: str = "auto",
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Product of two operands, quantized (tensor or storage) or plain, in one of the three GEMM layouts.
+    """Return the product of two operands, quantized (tensor or storage) or plain.
 
     Args:
         a: (..., M, K), or (..., K, M) in layout NT.
-        b: (N, K) in layout TN, (K, N) otherwise; one for the whole batch of ``a``, or with its batch dims.
+        b: (N, K) in layout TN, (K, N) otherwise; one matrix for the whole batch of ``a``, or the
+            same batch dims as ``a``.
         layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
         bias: added in float32, broadcastable to the product.
         dtype: of the result; the nominal dtype of ``a`` if None.
-        backend: "auto", or one by name, which computes the product or raises: "cutlass", "scaled_mm", "dequant",
-            "reference" (see ``qtensor.explain``). A product by name has no gradient.
-        fast_accumulation: FP8 kernels of Hopper may keep sums in the tensor cores' narrow accumulators. No gradient.
+        backend: "auto", or the name of a backend, which computes the product or raises:
+            "cutlass", "scaled_mm", "dequant", "reference" (see ``qtensor.explain``). A product
+            with a named backend has no gradient.
+        fast_accumulation: let FP8 kernels for Hopper keep sums in the narrow accumulators of the
+            tensor cores. Such a product has no gradient.
+
+    Returns:
+        (..., M, N) plain tensor of ``dtype``.
 
     Raises:
-        QTensorError: operands that do not fit, or without the usage that the layout reads; a backend that cannot compute
-            the product.
+        QTensorError: operands that do not fit, an operand without the usage that the layout
+            reads, or a backend that cannot compute the product.
     """
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         rule = "the result's dtype must be a torch.dtype"
-        fail("gemm", rule, repr(dtype), "Pass torch.float32, say", DtypeError)
+        fix = "Pass one, for example torch.float32"
+        fail("gemm", rule, repr(dtype), fix, ArgumentTypeError)
     if not isinstance(layout, str):
         refuse_layout(layout)
     if backend != "auto" or fast_accumulation:
@@ -72,13 +79,22 @@ def gemm_operands(
     dtype: torch.dtype | None = None,
     in_handler: bool = True,
 ) -> Tensor:
-    """``gemm`` on the buffers; below dispatch, or for bare storages (``in_handler`` False)."""
+    """Multiply the buffers of two operands with the gemm op.
+
+    Args:
+        a: as for ``gemm``.
+        b: as for ``gemm``.
+        layout: as for ``gemm``.
+        bias: as for ``gemm``.
+        dtype: as for ``gemm``.
+        in_handler: True inside ``__torch_dispatch__``, where the op may skip the dispatcher.
+    """
     arguments = operands(a, b, layout, bias, dtype)
     return GEMM(*arguments)
 
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
-    """The product by a named backend."""
+    """Return the product that a named backend computes, without a gradient."""
     check_backend(backend)
     tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -127,7 +143,7 @@ def explain(
 def operands(
     a: Any, b: Any, layout: str, bias: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Any, ...]:
-    """The arguments of the op, checked."""
+    """Return the arguments of the gemm op after checking devices, dtypes and shapes."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
     if a.dtype not in FLOATING or b.dtype not in FLOATING:
         fail(
@@ -172,7 +188,7 @@ def operands(
 
 
 def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The handler of the ``gemm_tensor`` op."""
+    """Handle ``qtensor::gemm_tensor``."""
     a, b, layout, dtype, bias = (*args, None, None)[:5]
     return gemm_operands(
         a, b, layout, bias=kwargs.get("bias", bias), dtype=kwargs.get("dtype", dtype)
@@ -200,7 +216,7 @@ def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _mv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Mv and dot: the vector is the one row of a second operand."""
+    """Handle ``mv`` and ``dot``: the vector is the only row of a second operand."""
     a, vector = args
     _ranks("mv", (vector,), 1)
     rows = a if a.ndim == 2 else a.unsqueeze(0)
@@ -228,12 +244,12 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """torch.dequantize(q), where the method of the class is not what is called."""
+    """Handle ``torch.dequantize(q)``, which does not call the method of the class."""
     return plain(args[0])
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Rows of a quantized table; only those asked for are decoded."""
+    """Handle ``embedding``: decode only the rows that ``index`` names."""
     weight, index = args[:2]
     if not isinstance(weight, QuantizedTensorStorage) or isinstance(index, QuantizedTensorStorage):
         fail(
@@ -261,4 +277,4 @@ COMPUTE: dict[str, Handler] = {
     "embedding": _embedding,
     "dequantize": _dequantize,
 }
-"""Op name (aten) -> handler. The result is plain: operands are decoded inside one op, rounded once."""
+"""aten op name -> handler. Operands are decoded inside one op; the plain result is rounded once."""

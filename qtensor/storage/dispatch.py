@@ -1,4 +1,4 @@
-"""From an aten op to its handler: keep, compute, dequantize, or refuse."""
+"""Choose the handler of an aten op: keep codes, compute, dequantize, or refuse."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor that holds what is asked for answers with its own buffers; otherwise its values are quantized anew."""
+    """Handle ``qtensor::quantize`` of a quantized tensor.
+
+    If the tensor already has the requested quantizer, return its own buffers; otherwise quantize
+    its
+    values again.
+    """
     t, canonical = args[:2]
     if isinstance(t, QuantizedTensorStorage):
         own = t._quantizer
         if own.canonical == canonical and own.is_requantization_safe():
-            # Of a part, a copy: writes through the answer must not reach factors that the part shares with its whole.
-            take = torch.Tensor.detach if t._view_note is None else torch.clone
-            return [take(buffer) for buffer in t.buffers()]
+            # A part gives copies: writes to the result must not reach factors of its whole.
+            answer = torch.Tensor.detach if t._view_note is None else torch.clone
+            return [answer(buffer) for buffer in t.buffers()]
         return func(plain(t), *args[1:], **kwargs)
     raise QTensorError(
         "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."
@@ -47,15 +52,16 @@ def _linear_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{func}: not defined for quantized tensors; got {_formats(args, kwargs)}. Call .dequantize() on the operands "
-        "first, or use an op of docs/op_matrix.md."
+        f"{func}: not defined for quantized tensors; got {_formats(args, kwargs)}. "
+        "Call .dequantize() on the operands first, or use an op of docs/op_matrix.md."
     )
 
 
 def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
-        f"{func}: collectives move plain tensors; got {_formats(args, kwargs)}. Communicate the inner buffers "
-        "(t.buffers()) and rebuild with t.quantizer.assemble(buffers, shape, dtype), or dequantize first."
+        f"{func}: collectives move plain tensors; got {_formats(args, kwargs)}. Communicate the "
+        "inner buffers (t.buffers()) and rebuild with t.quantizer.assemble(buffers, shape, dtype), "
+        "or dequantize first."
     )
 
 
@@ -77,11 +83,14 @@ _HANDLERS: dict[Any, Handler] = {
     GROUPED_QUANTIZE: dequantized,
     LINEAR_FORWARD: _linear_forward,
 }
-"""Op -> handler; filled as ops are met."""
+"""Op -> handler; an op is added at its first call."""
 
 
 def classify(func: Any) -> str:
-    """``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` or ``"raises"`` for an aten op."""
+    """Return the class of an aten op as docs/op_matrix.md names it.
+
+    One of ``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` and ``"raises"``.
+    """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten":
         return "raises"
@@ -122,7 +131,7 @@ def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _with_out(handler: Handler) -> Handler:
-    """The ``out=`` overload of an op: the result is copied into it."""
+    """Wrap a handler for the ``out=`` overload of an op: copy the result into ``out``."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = kwargs["out"]
@@ -142,7 +151,7 @@ def _with_out(handler: Handler) -> Handler:
 
 
 def _outside_inference(handler: Handler) -> Handler:
-    """A view of a normal tensor must be a normal tensor, in inference mode too."""
+    """Wrap a view handler: a view of a normal tensor is normal in inference mode too."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
@@ -154,7 +163,7 @@ def _outside_inference(handler: Handler) -> Handler:
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``__torch_dispatch__`` does."""
+    """Run the handler of ``func``; ``__torch_dispatch__`` calls this."""
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _resolve(func)

@@ -1,7 +1,8 @@
 """Record in the graph of ``torch.export`` how a program makes a quantized tensor.
 
-``torch.export`` traces above autograd, where a tensor subclass is one value. It records every op on a value that it knows,
-but a constructor is not an op: without a record of it, the tensor would become a constant of the program.
+``torch.export`` traces above autograd, where a tensor subclass is one value. It records every op on
+a value that it knows, but a constructor is not an op: without a record of it, the tensor would
+become a constant of the program.
 """
 
 from __future__ import annotations

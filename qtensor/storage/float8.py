@@ -1,4 +1,4 @@
-"""FP8 storage: one float32 factor for the tensor, a row or a column."""
+"""Define FP8 storage: one float32 factor for the tensor, a row or a column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _factors(options: Any) -> tuple[Dim, ...]:
-    """(1,) for the tensor, (M, 1) for rows, (1, K) for columns."""
+    """Return the dims of the factors: (1,) for the tensor, (M, 1) for rows, (1, K) for columns."""
     if options.per_tensor:
         return (ONE,)
     return (M, ONE) if options.axis == -1 else (ONE, K)
@@ -33,7 +33,7 @@ FLOAT8 = FormatSpec(
 
 
 class Float8TensorStorage(BareStorage, spec=FLOAT8):
-    """Bare FP8 buffers.
+    """Hold FP8 buffers.
 
     Attributes:
         _data: logical shape, uint8 element codes (rowwise).
@@ -45,4 +45,4 @@ class Float8TensorStorage(BareStorage, spec=FLOAT8):
 
 
 class Float8Tensor(QuantizedTensor, spec=FLOAT8):
-    """FP8 as a tensor; buffers as in ``Float8TensorStorage``. Any shape is legal, nothing is padded."""
+    """FP8 as a tensor; buffers as in ``Float8TensorStorage``. Any shape, nothing is padded."""

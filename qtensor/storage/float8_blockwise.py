@@ -1,4 +1,4 @@
-"""FP8 storage with float32 factors for 1x128 or 128x128 blocks."""
+"""Define FP8 storage with float32 factors for 1x128 or 128x128 blocks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _rowwise_factors(options: Any) -> tuple[Dim, ...]:
-    """1D: (ceil(K/128), up4(M)), as GEMMs read them. 2D: (ceil(M/128), up4(ceil(K/128)))."""
+    """Return 1D (ceil(K/128), up4(M)), which GEMMs read; 2D (ceil(M/128), up4(ceil(K/128)))."""
     if options.block_scaling_dim == 1:
         return (Dim("k", per=128), Dim("m", pad=4))
     return (Dim("m", per=128), Dim("k", per=128, pad=4))
 
 
 def _columnwise_factors(options: Any) -> tuple[Dim, ...]:
-    """1D: (ceil(M/128), up4(K)). 2D: (ceil(K/128), up4(ceil(M/128)))."""
+    """Return dims: 1D (ceil(M/128), up4(K)); 2D (ceil(K/128), up4(ceil(M/128)))."""
     if options.block_scaling_dim == 1:
         return (Dim("m", per=128), Dim("k", pad=4))
     return (Dim("k", per=128), Dim("m", per=128, pad=4))
@@ -40,17 +40,21 @@ FLOAT8_BLOCKWISE = FormatSpec(
 
 
 class Float8BlockwiseTensorStorage(BareStorage, spec=FLOAT8_BLOCKWISE):
-    """Bare blockwise FP8 buffers.
+    """Hold blockwise FP8 buffers.
 
     Attributes:
         _rowwise_data: logical shape, uint8 element codes.
         _rowwise_scale_inv: float32; 1D (ceil(K/128), up4(M)), 2D (ceil(M/128), up4(ceil(K/128))).
         _columnwise_data: (K, *leading) uint8, codes of the transpose.
-        _columnwise_scale_inv: float32; 1D (ceil(M/128), up4(K)), 2D (ceil(K/128), up4(ceil(M/128))).
+        _columnwise_scale_inv: float32; 1D (ceil(M/128), up4(K)),
+            2D (ceil(K/128), up4(ceil(M/128))).
     """
 
     __slots__ = FLOAT8_BLOCKWISE.attributes
 
 
 class Float8BlockwiseTensor(QuantizedTensor, spec=FLOAT8_BLOCKWISE):
-    """Blockwise FP8 as a tensor; buffers as in ``Float8BlockwiseTensorStorage``. Ragged edges are padded for the amax only."""
+    """Blockwise FP8 as a tensor; buffers as in ``Float8BlockwiseTensorStorage``.
+
+    Any shape is legal: ragged edges are padded for the amax only.
+    """

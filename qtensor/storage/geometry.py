@@ -1,7 +1,8 @@
-"""How logical indexing moves inner buffers: slices, views, transposes and concatenations, derived from slot dims.
+"""Move inner buffers as logical indexing asks: slices, views, transposes, concatenations.
 
-Every function takes a tensor (or storage) and returns buffers in slot order. A result is exact, or an error that names the
-rule. Slices of padded scales may be shorter than a fresh quantization would make them: readers take what they need.
+Every function takes a tensor or storage and returns buffers in slot order; the dims of the slots
+decide how each buffer moves. A result is exact, or an error names the rule. Slices of padded
+scales may be shorter than those of a fresh quantization: readers take the entries that they need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qtensor.formats import Dim, FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
 
 TILE = (128, 4)
-"""Rows and columns of a swizzled scale tile."""
+"""Rows and columns of a tile of swizzled scales."""
 
 
 def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
@@ -33,7 +34,7 @@ def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
 
 
 def normalize(dim: int, rank: int) -> int:
-    """A dim index counted from the front.
+    """Return a dim index counted from the front.
 
     Raises:
         IndexError: out of range.
@@ -44,7 +45,17 @@ def normalize(dim: int, rank: int) -> int:
 
 
 def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
-    """Buffers of ``t[..., start:end, ...]`` along ``dim`` (counted from the front), as views where bytes are contiguous."""
+    """Return the buffers of ``t[..., start:end, ...]``, as views where the bytes are contiguous.
+
+    Args:
+        t: quantized, any rank above 0.
+        dim: counted from the front.
+        start: in [0, size].
+        end: in [start, size].
+
+    Raises:
+        UnsupportedError: bounds that cut a block or a packed group.
+    """
     shape, is_last = t.shape, dim == len(t.shape) - 1
     total = shape[dim]
     rows = (start, end, total)
@@ -92,7 +103,7 @@ def _slice_axis(
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
-    """A slice of swizzled scales: whole rows of tiles are a view, columns of tiles a copy."""
+    """Slice swizzled scales: whole rows of tiles are a view, columns of tiles a copy."""
     flipped = slot.dims[0].pad != TILE[0]
     shape = buffer.shape[::-1] if flipped else buffer.shape
     tiles = buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
@@ -103,7 +114,11 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
-    """Buffers of a view to ``shape`` (the same number of elements)."""
+    """Return the buffers of a view to ``shape``, which has as many elements as ``t``.
+
+    Raises:
+        UnsupportedError: a view that cuts rows inside a block.
+    """
     if is_empty(shape):
         return _view_empty(t, shape)
     old_k, new_k = rows_cols(t.shape)[1], rows_cols(shape)[1]
@@ -122,7 +137,7 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
 
 
 def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
-    """Nothing has to be regrouped; what is stored of rows or columns without an element follows their number."""
+    """Return the buffers of a view without elements; only their padding may differ."""
     buffers = []
     for slot in t._quantizer.slots:
         buffer, wanted = getattr(t, slot.name), buffer_shape(slot.dims, shape)
@@ -132,7 +147,7 @@ def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
 
 
 def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
-    """Dims other than the last are merged or split: only ``lead`` dims see it."""
+    """Merge or split the dims before the last; only ``lead`` dims of a buffer change."""
     buffer = getattr(t, slot.name)
     if "lead" not in [d.axis for d in slot.dims]:
         return buffer
@@ -140,7 +155,7 @@ def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
 
 
 def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
-    """Rows are cut anew: each slot must be contiguous in whole groups, without padding between rows."""
+    """Cut rows anew; each buffer must hold whole groups without padding between rows."""
     buffer = getattr(t, slot.name)
     if all(d.axis == "one" for d in slot.dims):
         return buffer
@@ -169,7 +184,7 @@ Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
 
 
 def counterparts(spec: FormatSpec) -> dict[str, str]:
-    """Each inner buffer's name -> the name it takes when the tensor is transposed."""
+    """Return, for each inner buffer's name, the name that it takes in the transposed tensor."""
     row, column, both = (
         [b.name for b in spec.inner if b.usage == usage]
         for usage in ("rowwise", "columnwise", "both")
@@ -181,10 +196,12 @@ def counterparts(spec: FormatSpec) -> dict[str, str]:
 
 
 def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
-    """How a 2-D tensor with this quantizer is transposed, by views alone.
+    """Describe how a 2-D tensor with this quantizer is transposed, by views alone.
 
     Returns:
-        The new quantizer, and for each of its slots the constructor keyword, the buffer to take and the view of it.
+        The new quantizer, and for each of its slots the constructor keyword, the source buffer and
+        the
+        function that makes the view of it.
     """
     target = quantizer.transposed()
     other = counterparts(quantizer.spec)
@@ -208,7 +225,7 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
 
 
 def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
-    """Buffers of a tensor with one factor and its dims in another order; all are views."""
+    """Return views of the buffers of a tensor with one factor, its dims in another order."""
     result = []
     for slot in t._quantizer.slots:
         buffer = getattr(t, slot.name)
@@ -221,7 +238,7 @@ def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
 
 
 def select_column(t: Any, index: int) -> list[Tensor]:
-    """Buffers of ``t[..., index]`` of a tensor with one factor; all are views."""
+    """Return views of the buffers of ``t[..., index]``, for a tensor with one factor."""
     result = []
     for slot in t._quantizer.slots:
         buffer = getattr(t, slot.name)
@@ -235,9 +252,12 @@ def select_column(t: Any, index: int) -> list[Tensor]:
 
 
 def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
-    """Buffers, all new, of a tensor whose last two dims change places; ``quantizer`` describes them.
+    """Return new buffers, as ``quantizer`` describes them, of ``t`` with its last two dims swapped.
 
-    With E = product of the dims before, A and B the last two: rows are (E A) before and (E B) after.
+    With E = product of the dims before, A and B the last two: rows are (E A) before, (E B) after.
+
+    Raises:
+        UnsupportedError: groups that run across the last two dims.
     """
     shape = tuple(t.shape)
     outer = math.prod(shape[:-2])
@@ -268,7 +288,7 @@ def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
 
 
 def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
-    """A slot as a matrix without padding, whose groups must not run across the last two dims."""
+    """Return a buffer as a matrix without padding; refuse groups that run across dims."""
     rows, cols = rows_cols(shape)
     sizes = []
     for dim in slot.dims:
@@ -287,12 +307,16 @@ def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
 
 
 def _reverse_shape(buffer: Tensor) -> Tensor:
-    """Swizzled bytes stay; the shape names them the other way round."""
+    """Reverse the shape and keep the swizzled bytes."""
     return buffer.view(buffer.shape[::-1])
 
 
 def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
-    """Buffers of the concatenation along ``dim`` of tensors with one quantizer."""
+    """Return the buffers of the concatenation along ``dim`` of tensors with one quantizer.
+
+    Raises:
+        QTensorError: parts that do not end at a block, or that have different shared factors.
+    """
     first = tensors[0]
     is_last = dim == first.ndim - 1
     if (
@@ -343,7 +367,7 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
 
 
 def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor:
-    """A factor that does not run along the dim must be the same in all parts."""
+    """Return the factor that does not run along the dim; it must be the same in all parts."""
     first = buffers[0]
     for other in buffers[1:]:
         if not _same_memory(first, other) and not torch.equal(other, first):
@@ -358,7 +382,7 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same view of one storage; known without reading data, for fakes too."""
+    """Return True if two tensors are the same view of one storage; this reads no data."""
     return a is b or (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata
         and (a.storage_offset(), a.shape, a.stride()) == (b.storage_offset(), b.shape, b.stride())
@@ -366,7 +390,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
-    """Return the buffers of the rows that ``index`` names, or None where rows share codes or factors.
+    """Return the buffers of the rows that ``index`` names, or None if rows share codes or factors.
 
     Args:
         t: quantized, (d0, ..., dn) with n >= 1.

@@ -30,7 +30,7 @@ def is_element(index: Any, rank: int) -> bool:
 
 
 def read_element(t: Any, index: Any) -> Tensor:
-    """Return one element of ``t`` as a plain 0-d tensor of the nominal dtype; its gradient reaches ``t``.
+    """Return one element of ``t`` as a plain 0-d tensor; its gradient reaches ``t``.
 
     Args:
         t: quantized, (d0, ..., dn).
@@ -48,7 +48,7 @@ def read_element(t: Any, index: Any) -> Tensor:
 
 
 def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
-    """Return the rows of ``t`` that ``index`` names, quantized, with the codes and factors of the source.
+    """Return the rows of ``t`` that ``index`` names, with the codes and factors of the source.
 
     Args:
         t: quantized, (d0, ..., dn) with n >= 1.
@@ -57,7 +57,7 @@ def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
         op: the name of the calling op, for errors.
 
     Raises:
-        UnsupportedError: another dim, or rows whose codes or factors are shared with other rows.
+        UnsupportedError: another dim, or rows that share codes or factors with other rows.
     """
     quantizer = t._quantizer
     if t.ndim > 1 and dim == 0:
@@ -82,7 +82,7 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``aten.index``: quantized rows for one integer tensor along dim 0, plain values otherwise."""
+    """Handle ``aten.index``: integers along dim 0 give quantized rows, others plain values."""
     t, indices = args
     leaves = [i for i in indices if i is not None]
     if not isinstance(t, QuantizedTensorStorage) or any(

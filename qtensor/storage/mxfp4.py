@@ -1,4 +1,4 @@
-"""MXFP4 storage: E2M1 elements, one E8M0 factor for 32."""
+"""Define MXFP4 storage: E2M1 elements, one E8M0 factor for 32."""
 
 from __future__ import annotations
 
@@ -37,4 +37,7 @@ class MXFP4TensorStorage(BareStorage, spec=MXFP4):
 
 
 class MXFP4Tensor(QuantizedTensor, spec=MXFP4):
-    """MXFP4 as a tensor; buffers as in ``MXFP4TensorStorage``. Any shape: ragged edges are padded with zeros in a block."""
+    """MXFP4 as a tensor; buffers as in ``MXFP4TensorStorage``.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block.
+    """

@@ -1,4 +1,4 @@
-"""MXFP6 storage: E2M3 or E3M2 elements, one E8M0 factor for 32."""
+"""Define MXFP6 storage: E2M3 or E3M2 elements, one E8M0 factor for 32."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _rowwise_codes(options: Any) -> tuple[Dim, ...]:
-    """One code a byte, or packed along K: 4 codes in 3 bytes."""
+    """Return dims: one code a byte, or packed along K, 4 codes in 3 bytes."""
     return (LEAD, Dim("k", per=4, units=3)) if options.packed else (LEAD, K)
 
 
 def _columnwise_codes(options: Any) -> tuple[Dim, ...]:
-    """One code a byte, or packed along M, as the blocks run."""
+    """Return dims: one code a byte, or packed along M, as the blocks run."""
     return (Dim("m", per=4, units=3), K) if options.packed else (LEAD, K)
 
 
@@ -50,4 +50,7 @@ class MXFP6TensorStorage(BareStorage, spec=MXFP6):
 
 
 class MXFP6Tensor(QuantizedTensor, spec=MXFP6):
-    """MXFP6 as a tensor; buffers as in ``MXFP6TensorStorage``. Any shape: ragged edges are padded with zeros in a block."""
+    """MXFP6 as a tensor; buffers as in ``MXFP6TensorStorage``.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block.
+    """

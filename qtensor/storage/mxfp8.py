@@ -1,4 +1,4 @@
-"""MXFP8 storage: E4M3 or E5M2 elements, one E8M0 factor for 32."""
+"""Define MXFP8 storage: E4M3 or E5M2 elements, one E8M0 factor for 32."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ MXFP8 = FormatSpec(
 
 
 class MXFP8TensorStorage(BareStorage, spec=MXFP8):
-    """Bare MXFP8 buffers.
+    """Hold MXFP8 buffers.
 
     Attributes:
         _rowwise_data: (*leading, K) uint8, element codes.
         _rowwise_scale_inv: (up128(M), up4(ceil(K/32))) uint8, E8M0 codes, zero padding.
         _columnwise_data: (*leading, K) uint8, element codes.
-        _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8; swizzled bytes are those of the swizzled transpose.
+        _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8; swizzled bytes are those of the
+            swizzled transpose.
     """
 
     __slots__ = MXFP8.attributes
 
 
 class MXFP8Tensor(QuantizedTensor, spec=MXFP8):
-    """MXFP8 as a tensor; buffers as in ``MXFP8TensorStorage``. Any shape: ragged edges are padded with zeros in a block."""
+    """MXFP8 as a tensor; buffers as in ``MXFP8TensorStorage``.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block.
+    """

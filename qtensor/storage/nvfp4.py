@@ -1,4 +1,4 @@
-"""NVFP4 storage: E2M1 elements, E4M3 factors for 16, float32 maxima for the tensor or a row."""
+"""Define NVFP4 storage: E2M1 elements, E4M3 factors for 16, float32 maxima."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
-    """Two codes a byte along the blocks. The rotation mixes whole groups of 16, so a rotated side keeps whole groups."""
+    """Return the dim of the codes: two a byte along the blocks.
+
+    The rotation mixes groups of 16, so a rotated side keeps whole groups.
+    """
     side = "rowwise" if axis == "k" else "columnwise"
     rotated = options.with_rht and options.rht_side == side
     return Dim(axis, per=16, units=8) if rotated else Dim(axis, per=2)
@@ -49,13 +52,14 @@ NVFP4 = FormatSpec(
 
 
 class NVFP4TensorStorage(BareStorage, spec=NVFP4):
-    """Bare NVFP4 buffers; two codes a byte, the even index in the low nibble.
+    """Hold NVFP4 buffers; two codes a byte, the even index in the low nibble.
 
     Attributes:
         _rowwise_data: (*leading, ceil(K/2)) uint8; rotated: (*leading, ceil(K/16) * 8).
         _rowwise_scale_inv: (up128(M), up4(ceil(K/16))) uint8, E4M3 codes, zero padding.
         _amax_rowwise: float32 (1,), or (M,) row-scaled.
-        _columnwise_data: (K, ceil(M/2)) uint8, codes of the transpose; rotated: (K, ceil(M/16) * 8).
+        _columnwise_data: (K, ceil(M/2)) uint8, codes of the transpose; rotated:
+            (K, ceil(M/16) * 8).
         _columnwise_scale_inv: (up128(K), up4(ceil(M/16))) uint8.
         _amax_columnwise: float32 (1,), or (K,) row-scaled.
     """
@@ -64,4 +68,7 @@ class NVFP4TensorStorage(BareStorage, spec=NVFP4):
 
 
 class NVFP4Tensor(QuantizedTensor, spec=NVFP4):
-    """NVFP4 as a tensor; buffers as in ``NVFP4TensorStorage``. Any shape: ragged edges are padded with zeros in a block."""
+    """NVFP4 as a tensor; buffers as in ``NVFP4TensorStorage``.
+
+    Any shape is legal: ragged edges are padded with zeros inside a block.
+    """

@@ -1,4 +1,4 @@
-"""aten ops that keep the subclass: exact on the bytes, or an error."""
+"""Handle aten ops that keep the subclass: the bytes stay exact, or the op raises."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """empty_like, new_empty, new_zeros: buffers are allocated by the quantizer, never by the C++ allocator."""
+    """Handle empty_like, new_empty and new_zeros: the quantizer allocates the buffers."""
     t, name = args[0], func._schema.name
     dtype = kwargs.get("dtype") or t.dtype
     shape = tuple(args[1]) if "new_" in name else t.shape
@@ -147,4 +147,4 @@ PRESERVE: dict[str, Handler] = {
     "is_same_size": _same_size,
     **VIEWS,
 }
-"""Op name (aten) -> handler. The result is the subclass, exact, or a QTensorError that names the rule."""
+"""aten op name -> handler. The result is the subclass, exact, or a QTensorError names the rule."""

@@ -1,4 +1,4 @@
-"""Making a tensor from another one's parts."""
+"""Make a tensor from the parts of another one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Nominal dtypes, and those of plain GEMM operands."""
+"""Nominal dtypes, and dtypes of plain GEMM operands."""
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""(op, args, kwargs) -> result: what the dispatch tables hold."""
+"""(op, args, kwargs) -> result: an entry of the dispatch tables."""
 
 
 def wrap(
@@ -28,9 +28,15 @@ def wrap(
     buffers: Sequence[Tensor],
     context: Any = None,
 ) -> Any:
-    """``cls(...)`` around buffers in slot order, which nobody has to check: in half the time. More tensors may follow.
+    """Make ``cls(...)`` without checks, in half the time.
 
-    ``context``: the flatten context, where there is one already.
+    Args:
+        cls: the tensor class.
+        shape: the logical shape.
+        dtype: the nominal dtype.
+        quantizer: describes the buffers.
+        buffers: in slot order; extra tensors at the end are ignored.
+        context: the flatten context, if there is one already.
     """
     t = _make(cls, shape, None, None, None, dtype, _STRIDED, buffers[0].device)
     for (name, _), buffer in zip(quantizer.attributes, buffers, strict=False):
@@ -41,7 +47,7 @@ def wrap(
 
 
 def same(t: Any) -> Any:
-    """Another tensor around the buffers of ``t``, which remembers what ``t`` does of a whole."""
+    """Return another tensor around the buffers of ``t``, with the same note about its whole."""
     quantizer, context = t._quantizer, t._context
     other = _make(type(t), t.shape, None, None, None, context[1], _STRIDED, t.device)
     for name, _ in quantizer.attributes:
@@ -60,12 +66,20 @@ def with_buffers(
     dtype: torch.dtype | None = None,
     quantizer: Any = None,
 ) -> Any:
-    """A tensor or storage of the class of ``t`` around other buffers, in the slot order of ``quantizer``."""
+    """Return a tensor or storage of the class of ``t`` around other buffers.
+
+    Args:
+        t: a tensor or storage.
+        buffers: in the slot order of ``quantizer``.
+        shape: logical shape; that of ``t`` if None.
+        dtype: nominal dtype; that of ``t`` if None.
+        quantizer: describes the buffers; that of ``t`` if None.
+    """
     quantizer = t._quantizer if quantizer is None else quantizer
     named = {slot.keyword: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
     return type(t)(t.shape if shape is None else shape, dtype or t.dtype, quantizer, **named)
 
 
 def map_buffers(t: Any, function: Callable[[Tensor], Tensor], **changes: Any) -> Any:
-    """The same tensor with ``function`` applied to each buffer."""
+    """Return ``t`` with ``function`` applied to each buffer."""
     return with_buffers(t, [function(b) for b in t.buffers()], **changes)

@@ -1,4 +1,4 @@
-"""Classes by name: what a flatten context or a pickle names, found again."""
+"""Find storage and tensor classes by the names that flatten contexts and pickles hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CLASSES: dict[str, type[Any]] = {}
 
 
 def register(cls: type[Any]) -> None:
-    """Remember a storage or tensor class by its qualname.
+    """Register a storage or tensor class by its qualname.
 
     Raises:
         QTensorError: another class has the name.
@@ -27,10 +27,10 @@ def register(cls: type[Any]) -> None:
 
 
 def lookup(name: str) -> type[Any]:
-    """The class of that name.
+    """Return the class with that name.
 
     Raises:
-        QTensorError: unknown; the message lists what is known.
+        QTensorError: unknown; the message lists the known names.
     """
     if name not in _CLASSES:
         raise QTensorError(
@@ -41,5 +41,5 @@ def lookup(name: str) -> type[Any]:
 
 
 def registered() -> tuple[type[Any], ...]:
-    """All storage and tensor classes."""
+    """Return all storage and tensor classes."""
     return tuple(_CLASSES.values())

@@ -1,4 +1,4 @@
-"""Copy, pickle and share quantized tensors as names and plain tensors, never as classes or live objects."""
+"""Copy, pickle and share quantized tensors as names and plain tensors, never as live objects."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def rebuild(
         attributes: other attributes that were set on the object.
 
     Raises:
-        QTensorError: an unknown class or quantizer, or buffers that the quantizer does not describe.
+        QTensorError: an unknown class or quantizer, or buffers that do not fit the quantizer.
     """
     if not isinstance(name, str) or not isinstance(canonical, str):
         got = f"{name!r} and {canonical!r}"
         fail(_OP, "a class and a quantizer are named by text", got, _FIX)
-    cls, quantizer = lookup(name), parse(canonical)
+    cls: Any = lookup(name)
+    quantizer = parse(canonical)
     op, keywords = f"{_OP}[{name}]", quantizer.keywords
     if cls.spec is not quantizer.spec:
         fail(op, f"the class holds {cls.spec.name} buffers", canonical, _FIX)
@@ -105,7 +106,7 @@ def reduce(t: Any) -> tuple[Any, ...]:
     """Return what ``__reduce_ex__`` must: ``rebuild`` and its arguments."""
     saved = list(state(t))
     if getattr(t, "_view_note", None) is not None:
-        # A part is saved on its own: sharing bytes with its whole after a load would need the note as well.
+        # A part is saved on its own: to share bytes with its whole it would need the note too.
         saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
     return rebuild, tuple(saved)
 

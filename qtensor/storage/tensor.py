@@ -1,4 +1,4 @@
-"""The tensor subclass: a wrapper around inner buffers with a dispatch table."""
+"""Define the tensor subclass: a wrapper around inner buffers with a dispatch table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_exporting
 
-from qtensor.errors import UnsupportedError, fail
+from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.library.codec import Codec, parse
 from qtensor.library.define import watched
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
+from qtensor.storage.assignment import install
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,
@@ -28,12 +29,13 @@ from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
 
+install()
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
 
 def _decoded(t: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-    """``dequantize_tensor``; past autograd and dispatch, 20 us together, where they would only come to the handler."""
+    """Dequantize ``t``; skip autograd and dispatch (20 us) where they would change nothing."""
     if (
         torch.compiler.is_compiling()
         or watched()
@@ -45,7 +47,7 @@ def _decoded(t: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _facts(t: Tensor) -> str:
-    """What a graph is bound to of a tensor."""
+    """Return the properties of ``t`` that a compiled graph depends on, as text."""
     flags = "requires_grad" * t.requires_grad + "inference" * t.is_inference()
     return f"{t.dtype}{list(t.shape)}{list(t.stride())}{t.device}{flags}"
 
@@ -56,7 +58,7 @@ def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
     Libraries that move parameters rebuild them as ``type(parameter)(tensor, requires_grad=...)``.
 
     Raises:
-        QTensorError: ``tensor`` is not of class ``cls``.
+        ArgumentTypeError: ``tensor`` is not of class ``cls``.
     """
     if type(tensor) is not cls:
         fail(
@@ -64,22 +66,24 @@ def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
             f"the only argument must be an instance of {cls.__name__}",
             type(tensor).__name__,
             "Quantize it first, or pass the shape, the nominal dtype, the quantizer and buffers",
+            ArgumentTypeError,
         )
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
-    """A storage that is a ``torch.Tensor`` of the nominal dtype and the logical shape.
+    """Wrap a storage as a ``torch.Tensor`` of the nominal dtype and the logical shape.
 
-    Build one with a quantizer, ``quantizer(x)``, or from buffers: ``cls(shape, dtype, quantizer, rowwise_data=...)``.
+    Make one with a quantizer, ``quantizer(x)``, or from buffers:
+    ``cls(shape, dtype, quantizer, rowwise_data=...)``.
     """
 
     _context: Context
     _view_note: ViewNote | None = None
-    """Set on a part of a tensor: what writes must know of the whole."""
+    """Set on a part of a tensor; writes need it to leave the rest of the whole unchanged."""
 
     _dispatches_here: ClassVar[bool] = True
-    """No subclass has taken over ``__torch_dispatch__``."""
+    """True unless a subclass replaces ``__torch_dispatch__``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,7 +91,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         own: Any = cls.__torch_dispatch__
         cls._dispatches_here = own.__func__ is table.__func__
         for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
-            # What an absent usage reads as; __new__ sets only what is there.
+            # The buffer of an absent usage reads as None; __new__ sets only existing buffers.
             setattr(cls, attribute, None)
 
     @staticmethod
@@ -100,10 +104,19 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         requires_grad: bool = False,
         **buffers: Any,
     ) -> QuantizedTensor:
-        """Wrap the buffers that a quantizer describes.
+        """Wrap buffers that are given by constructor keyword.
 
-        Buffers are passed by constructor keyword, such as ``rowwise_data``. With a tensor of this class as the only
-        positional argument, return ``torch.nn.Parameter(tensor, requires_grad)``.
+        Args:
+            cls: the tensor class.
+            shape: the logical shape; or a tensor of this class, to make a parameter around its
+                buffers.
+            dtype: the nominal dtype.
+            quantizer: the value that describes the buffers, or its canonical text.
+            requires_grad: of the new tensor.
+            **buffers: by constructor keyword.
+
+        Raises:
+            QTensorError: the buffers are not those that the quantizer describes.
         """
         if quantizer is None or dtype is None:
             return _as_parameter(cls, shape, requires_grad)
@@ -157,20 +170,24 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return unflatten(inner, context, outer_size)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        """A gradient of a quantized tensor is a plain tensor.
+        """Return a plain tensor: the gradient of a quantized tensor is plain.
 
-        AOTAutograd (torch 2.11 to 2.13) takes any result that can be flattened; a plain tensor with no inner tensors
-        can. tests/test_compile_autograd.py watches this on every torch version.
+        AOTAutograd (torch 2.11 to 2.13) accepts any result that can be flattened, and a plain
+        tensor with
+        no inner tensors can be. tests/test_compile_autograd.py watches this on every torch version.
         """
         gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
         return gradient
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of ``dtype`` (the nominal dtype if None); the gradient passes unchanged.
+        """Return the values as a plain tensor; the gradient passes unchanged.
+
+        Args:
+            dtype: of the result; the nominal dtype if None.
 
         Raises:
-            DtypeError: no dtype, or none that holds the values.
+            DtypeError: ``dtype`` is not a dtype, or cannot hold the values.
         """
         if dtype is not None and not isinstance(dtype, torch.dtype):
             refuse_dtype(self._quantizer.format, dtype)
@@ -178,20 +195,21 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of all buffers, not of the nominal dtype."""
+        """Return the bytes of all buffers, not of the nominal dtype."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
     def data(self) -> Tensor:
-        """A detached tensor that shares the buffers."""
+        """Return a detached tensor that shares the buffers."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over another tensor's buffers. With plain values the tensor becomes a plain one, as in ``module.half()``.
+        """Take over the buffers of another tensor of this class, or become a plain tensor.
 
         Raises:
-            QTensorError: another quantized class, or another shape (torch would leave the buffers stale).
+            QTensorError: another quantized class or shape, for which torch would leave the buffers
+                stale.
         """
         if (
             not isinstance(value, QuantizedTensor)
@@ -222,8 +240,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def __getitem__(self, index: Any) -> Tensor:
         """Return the part of the tensor that ``index`` addresses.
 
-        One integer per dim addresses one element, which is a plain 0-d tensor: a copy, so writing to it does not
-        change this tensor. Every other index follows torch's rules and docs/op_matrix.md.
+        One integer per dim addresses one element. Its value is a plain 0-d tensor, a copy: writing
+        to it
+        does not change this tensor. Every other index follows torch's rules and docs/op_matrix.md.
         """
         if is_element(index, self.ndim):
             return read_element(self, index)
@@ -258,7 +277,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: there is no single buffer of the nominal dtype to export.
+        """Raise an error: there is no single buffer of the nominal dtype to export.
 
         Raises:
             UnsupportedError: always.
@@ -266,21 +285,22 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._refuse_memory("dlpack", "Export t.buffers(), or t.dequantize()")
 
     def data_ptr(self) -> int:
-        """Raise: the bytes lie in several inner buffers, each with an address of its own.
+        """Raise an error: the bytes lie in several inner buffers, each with its own address.
 
-        Libraries that write raw memory, such as safetensors, fail here instead of saving wrong bytes.
+        Libraries that write raw memory, such as safetensors, stop here instead of saving wrong
+        bytes.
 
         Raises:
             UnsupportedError: always.
         """
         fix = (
-            "Use t.buffers() for the bytes. To save: torch.save; or, with safetensors, the tensors in t.buffers() "
-            "and later t.quantizer.assemble(buffers, shape, dtype)"
+            "Use t.buffers() for the bytes. To save, use torch.save, or give safetensors the "
+            "tensors in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype)"
         )
         self._refuse_memory("data_ptr", fix)
 
     def storage(self) -> Any:
-        """Raise, as ``data_ptr`` does.
+        """Raise an error, as ``data_ptr`` does.
 
         Raises:
             UnsupportedError: always.
@@ -292,7 +312,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         fail(f"{op}[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
 
     def _refuse_elementwise(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: Python functions on elements need plain values.
+        """Raise an error: Python functions on elements need plain values.
 
         Raises:
             UnsupportedError: always.
@@ -310,7 +330,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether every buffer is in shared memory."""
+        """Return True if every buffer is in shared memory."""
         return all(buffer.is_shared() for buffer in self.buffers())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -320,7 +340,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return deepcopy(self, memo)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph depends on, for AOTAutograd's cache, which asks for nothing else."""
+        """Return the key of this tensor for AOTAutograd's cache."""
         name, dtype, quantizer, layout = self._context
         tensors = " ".join(map(_facts, (self, *self.buffers())))
         return f"{name}:{dtype}:{quantizer.canonical}:{layout}:{tensors}:{fingerprint()}"

@@ -1,4 +1,4 @@
-"""aten views of quantized tensors: slices, reshapes, transposes."""
+"""Handle aten views of quantized tensors: slices, reshapes, transposes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def _bounds(value: int | None, default: int, total: int) -> int:
 
 
 def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
-    """``t.narrow(dim, start, end - start)`` with a dim counted from the front."""
+    """Return ``t.narrow(dim, start, end - start)``; ``dim`` is counted from the front.
+
+    Raises:
+        UnsupportedError: bounds that cut a block or a packed group.
+    """
     total = t.shape[dim]
     shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
     buffers = geometry.slice_buffers(t, dim, start, end)
@@ -90,7 +94,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     whole = not isinstance(sizes, (list, tuple))
     if sizes < 1 and total if whole else sum(sizes) != total or min(sizes, default=0) < 0:
         rule = f"sizes must be positive and cover dim {dim} of {total}"
-        fail(f"split[{t._quantizer.format}]", rule, sizes, "Mend the sizes")
+        fail(f"split[{t._quantizer.format}]", rule, sizes, "Fix the sizes")
     if whole:
         sizes = [min(sizes, total - i) for i in range(0, total, sizes)] or [0]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -104,7 +108,11 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
-    """A view to ``shape``, one of whose sizes may be -1."""
+    """Return a view of ``t`` with ``shape``; one size may be -1.
+
+    Raises:
+        QTensorError: another number of elements, or a view that cuts rows inside a block.
+    """
     shape = tuple(shape)
     unknown = sum(isinstance(n, int) and n == -1 for n in shape)
     if unknown > 1 or (unknown and 0 in shape):
@@ -157,7 +165,7 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def transpose_tensor(t: Any) -> Any:
-    """The transpose of a 2-D tensor: directions change places, no byte moves."""
+    """Return the transpose of a 2-D tensor: the directions change places, no byte moves."""
     quantizer, moves = t._quantizer.transpose_plan
     named = {}
     for keyword, source, turn in moves:
@@ -181,7 +189,7 @@ def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """transpose, permute."""
+    """Handle transpose and permute."""
     t, name = args[0], func._schema.name
     order = list(range(t.ndim))
     if name == "aten::permute":
@@ -194,13 +202,13 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reorder(t: Any, order: list[int], op: str) -> Any:
-    """Dims in another order: any for one factor a tensor; otherwise the last two may change places."""
+    """Reorder dims: in any way with one factor for the tensor, otherwise only the last two."""
     if sorted(order) != list(range(t.ndim)):
         fail(
             f"{op}[{t._quantizer.format}]",
             f"each of {t.ndim} dims must be named once",
             order,
-            "Mend the order",
+            "Fix the order",
         )
     if order == sorted(order):
         return inherit_note(with_buffers(t, t.buffers()), t)
@@ -228,9 +236,11 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """To the shape it has: the tensor. To more rows: plain values, since factors cannot be repeated without a copy.
+    """Handle expand: the same shape gives the tensor, more rows give plain values.
 
-    matmul asks for both: the first before it folds, the second where a batch is not contiguous.
+    Factors cannot be repeated without a copy. matmul asks for both forms: the first before it
+    folds,
+    the second where a batch is not contiguous.
     """
     t = args[0]
     sizes = args[1]
@@ -255,4 +265,4 @@ VIEWS: dict[str, Handler] = {
     "permute": _permute,
     "expand": _expand,
 }
-"""Op name (aten) -> handler."""
+"""aten op name -> handler."""

@@ -1,4 +1,4 @@
-"""Writing into quantized tensors: bytes where they fit, requantization otherwise, and what a slice may overwrite."""
+"""Write into quantized tensors: copy bytes where they fit, requantize otherwise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from qtensor.storage.base import QuantizedTensorStorage, ViewNote
 
 
 def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """The dequantized values in ``dtype`` (the nominal one if None), inside dispatch (no autograd)."""
+    """Return the dequantized values inside dispatch, where there is no autograd.
+
+    Args:
+        t: a tensor or storage.
+        dtype: of the result; the nominal dtype if None.
+    """
     return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
 def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
-    """Mark ``part`` as taken from ``whole``, whose buffers ``shared`` also serve other values."""
+    """Mark ``part`` as taken from ``whole``; the buffers ``shared`` also serve other values."""
     is_copy = any(
         getattr(part, slot.name).untyped_storage()._cdata
         != getattr(whole, slot.name).untyped_storage()._cdata
@@ -50,7 +55,7 @@ def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
 
 
 def copy_into(dst: Any, src: Any) -> Any:
-    """``dst.copy_(src)``: bytes between equal quantizers, values otherwise."""
+    """Handle ``dst.copy_(src)``: bytes between equal quantizers, values otherwise."""
     if not isinstance(dst, QuantizedTensorStorage):
         return dst.copy_(plain(src))
     if tuple(dst.shape) != tuple(src.shape):
@@ -69,9 +74,10 @@ def copy_into(dst: Any, src: Any) -> Any:
 
 
 def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
-    """Into a part that shares factors with its whole: bytes if the factors are equal, else values with those factors.
+    """Copy into a part that shares factors with its whole.
 
-    The choice is made on the device, so that it traces and never waits.
+    Bytes are copied if the factors are equal; otherwise the values are encoded with the factors of
+    ``dst``. The device makes the choice, so that it traces and never waits.
     """
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
     for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
@@ -82,12 +88,12 @@ def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
 
 
 def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
-    """Buffers of ``values``, with the tensor-wide factors of ``dst`` where it shares them."""
+    """Return buffers of ``values``, encoded with the tensor-wide factors that ``dst`` shares."""
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
-    kept = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
+    factors = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
-    return QUANTIZE(values, quantizer.canonical, kept.get("scale"), kept.get("amax"), seed)
+    return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
 
 
 def _check_reaches(dst: Any) -> None:
@@ -103,7 +109,7 @@ def _check_reaches(dst: Any) -> None:
 
 
 def _common(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """What both have: scales of a slice are shorter than padded ones."""
+    """Crop both to their common size: scales of a slice are shorter than padded ones."""
     if to.shape == source.shape:
         return to, source
     sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, source.shape, strict=True))
@@ -118,7 +124,7 @@ def _copy_buffer(to: Tensor, source: Tensor) -> None:
 def requantize_(dst: Any, values: Tensor) -> Any:
     """Write values into a quantized tensor through its own quantizer.
 
-    A part of a tensor keeps the factors that it shares with the rest, so that values outside it do not change.
+    A part keeps the factors that it shares with the rest, so that values outside it do not change.
     """
     _check_reaches(dst)
     if values.dtype not in INPUT_DTYPES:
