@@ -21,7 +21,7 @@ from qtensor.kernels.cpu.program import (
     available,
     serves,
 )
-from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm import IN_FRONT
 from qtensor.kernels.gemm.problem import Problem
 from qtensor.layout import Shape
 from qtensor.library.codec import parse
@@ -497,4 +497,4 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-choice.IN_FRONT["small"] = refusal
+IN_FRONT["small"] = refusal
