@@ -20,7 +20,7 @@ from test_gemm_cutlass_operands import SQUARE, oriented, pair, quantize
 import qtensor
 from qtensor.cutlass_gemm import library, tuning
 from qtensor.errors import QTensorError
-from qtensor.kernels.gemm import choice
+from qtensor.kernels.gemm import IN_FRONT, choice
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
 HOPPER, BLACKWELL, ADA, AMPERE, VOLTA = (9, 0), (10, 0), (8, 9), (8, 0), (7, 0)
@@ -68,7 +68,7 @@ def test_the_choice(
     assert found.backend == chosen
     assert (found.kernel is not None) == (chosen == "cutlass")
     assert dict(found.reasons)[chosen].startswith("chosen")
-    assert [backend for backend, _ in found.reasons] == [*choice.IN_FRONT, *choice.BACKENDS]
+    assert [backend for backend, _ in found.reasons] == [*IN_FRONT, *choice.BACKENDS]
     assert repr(found) == str(found)
     assert capsys.readouterr().out == ""
     got = qtensor.gemm(a, b, "TN", dtype=torch.bfloat16, backend=chosen)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import check, fail
-from qtensor.kernels.gemm import choice
 from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
 from qtensor.library.checks import check_buffers
@@ -75,6 +74,9 @@ def check_product(args: Any) -> None:
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
     check_product(args)
+    # Only a product needs the backends.
+    from qtensor.kernels.gemm import choice  # noqa: PLC0415
+
     # torch.autocast would round operands to its dtype, in eager code alone.
     with below_autograd(), torch._C._DisableAutocast():
         choice.multiply_(out, Product(*args[:7], *args[8:]))

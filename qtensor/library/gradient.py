@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.kernels.gemm import choice
 from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
 from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
@@ -48,6 +47,8 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
         got = f"{target.dtype} {tuple(target.shape)}"
         fail("gemm_accumulate_", rule, got, "Pass such a tensor")
     if not target.is_cpu:
+        from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in gemm.py
+
         check_product(GemmArgs(*args[1:8], torch.float32))
         in_place = choice.overwrite_ if args.overwrite else choice.accumulate_
         with below_autograd(), torch._C._DisableAutocast():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, DtypeError, fail
-from qtensor.kernels.gemm import choice
-from qtensor.kernels.gemm.choice import Explanation, check_backend
 from qtensor.kernels.gemm.problem import sides
 from qtensor.library.gemm import (
     GEMM,
@@ -24,6 +22,9 @@ from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
 from qtensor.storage.write import plain
+
+if TYPE_CHECKING:
+    from qtensor.kernels.gemm.choice import Explanation
 
 
 def gemm(
@@ -95,6 +96,8 @@ def gemm_operands(
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
     """Return the product that a named backend computes, without a gradient."""
+    from qtensor.kernels.gemm.choice import check_backend  # noqa: PLC0415 - see library/gemm.py
+
     check_backend(backend)
     tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -130,6 +133,8 @@ def explain(
     Raises:
         QTensorError: operands that do not fit.
     """
+    from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in library/gemm.py
+
     left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
         a, b, layout, bias, dtype
     )

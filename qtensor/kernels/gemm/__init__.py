@@ -1,1 +1,12 @@
 """Matrix products of quantized operands: the backends, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qtensor.kernels.gemm.problem import Problem
+
+IN_FRONT: dict[str, Callable[[Problem], str | None]] = {}
+"""What answers some products before the table of ``choice.py``: name -> why it does not, or None."""

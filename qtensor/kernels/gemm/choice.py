@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.kernels.gemm import IN_FRONT
 from qtensor.kernels.gemm.dequant import Dequant
 from qtensor.kernels.gemm.dot_products import DotProducts
 from qtensor.kernels.gemm.problem import GemmSide, Problem, Product, sides
@@ -100,9 +101,6 @@ The preferred backend comes first. The reference serves every problem.
 BACKENDS = tuple(TABLE)
 """Names of the backends, by preference."""
 
-IN_FRONT: dict[str, Callable[[Problem], str | None]] = {}
-"""What answers some products before the table is asked: name -> why it does not, or None."""
-
 
 @dataclass(frozen=True)
 class GemmChoice:
@@ -174,8 +172,9 @@ def multiply_(out: Tensor, product: Product) -> None:
         UnsupportedError: the backend that is asked for by name cannot compute it.
     """
     a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias, backend, fast = product
-    if not out.is_cpu and layout == "NN" and b_quantizer and not b[0].is_contiguous():
-        # A weight behind t(): views of rows, which are a right operand in layout TN.
+    turned = layout == "NN" and b_quantizer and not b[0].is_contiguous()
+    if turned and _device(out.device)[1] is not None:
+        # A weight behind t(): views of rows, which GPU kernels read in layout TN.
         twin, b = transposed(parse(b_quantizer), b)
         b_quantizer, b_shape, layout = twin.canonical, b_shape[::-1], "TN"
     key = (
@@ -339,9 +338,11 @@ def problem_for(
     """Return the problem on a device, or on an architecture such as "sm_90a" as if one were here."""
     known = None if bias is None else (tuple(bias.shape), bias.dtype)
     if isinstance(place, torch.device):
-        return Problem(*operands, layout, dtype, known, *_device(place))
+        a, b = operands
+        return Problem(a, b, layout, dtype, known, *_device(place))
     from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - see _cutlass
 
     spec = tuning.select(place)[0]
     facts = "cuda:0", spec.capability, tuning.MULTIPROCESSORS[spec.arch]
-    return Problem(*operands, layout, dtype, known, *facts)
+    a, b = operands
+    return Problem(a, b, layout, dtype, known, *facts)
