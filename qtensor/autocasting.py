@@ -120,20 +120,20 @@ def captured() -> State:
 
 
 class autocast:
-    """A region in which modules compute by a recipe.
+    """Run modules by a recipe: ``with qtensor.autocast(recipe=MXFP8BlockScaling()): ...``.
 
-    ``with qtensor.autocast(recipe=MXFP8BlockScaling()): ...``. Regions nest. The innermost region
-    applies, and leaving it restores the one around it, also after an exception. ``autocast`` is
-    also a decorator, and works inside compiled functions. As with ``torch.autocast``, a region
-    belongs to the thread that entered it; other threads do not see it.
+    Regions nest. The innermost region applies, and leaving it restores the region around it, also
+    after an exception. ``autocast`` is also a decorator, and works inside compiled functions. As
+    with ``torch.autocast``, a region belongs to the thread that entered it; other threads do not
+    see it.
 
     Args:
-        enabled: False makes a region of high precision.
+        enabled: False for high precision.
         recipe: ``Float8CurrentScaling()`` if None. It is read when the region is entered.
         amax_reduction_group: a process group. Delayed scaling takes its maxima over its ranks.
 
     Raises:
-        QTensorError: ``recipe`` is not a recipe, or an active object is entered again.
+        QTensorError: ``recipe`` is not a recipe, or the object is entered while it is active.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class autocast:
         self._outer = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs ``function`` in such a region."""
+        """Return a function that runs ``function`` in a region with these options."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,10 +187,10 @@ class autocast:
 
 
 class restored:
-    """A region with an earlier state, for code that runs again in the backward pass.
+    """Restore an earlier state, for code that runs again in the backward pass.
 
     Args:
-        state: what ``captured()`` returned. The backward pass may run in another thread.
+        state: the result of ``captured()``, possibly from another thread.
     """
 
     def __init__(self, state: State) -> None:
@@ -201,8 +201,8 @@ class restored:
 
     def __enter__(self) -> Self:
         self.outer = (_ACTIVE.key, _ACTIVE.group)
-        # Compiled code of a checkpointed region must not write state outside the region, so that
-        # the state is written only where it differs.
+        # Compiled code of a checkpointed region must not write state of the enclosing code, so
+        # that the state is written only if it differs.
         self.changes = self.outer != (self.key, self.group)
         if not torch.compiler.is_compiling():
             self.outer_step = _ACTIVE.step

@@ -217,7 +217,7 @@ STAYS = {
     "qtensor.Linear has attributes of the same name: recipe": with_attribute,
     r"its weight is of shape (4096,)": flattened,
     "its weight is torch.float64": lambda: nn.Linear(64, 64, dtype=torch.float64),
-    "it has no elements": lambda: nn.Linear(64, 0),
+    "its weight has no elements": lambda: nn.Linear(64, 0),
 }
 
 

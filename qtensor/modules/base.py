@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtensor.autocasting import active_recipe
-from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
+from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
 from qtensor.functional.one_op import LINEAR, one_op
 from qtensor.functional.operands import draw, draw_seeds
-from qtensor.functional.parallel import Parallel, check_input
+from qtensor.functional.parallel import check_input
 from qtensor.functional.plan import (
     LinearPlan,
     alignment,
@@ -28,6 +28,7 @@ from qtensor.functional.plan import (
 )
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
+from qtensor.modules.options import Call, LinearOptions
 from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -35,54 +36,18 @@ from qtensor.storage.base import QuantizedTensorStorage
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Call(NamedTuple):
-    """How one forward of a module was called.
-
-    Attributes:
-        is_first_microbatch: True: quantize the weight and keep it; False: use what is kept; None:
-            keep nothing.
-        noop: one element; non-zero leaves what is kept as it is.
-        output_quantizer: canonical text, "" for a plain output.
-        seeds: of input, weight and gradient, where they are drawn already.
-    """
-
-    is_first_microbatch: bool | None = None
-    noop: Tensor | None = None
-    output_quantizer: str = ""
-    seeds: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None
-
-
-class LinearOptions(NamedTuple):
-    """What a linear layer was built with, as plain values."""
-
-    module: str = "linear"
-    name: str = ""
-    parallel: Parallel | None = None
-    save_original_input: bool = False
-    delay_wgrad_compute: bool = False
-    fuse_wgrad_accumulation: bool = False
-
-
-def one_op_roles(options: LinearOptions) -> str:
-    """The role string for the single-op compiled path; "" if the options do not support it."""
-    if options.parallel is not None or options.save_original_input:
-        return ""
-    scheduled = options.delay_wgrad_compute or options.fuse_wgrad_accumulation
-    return "" if scheduled else f"{options.module}/{options.name}"
-
-
 def follows_calls() -> bool:
-    """True if Dynamo compiles this call; an exported program holds the layer's separate ops."""
+    """Return whether Dynamo compiles this call; it does not while it exports a program."""
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
 def stored_canonical(parameter: Any) -> str:
-    """Canonical text of the quantizer of a parameter that is stored quantized, else ""."""
+    """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
     return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
 
 
 def activation_dtype(input: Tensor) -> Tensor:
-    """The input in the dtype of ``torch.autocast``, where that is on."""
+    """Return the input, converted to the dtype of ``torch.autocast`` if that is enabled."""
     if torch.is_autocast_enabled(input.device.type):
         return input.to(torch.get_autocast_dtype(input.device.type))
     return input
@@ -92,14 +57,14 @@ class QuantizedModule(nn.Module):
     """Base of the modules with quantized GEMMs.
 
     Attributes:
-        name: for messages and for the roles of recipes.
-        recipe: used outside of every ``qtensor.autocast``; None for high precision.
+        name: shown in error messages, and passed to recipes as part of each role.
+        recipe: used outside every ``qtensor.autocast`` region; None for high precision.
     """
 
     def __init__(self, recipe: Recipe | None = None, name: str = "") -> None:
-        # ``torch.nn.Linear`` would make parameters of its own.
-        below: Any = nn.Linear if isinstance(self, nn.Linear) else QuantizedModule
-        super(below, self).__init__()
+        # The constructor of ``torch.nn.Linear`` would create parameters, so it is skipped.
+        skipped: Any = nn.Linear if isinstance(self, nn.Linear) else QuantizedModule
+        super(skipped, self).__init__()
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
         self._roles: dict[str, str] = {}
@@ -118,12 +83,12 @@ class QuantizedModule(nn.Module):
 
     @property
     def label(self) -> str:
-        """How messages name the module."""
+        """The class and the name of the module, for error messages."""
         kind = type(self).__name__
         return f"{kind}[{self.name}]" if self.name else kind
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Note which parameters are stored quantized: code that is traced cannot ask a tensor."""
+        """Register a parameter, and record its quantizer for code that is traced."""
         super().register_parameter(name, param)
         self._stored[name] = stored_canonical(param)
         for state in self._states.values():
@@ -132,7 +97,7 @@ class QuantizedModule(nn.Module):
                 state.move(param.device)
 
     def _own_state(self, weight: str, state: LinearState) -> None:
-        """Take up the state of a layer, by the name of its weight."""
+        """Store the state of a layer under the name of its weight."""
         self._states[weight] = state
         self._roles.setdefault(weight, "")
         module = weakref.ref(self)
@@ -154,13 +119,13 @@ class QuantizedModule(nn.Module):
         return state.delayed
 
     def _weights(self, weight: str) -> Sequence[Any]:
-        """The parameters that a state belongs to."""
+        """Return the parameters, each (N, K), that share the state stored as ``weight``."""
         return (getattr(self, weight),)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for weight, own in self._states.items():
-            self._own_state(weight, own)
+        for weight, layer_state in self._states.items():
+            self._own_state(weight, layer_state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -190,7 +155,7 @@ class QuantizedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         loaded: dict[str, tuple[Tensor, Tensor]] = {}
-        # Every entry is checked before the first one is written.
+        # All entries are checked before the first one is written.
         for weight, state in self._states.items():
             key = f"{prefix}_delayed_scaling.{weight}"
             names = (f"{key}.scale", f"{key}.amax_history")
@@ -214,14 +179,13 @@ class QuantizedModule(nn.Module):
 
     def _recipe_key(self) -> str:
         recipe = self.recipe
-        # Not by the property, which a compiled graph would guard step by step.
+        # Reads `_key`, not the property `key`: Dynamo would guard each step of the property.
         return active_recipe(None if recipe is None else recipe._key)
 
     def _in_one_op(self, input: Tensor, weight: str, bias: str) -> Tensor | None:
-        """Return the layer as one op of a traced program; None if it must be traced step by step.
+        """Return the output (..., N), computed as one op; None if that op cannot compute the layer.
 
-        Every attribute and function that is read here is guarded at every call of the program, so
-        it reads few.
+        Each call of a compiled program checks everything that this function reads.
         """
         roles = self._roles[weight]
         if not roles or self._stored[weight]:
@@ -253,7 +217,15 @@ class QuantizedModule(nn.Module):
     def _linear(
         self, input: Tensor, weight: str, bias: str, options: LinearOptions, call: Call | None
     ) -> Tensor:
-        """Return one linear layer, by its parameters' names; ``call`` is None for a plain one."""
+        """Return ``input @ weight.T + bias``, (..., N).
+
+        Args:
+            input: (..., K), plain or quantized.
+            weight: name of the weight (N, K).
+            bias: name of the bias (N,), or "".
+            options: the options of the layer.
+            call: the options of this call; None for the defaults.
+        """
         if call is None:
             out = self._in_one_op(input, weight, bias) if follows_calls() else None
             if out is not None:
@@ -296,14 +268,14 @@ class QuantizedModule(nn.Module):
         options: LinearOptions,
         call: Call,
     ) -> None:
-        """Fill in what state and options say about a call whose plan is known.
+        """Complete the arguments of a call from the layer's options and state.
 
         Args:
-            args: with the weight, the flags of gradients and the plan.
-            input: the input, or a tensor of its dtype and device.
-            weight: name of the weight.
-            options: of the layer.
-            call: how it was called.
+            args: its weight, plan and gradient flags are set.
+            input: the input (..., K), or a tensor of its dtype and device.
+            weight: name of the weight (N, K).
+            options: the options of the layer.
+            call: the options of this call.
         """
         plan, state = args.plan, self._states[weight]
         args.dtype = input.dtype
@@ -324,17 +296,17 @@ class QuantizedModule(nn.Module):
             args.wgrad = self._wgrad(args.weight, state, options)
 
     def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
-        """The maxima of input and weight into the state of delayed scaling."""
+        """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
         if amaxes and self.training:
             first = 0 if plan.delayed[0] else 1
             self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
-        """The plan of a call; ``dgrad``, ``wgrad``: whether input and weight need gradients."""
+        """Return the plan of a call; ``dgrad``, ``wgrad``: input and weight need gradients."""
         key = self._recipe_key()
         stored = self._stored[weight]
         if stored:
-            # In one call: strict export cannot trace what is done with a constant tuple.
+            # One call, because strict export cannot trace operations on a constant tuple.
             return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
         return linear_plan(key, options.module, options.name, dgrad, wgrad)
 
@@ -350,7 +322,10 @@ class QuantizedModule(nn.Module):
     def _early_seeds(
         self, like: Tensor, weight: str, options: LinearOptions
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """Return the seeds of a layer that runs again: compiled code would draw others then."""
+        """Return seeds drawn before a checkpointed layer, which compiled code runs twice.
+
+        ``like`` is a tensor on the layer's device. None if no operand rounds stochastically.
+        """
         w = getattr(self, weight)
         plan = self._plan(like.requires_grad, w.requires_grad, weight, options)
         if not any(plan.stochastic):
@@ -385,11 +360,11 @@ class QuantizedModule(nn.Module):
         if not (rows % plan.multiple or columns % plan.multiple):
             return
         part = "" if options.parallel is None else ", of each rank's part,"
-        for role, text in (("input", plan.input), ("weight", plan.weight)):
-            multiple = alignment(text)
+        for role, canonical in (("input", plan.input), ("weight", plan.weight)):
+            multiple = alignment(canonical)
             if rows % multiple or columns % multiple:
                 fail(
-                    f"{self.label} {role}[{text.partition('(')[0]}]",
+                    f"{self.label} {role}[{canonical.partition('(')[0]}]",
                     f"in_features and out_features{part} must be multiples of {multiple}",
                     f"{columns} and {rows}",
                     "Pad them, or run the layer under qtensor.autocast(enabled=False)",
@@ -418,15 +393,15 @@ class QuantizedModule(nn.Module):
                 "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
             )
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
-        # An alias: what a user does to main_grad between forward and backward is no error.
+        # An alias, so that the caller may change main_grad between forward and backward.
         return Wgrad(main_grad=main_grad.data, overwrite=overwrite)
 
     def _use_workspace(self, args: LinearFwdArgs, state: LinearState, call: Call) -> None:
-        """Serve the quantized weight from what is kept, or have what is made kept."""
+        """Use the quantized weight of an earlier microbatch, or store that of this call."""
         if not args.plan.weight:
             return
-        # Without a noop flag a first microbatch makes new buffers: its graph does not depend on
-        # what was kept before.
+        # A first microbatch without a noop flag allocates new buffers, so that its graph does not
+        # depend on the stored weight.
         args.cache_weight = True
         if call.is_first_microbatch and call.noop is None:
             return
@@ -449,7 +424,7 @@ class QuantizedModule(nn.Module):
     def _quantized_parameter(
         self, values: Tensor, recipe: Recipe | None, options: LinearOptions
     ) -> Any:
-        """A weight quantized as the recipe in force reads it, in both directions."""
+        """Return ``values`` (N, K), quantized in both directions as the recipe reads a weight."""
         key = self._recipe_key() if recipe is None else recipe.key
         if not key:
             fail(
@@ -471,7 +446,7 @@ class QuantizedModule(nn.Module):
             return quantizer(values)
 
     def _set_weight(self, weight: str, values: Tensor, options: LinearOptions) -> None:
-        """Take up initial values, quantized where the module stores its weights so."""
+        """Set the initial values (N, K) of a weight; quantize them with ``quantized_params``."""
         old = getattr(self, weight)
         if not self.quantized_params:
             with torch.no_grad():
@@ -487,14 +462,3 @@ class QuantizedModule(nn.Module):
         backward_dw(
             getattr(self, weight), self._states[weight].key, options.fuse_wgrad_accumulation
         )
-
-
-def check_features(label: str, **sizes: int) -> None:
-    """Refuse sizes that are no positive integers.
-
-    Raises:
-        QTensorError: with the size.
-    """
-    for what, size in sizes.items():
-        right = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        check(right, label, f"{what} must be a positive integer", repr(size), "Fix the size")

@@ -27,7 +27,7 @@ _INITIAL = "_high_precision_init_val"
 
 
 class Place(NamedTuple):
-    """Where a module stands: ``parent._modules[key]``, and the path from the root."""
+    """A position in a model: ``parent._modules[key]``, and the path from the root."""
 
     parent: nn.Module
     key: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a caller of ``convert_`` asked for."""
+    """The arguments of ``convert_``."""
 
     recipe: Recipe | None
     filter_fn: Filter | None
@@ -43,11 +43,11 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Key of the recipe; "" for None."""
+        """The key of the recipe; "" without one."""
         return "" if self.recipe is None else self.recipe.key
 
     def operands(self, name: str) -> dict[str, Quantizer | None]:
-        """Tensor role -> quantizer of a layer's operands."""
+        """Return the quantizers of a layer's operands, by tensor role."""
         return role_quantizers(self.key, "linear", name) if self.key else {}
 
 
@@ -94,11 +94,11 @@ def convert_(
         rule = "quantized_params needs a recipe, which says how weights are quantized"
         fail("convert_", rule, "none", "Pass recipe=")
     request = Request(recipe, filter_fn, quantized_params)
-    found = _find(model, (nn.Linear, QuantizedModule))
+    layers = _find(model, (nn.Linear, QuantizedModule))
     owners = _owners(model)
-    obstacles = {m: _convert_obstacle(m, places, request, owners) for m, places in found.items()}
+    obstacles = {m: _convert_obstacle(m, places, request, owners) for m, places in layers.items()}
     swapped, skipped = [], []
-    for module, places in found.items():
+    for module, places in layers.items():
         if obstacles[module]:
             skipped.append(_report(module, places, obstacles[module]))
             continue
@@ -137,12 +137,12 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
         QTensorError: ``model`` is itself a linear layer, which cannot be swapped in place.
     """
     _check_root("revert_", model, Linear)
-    found = _find(model, QuantizedModule)
+    layers = _find(model, QuantizedModule)
     owners = _owners(model)
-    obstacles = {m: _revert_obstacle(m, p, filter_fn, owners) for m, p in found.items()}
+    obstacles = {m: _revert_obstacle(m, p, filter_fn, owners) for m, p in layers.items()}
     swapped, skipped = [], []
     plain: dict[Any, nn.Parameter] = {}
-    for module, places in found.items():
+    for module, places in layers.items():
         if obstacles[module]:
             skipped.append(_report(module, places, obstacles[module]))
             continue
@@ -154,7 +154,7 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
     return Conversion("revert_ to nn.Linear", tuple(swapped), tuple(skipped))
 
 
-# ---- what there is
+# ---- the layers of a model
 # --------------------------------------------------------------------------------------
 
 
@@ -174,7 +174,7 @@ def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
 
 
 def _places(parent: nn.Module, path: str = "") -> Iterator[tuple[nn.Module, Place]]:
-    """(module, place) of every module below ``parent``, in the order of ``named_modules``."""
+    """Yield each module below ``parent`` with its place, in the order of ``named_modules``."""
     for key, child in parent._modules.items():
         if child is not None:
             name = f"{path}.{key}" if path else key
@@ -185,18 +185,18 @@ def _places(parent: nn.Module, path: str = "") -> Iterator[tuple[nn.Module, Plac
 def _find(
     model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> dict[Any, list[Place]]:
-    """Return module -> all its places; a root in ``kinds`` has no parent and the name ""."""
-    found: dict[Any, list[Place]] = {}
+    """Return all places of each module of these kinds; the name of the root is ""."""
+    layers: dict[Any, list[Place]] = {}
     if isinstance(model, kinds):
-        found[model] = [Place(model, "", "")]
+        layers[model] = [Place(model, "", "")]
     for module, place in _places(model):
         if isinstance(module, kinds):
-            found.setdefault(module, []).append(place)
-    return found
+            layers.setdefault(module, []).append(place)
+    return layers
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """Parameter -> the modules that hold it, and its path in each."""
+    """Return the modules that hold each parameter, with the parameter's path in each."""
     owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -214,7 +214,7 @@ def _report(module: Any, places: list[Place], note: str) -> LayerReport:
     return LayerReport(names[0], f"{sizes[0]} -> {sizes[1]}", note)
 
 
-# ---- why a layer stays
+# ---- why a layer is skipped
 # ----------------------------------------------------------------------------------
 
 
@@ -227,7 +227,7 @@ def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) 
 def _convert_obstacle(
     module: Any, places: list[Place], request: Request, owners: dict[Tensor, Any]
 ) -> str:
-    """Why ``convert_`` leaves a layer as it is, "" if it does not."""
+    """Return the reason for which ``convert_`` skips a layer; "" if it converts the layer."""
     if filtered := _filtered(module, places, request.filter_fn):
         return filtered
     if isinstance(module, QuantizedModule):
@@ -245,7 +245,7 @@ def _convert_obstacle(
 
 
 def _plain_obstacle(module: Any) -> str:
-    """Why an ``nn.Linear`` is more than its class says."""
+    """Return the reason for which a plain layer cannot be replaced, or ""."""
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is a subclass of nn.Linear, with a forward of its own"
     values = vars(module)
@@ -261,7 +261,7 @@ def _plain_obstacle(module: Any) -> str:
 
 
 def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
-    """Why the recipe cannot read a weight."""
+    """Return the reason for which the recipe cannot read a weight (N, K), or ""."""
     stored = stored_canonical(weight)
     kind = type(weight)
     if not stored and kind is not nn.Parameter:
@@ -269,7 +269,7 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
     if weight.dtype not in FLOATING:
         return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
     if weight.numel() == 0:
-        return "it has no elements"
+        return "its weight has no elements"
     rows, columns = weight.shape[-2:]
     for role, quantizer in request.operands(name).items():
         multiple = 1 if quantizer is None else alignment(quantizer.canonical)
@@ -284,7 +284,7 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
 
 
 def _wants_quantized_weight(module: Any, request: Request, name: str | None = None) -> bool:
-    """Whether the weight is to be stored quantized and is not yet."""
+    """Return whether the caller wants a quantized weight and the layer has a plain one."""
     if not request.quantized_params or not isinstance(module, nn.Linear | LinearBase):
         return False
     if stored_canonical(module.weight):
@@ -294,7 +294,7 @@ def _wants_quantized_weight(module: Any, request: Request, name: str | None = No
 
 
 def _tie_obstacle(module: Any, owners: dict[Tensor, Any]) -> str:
-    """Why a weight cannot be exchanged for a quantized one."""
+    """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
     others = [name for owner, name in owners[module.weight] if owner is not module]
     if others:
         return f"its weight is tied to {', '.join(others)} and cannot be stored quantized"
@@ -306,7 +306,7 @@ def _tie_obstacle(module: Any, owners: dict[Tensor, Any]) -> str:
 def _revert_obstacle(
     module: Any, places: list[Place], filter_fn: Filter | None, owners: dict[Tensor, Any]
 ) -> str:
-    """Why ``revert_`` leaves a layer as it is, "" if it does not."""
+    """Return the reason for which ``revert_`` skips a layer; "" if it reverts the layer."""
     if filtered := _filtered(module, places, filter_fn):
         return filtered
     if type(module) is not Linear:
@@ -336,7 +336,7 @@ def _revert_obstacle(
 
 @functools.cache
 def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
-    """The attributes that a layer's constructor adds to those of every module."""
+    """Return the attributes that a layer's constructor adds to those of ``nn.Module``."""
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
 
@@ -351,7 +351,10 @@ def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
 
 
 def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
-    """An ``nn.Linear`` in the place of ``old``; ``plain`` remembers what tied weights became."""
+    """Return an ``nn.Linear`` with the parameters of ``old``.
+
+    ``plain`` maps each quantized weight to its plain successor, so that tied weights stay tied.
+    """
     new = nn.Linear(old.in_features, old.out_features, old.bias is not None, "meta")
     _carry_over(old, new)
     weight: Any = old.weight
@@ -365,7 +368,7 @@ def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
 
 
 def _store_quantized(layer: LinearBase) -> None:
-    """Replace a layer's weight by a quantized one; a weight without data is left as it is."""
+    """Replace a layer's weight by a quantized one, unless the weight has no data (meta)."""
     layer.quantized_params = True
     old = layer.weight
     if old.is_meta:
@@ -375,7 +378,7 @@ def _store_quantized(layer: LinearBase) -> None:
 
 
 def _successor(old: Any, values: Any) -> nn.Parameter:
-    """A parameter with other values and all else that was on ``old``."""
+    """Return a parameter with new values and with the gradient and attributes of ``old``."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}
     for key, value in vars(old).items():
@@ -386,9 +389,9 @@ def _successor(old: Any, values: Any) -> nn.Parameter:
 
 
 def _carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Hand on everything but parameters and what the classes' constructors made.
+    """Copy attributes and hooks from ``old`` to ``new``, but not what their constructors set.
 
-    The very dicts of hooks are handed on: a handle that a caller holds still removes its hook.
+    Both modules share the dicts of hooks, so that a handle that a caller holds removes its hook.
     """
     kinds: tuple[Any, Any] = (type(old), type(new))
     own = {"_parameters", *_fields_of(kinds[0]), *_fields_of(kinds[1])}

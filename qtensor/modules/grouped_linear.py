@@ -1,4 +1,4 @@
-"""GroupedLinear."""
+"""``GroupedLinear``: several linear layers of one size, over groups of rows."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
 from qtensor.library.quantize import DRAW_SEEDS
 from qtensor.library.ragged import is_partition
-from qtensor.modules.base import LinearOptions, QuantizedModule, check_features
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import make_parallel, one_dtype
+from qtensor.modules.options import LinearOptions, check_features
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
 MODULE = "grouped_linear"
-"""For the roles of recipes."""
+"""The kind of module in the roles of recipes."""
 
 
 class GroupedLinear(QuantizedModule):
-    """``num_gemms`` linear layers of one size over groups of the input's rows (experts).
+    """``num_gemms`` linear layers of one size, each for one group of the input's rows (experts).
 
     ``y[rows of group i] = x[rows of group i] @ weight_i.T + bias_i``. Each group is quantized on
-    its own and has the bytes, forward and backward, that ``qtensor.Linear`` gives for its rows.
+    its own. Forward and backward give the same bytes as a ``qtensor.Linear`` for its rows.
 
-    Parameters are ``weight0``, ``weight1``, ... (N, K) and ``bias0``, ``bias1``, ... (N,).
+    The parameters are ``weight0``, ``weight1``, ... (N, K) and ``bias0``, ``bias1``, ... (N,).
 
     Args:
         num_gemms: number of groups.
-        in_features: K; a multiple of 16 (FP8, NVFP4) or 32 (MX) where a recipe is in force.
-        out_features: N; likewise.
+        in_features: K. Under a recipe, a multiple of 16 (FP8, NVFP4) or 32 (MX).
+        out_features: N, with the same rule.
         bias: add a bias (N,) to each group.
-        device: of the parameters; "meta" leaves them without data until ``to_empty`` and
-            ``reset_parameters``.
-        params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
-        recipe: used outside of every ``autocast``.
-        name: for messages and the roles of recipes.
-        init_method: fills a weight in place; as in ``torch.nn.Linear`` if None.
-        quantized_params: store the weights quantized, as the recipe in force at construction (or
-            ``recipe``) reads them.
-        return_bias: do not add the biases; return ``(y, [bias0, ...])``.
-        fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight (or write them
-            into it, where its ``overwrite_main_grad`` is true), leave ``grad`` alone and set
-            ``grad_added_to_main_grad``.
-        delay_wgrad_compute: leave weight gradients to ``backward_dw()``.
-        save_original_input: save the input itself for backward and quantize it again there.
-        parallel_mode: None; others are refused: see Raises.
-        tp_group: not used.
-        sequence_parallel: False.
+        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
+            ``reset_parameters``, or ``load_state_dict(assign=True)``.
+        params_dtype: dtype of the parameters; torch's default dtype if None.
+        dtype: another name for ``params_dtype``.
+        recipe: used outside every ``autocast`` region.
+        name: shown in error messages, and passed to recipes as part of each role.
+        init_method: fills a weight (N, K) in place. Without it the weights are initialised as in
+            ``torch.nn.Linear``.
+        quantized_params: store the weights quantized, as ``recipe`` or the recipe that is active at
+            construction reads them.
+        return_bias: do not add the biases, and return ``(y, [bias0, ...])``.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad`` of each weight and leave
+            ``grad`` alone. If the weight's ``overwrite_main_grad`` is true, overwrite instead.
+            Backward sets ``grad_added_to_main_grad`` of each weight.
+        delay_wgrad_compute: postpone weight gradients until ``backward_dw()``.
+        save_original_input: save the input itself for backward, and quantize it again there.
+        parallel_mode: only None; see Raises.
+        tp_group: ignored, for the signature of ``Linear``.
+        sequence_parallel: only False; see Raises.
 
     Raises:
-        QTensorError: arguments that do not fit.
-        UnsupportedError: ``parallel_mode`` or ``sequence_parallel``: which rows a rank has, and so
-            what goes over the group, is decided where tokens are sent to experts.
+        QTensorError: an argument is illegal, or two arguments do not go together.
+        UnsupportedError: ``parallel_mode`` or ``sequence_parallel`` is set. The code that sends
+            tokens to experts decides which rows a rank has, and has to communicate.
     """
 
     weight0: nn.Parameter
@@ -112,8 +115,8 @@ class GroupedLinear(QuantizedModule):
         for i in range(num_gemms):
             weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
             self.register_parameter(f"weight{i}", weight)
-            kept = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
-            self.register_parameter(f"bias{i}", kept)
+            own_bias = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
+            self.register_parameter(f"bias{i}", own_bias)
         if not self.weight0.is_meta:
             self.reset_parameters()
 
@@ -143,7 +146,10 @@ class GroupedLinear(QuantizedModule):
         return tuple([getattr(self, f"{kind}{i}") for i in range(self.num_gemms)])
 
     def reset_parameters(self) -> None:
-        """Initialise each group like ``torch.nn.Linear`` or ``init_method``; quantize if asked."""
+        """Initialise each group as ``torch.nn.Linear`` does, or by ``init_method``.
+
+        With ``quantized_params`` the weights are then quantized.
+        """
         for i, (weight, bias) in enumerate(
             zip(self._named("weight"), self._named("bias"), strict=True)
         ):
@@ -173,28 +179,29 @@ class GroupedLinear(QuantizedModule):
         *,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
-        """The layer.
+        """Return the product of each group's rows with its weight, plus its bias.
 
-        Under ``torch.compile`` a tensor ``m_splits`` gives one graph for all splits. A list of ints
-        gives the smallest buffers, whose sizes are those of the groups; Dynamo makes a graph of its
-        own where a size becomes 0 or 1.
+        Under ``torch.compile``, a tensor ``m_splits`` gives one graph for all splits. A list of
+        ints gives the smallest buffers, because they have the sizes of the groups, but Dynamo
+        compiles another graph when a size becomes 0 or 1.
 
         Args:
-            input: (..., in_features), whose rows lie in groups, one behind the other. A quantized
-                tensor is dequantized.
-            m_splits: rows of each group: ``num_gemms`` ints, or an int64 tensor (num_gemms,), which
-                is read on the host. Groups may be empty.
-            is_first_microbatch: True: quantize the weights and keep them for the microbatches that
-                follow; False: use what is kept, whatever the weights are now; None: keep nothing.
-            skip_weight_update: one element; non-zero leaves the kept weights as they are on a first
-                microbatch. Read on the device.
+            input: (..., in_features); float32, bfloat16 or float16. The rows of group 0 come first,
+                then those of group 1, and so on. A quantized tensor is dequantized.
+            m_splits: number of rows of each group: ``num_gemms`` ints, or an int64 tensor
+                (num_gemms,), which is read on the host. Groups may be empty.
+            is_first_microbatch: True quantizes the weights and stores the results for the following
+                microbatches. False uses the stored results, even if the weights have changed. None
+                stores nothing.
+            skip_weight_update: one element, read on its device. If it is non-zero, a first
+                microbatch leaves the stored weights as they are.
 
         Returns:
-            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the list of
-            biases.
+            (..., out_features) in the dtype of ``input``; with ``return_bias`` a tuple of it and
+            the list of biases, each (out_features,).
 
         Raises:
-            QTensorError: an input, splits or a recipe that does not fit.
+            QTensorError: the input, the splits or the recipe do not fit the layer.
         """
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
@@ -216,7 +223,7 @@ class GroupedLinear(QuantizedModule):
     def _args(
         self, input: Tensor, m_splits: Sequence[int] | Tensor, biases: tuple[Any, ...]
     ) -> GroupedFwdArgs:
-        """The arguments of a call."""
+        """Return the arguments of a call of ``functional.grouped_linear``."""
         weights = self._named("weight")
         training = torch.is_grad_enabled()
         wanted = [i for i, w in enumerate(weights) if training and w.requires_grad]
@@ -232,7 +239,7 @@ class GroupedLinear(QuantizedModule):
         return args
 
     def _complete_groups(self, args: GroupedFwdArgs, input: Tensor) -> None:
-        """Fill in arguments that follow from state and options, on the device of ``input``."""
+        """Complete arguments from the layer's options and state, on the device of ``input``."""
         plan, wanted = args.plan, args.wanted
         args.dtype = input.dtype
         args.save_original_input = self._options.save_original_input
@@ -249,7 +256,7 @@ class GroupedLinear(QuantizedModule):
             args.wgrad = self._grouped_wgrad(wanted)
 
     def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
-        """The maxima of inputs and weights into the state of delayed scaling."""
+        """Record the maxima of inputs and weights, each (1,), in the state of delayed scaling."""
         if amaxes and self.training:
             first = 0 if plan.delayed[0] else self.num_gemms
             self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
@@ -263,14 +270,14 @@ class GroupedLinear(QuantizedModule):
                     f"{self.label} weight",
                     "the weights of all groups must be stored alike",
                     f"weight0 as {stored or 'plain'}, weight{i} as {other or 'plain'}",
-                    "Quantize all of them by one quantizer, or none",
+                    "Quantize all of them with one quantizer, or none",
                 )
         if stored:
             return stored_weight_plan(stored, key, MODULE, self.name, dgrad, wgrad)
         return linear_plan(key, MODULE, self.name, dgrad, wgrad)
 
     def _splits(self, input: Tensor, m_splits: Sequence[int] | Tensor) -> Splits:
-        """The checked sizes of the groups."""
+        """Return the sizes of the groups, checked."""
         groups, label = self.num_gemms, f"{self.label} m_splits"
         rows = rows_cols(input.shape)[0]
         if isinstance(m_splits, Tensor):
@@ -290,21 +297,24 @@ class GroupedLinear(QuantizedModule):
                 fail(label, rule, repr(size), "Convert them with int(...)", ArgumentTypeError)
         if len(sizes) == groups and is_partition(sizes, rows):
             return Splits(sizes, None, groups)
-        # Raises: in eager code here, in compiled code when the graph of such calls runs.
+        # The op raises the error: in eager code here, in compiled code when its graph runs.
         return Splits((), LISTED_SIZES(sizes, groups, rows, self.label), groups)
 
     def _seeds(self, input: Tensor, draws: Tensor, plan: LinearPlan) -> tuple[Any, Any, Any]:
-        """Return a seed for each group and stochastic role, in the order of separate layers."""
+        """Return the seeds of input, weight and gradient: (num_gemms,) int64, or None.
+
+        They are drawn in the order in which separate layers would draw them.
+        """
         count = sum(plan.stochastic)
         drawn = DRAW_SEEDS(input, draws, self.num_gemms * count)
-        place, seeds = 0, []
+        column, seeds = 0, []
         for stochastic in plan.stochastic:
-            seeds.append(drawn[place::count] if stochastic else None)
-            place += stochastic
+            seeds.append(drawn[column::count] if stochastic else None)
+            column += stochastic
         return tuple(seeds)  # type: ignore[return-value]
 
     def _grouped_wgrad(self, wanted: Sequence[int]) -> GroupedWgrad:
-        """Where the weight gradients go."""
+        """Return the destination of the weight gradients of groups ``wanted``."""
         state = self._states["weight"]
         if self._options.delay_wgrad_compute:
             return GroupedWgrad(token=state.token, key=state.key)
@@ -318,14 +328,14 @@ class GroupedLinear(QuantizedModule):
                     f"Set weight{i}.main_grad = torch.zeros_like(weight{i}, dtype=torch.float32)",
                 )
         overwrite = tuple([bool(getattr(w, "overwrite_main_grad", False)) for w in weights])
-        # Aliases: what a user does to main_grad between forward and backward is no error.
+        # Aliases, so that the caller may change main_grad between forward and backward.
         return GroupedWgrad(tuple([w.main_grad.data for w in weights]), overwrite)
 
     def _use_kept_weights(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
-        """Serve the quantized weights from what is kept, or have what is made kept."""
+        """Use the quantized weights of an earlier microbatch, or store those of this call."""
         state = self._states["weight"]
         if first and noop is None:
-            # New buffers, without a look at what was kept before: the graph does not depend on it.
+            # Allocate new buffers, so that the graph does not depend on the stored weights.
             args.cache_weight = True
             return
         valid = (
@@ -342,15 +352,15 @@ class GroupedLinear(QuantizedModule):
             args.cache_weight = True
 
     def backward_dw(self) -> None:
-        """Compute the oldest delayed weight gradients, into ``grad`` or ``main_grad``.
+        """Compute the oldest postponed weight gradients, and add them to ``grad`` or ``main_grad``.
 
         Raises:
-            QTensorError: there are none.
+            QTensorError: no weight gradients are postponed.
             UnsupportedError: the module computes its weight gradients in backward.
         """
         if not self._options.delay_wgrad_compute:
             rule = "backward_dw is for modules with delay_wgrad_compute=True"
-            fix = "Build the module so, or drop the call: backward computes the weight gradients"
+            fix = "Build it so, or remove the call: backward has computed the weight gradients"
             fail(self.label, rule, "delay_wgrad_compute=False", fix, UnsupportedError)
         key = self._states["weight"].key
         for weight in self._named("weight"):
@@ -360,9 +370,9 @@ class GroupedLinear(QuantizedModule):
                 take_postponed(key)
 
     def extra_repr(self) -> str:
-        """Sizes, and what differs from a list of ``torch.nn.Linear``."""
-        own = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        stored = self._stored.get("weight0", "")
-        kept = f", stored={stored}" if stored else ""
+        """Return the sizes and options for the repr of the module."""
+        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        canonical = self._stored.get("weight0", "")
+        stored = f", stored={canonical}" if canonical else ""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}{own}{kept}"
+        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}{recipe}{stored}"

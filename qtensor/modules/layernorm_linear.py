@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm, then Linear."""
+"""``LayerNormLinear``: a norm, then a linear layer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from qtensor.modules.normed import Normed
 
 
 class LayerNormLinear(Normed, LinearBase):
-    """``Linear(norm(x))``.
+    """A norm, then a linear layer: ``norm(x) @ weight.T + bias``.
 
     Args:
-        in_features: K; the norm runs over it.
+        in_features: K, over which the norm runs.
         out_features: N.
         eps: added to the norm's variance.
-        bias: of the linear layer.
+        bias: add a bias (N,) to the product.
         normalization: "LayerNorm" or "RMSNorm".
-        return_layernorm_output: also return the normed input, as the last result; with
-            ``sequence_parallel`` that of the rank's rows.
-        zero_centered_gamma: the norm's weight is stored less 1.
-        **options: of ``Linear``.
+        return_layernorm_output: also return the normed input, as the last result. With
+            ``sequence_parallel`` it has the rank's own rows.
+        zero_centered_gamma: store the norm's weight minus 1.
+        **options: options of ``Linear``.
 
     Raises:
-        QTensorError: arguments that do not fit.
+        QTensorError: an argument is illegal, or two arguments do not go together.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LayerNormLinear(Normed, LinearBase):
         zero_centered_gamma: bool = False,
         **options: Any,
     ) -> None:
-        # The name, which messages show, is not set before the parameters are made.
+        # ``self.name``, which error messages show, is set later, by the base class.
         name = options.get("name", "")
         label = f"{type(self).__name__}[{name}]" if name else type(self).__name__
         self._set_norm(label, normalization, eps, zero_centered_gamma)
@@ -60,9 +60,9 @@ class LayerNormLinear(Normed, LinearBase):
         super()._make_parameters(rows, columns, bias, factory)
 
     def reset_parameters(self) -> None:
-        """Return the same as ``Linear``; the norm changes nothing."""
+        """Initialise like ``Linear``, and set the norm's weight to 1 and its bias to 0."""
         self._reset_norm()
-        # Those that to_empty made have no marks.
+        # `to_empty` replaces the parameters; the new ones have no marks.
         self._mark_norm(self._options.parallel)
         super().reset_parameters()
 
@@ -74,7 +74,12 @@ class LayerNormLinear(Normed, LinearBase):
         quantized_output: Output = False,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
-        """Return the same as ``Linear.forward``, and the norm with ``return_layernorm_output``."""
+        """Return ``norm(input) @ weight.T + bias``; see ``Linear.forward`` for the arguments.
+
+        Returns:
+            (..., out_features); then the bias (out_features,) with ``return_bias``, then the normed
+            input (..., in_features) with ``return_layernorm_output``.
+        """
         input = activation_dtype(input)
         self._check_features(input, self.in_features)
         normed = self._norm(input)
@@ -89,5 +94,5 @@ class LayerNormLinear(Normed, LinearBase):
         return (*out, normed) if isinstance(out, tuple) else (out, normed)
 
     def extra_repr(self) -> str:
-        """Initialise like ``Linear``, and the norm."""
+        """Return the sizes and options for the repr of the module."""
         return f"{super().extra_repr()}, normalization={self.normalization}, eps={self._eps}"

@@ -1,4 +1,4 @@
-"""LayerNormMLP: a norm, a linear layer, an activation, a linear layer."""
+"""``LayerNormMLP``: a norm, a linear layer, an activation, a linear layer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from qtensor.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.modules.base import (
-    Call,
-    LinearOptions,
     QuantizedModule,
     activation_dtype,
-    check_features,
-    one_op_roles,
 )
-from qtensor.modules.linear import Output, asked_output, make_parallel, one_dtype, own_part, shard
+from qtensor.modules.linear import (
+    Output,
+    make_parallel,
+    one_dtype,
+    own_part,
+    requested_output,
+    shard,
+)
 from qtensor.modules.normed import Normed
+from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -30,10 +34,10 @@ ACTIVATIONS = ("gelu", "relu", "silu", "srelu", "qgelu", *GATED)
 
 
 def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
-    """An activation as ``functional.activation`` takes it.
+    """Return the ``kind`` of ``functional.activation`` for an activation and its parameters.
 
     Raises:
-        QTensorError: no such activation, or numbers that it does not take.
+        QTensorError: the activation is unknown, or does not have these parameters.
     """
     if activation not in ACTIVATIONS:
         rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
@@ -51,39 +55,42 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
 
 
 class LayerNormMLP(Normed, QuantizedModule):
-    """``fc2(activation(fc1(norm(x))))``.
+    """A norm, a linear layer, an activation, a linear layer: ``fc2(activation(fc1(norm(x))))``.
 
     Args:
-        hidden_size: of the input and output.
-        ffn_hidden_size: what fc2 reads; fc1 makes twice as much for a gated activation: first the
-            part that is activated, then the one that it is multiplied with.
+        hidden_size: features of the input and the output.
+        ffn_hidden_size: features of the input of fc2. With a gated activation fc1 has twice as many
+            outputs: the first half is activated, then multiplied by the second half.
         eps: added to the norm's variance.
-        bias: of both linear layers.
+        bias: add biases in both linear layers.
         normalization: "LayerNorm" or "RMSNorm".
         activation: gelu (by tanh), qgelu, relu, silu, srelu, swiglu, geglu, qgeglu, reglu, sreglu,
             glu or clamped_swiglu.
-        activation_params: of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
-        recompute_activation: save what fc1 makes instead of fc2's quantized input, and compute that
-            again in backward.
-        return_layernorm_output: also return the normed input; with ``sequence_parallel`` that of
-            the rank's rows.
-        return_bias: do not add fc2's bias; return it.
-        zero_centered_gamma: the norm's weight is stored less 1.
-        device: of the parameters.
-        params_dtype: of the parameters; torch's default dtype if None. ``dtype=`` means the same.
-        recipe: used outside of every ``autocast``.
-        name: for messages and the roles of recipes (``name.fc1``, ``name.fc2``).
-        init_method: fills the weights in place, the whole of split ones.
+        activation_params: numbers of clamped_swiglu: alpha (1.702), limit (7.0) and offset (1.0).
+        recompute_activation: save the output of fc1 for backward, not the quantized input of fc2,
+            and compute the activation again in backward.
+        return_layernorm_output: also return the normed input, as the last result. With
+            ``sequence_parallel`` it has the rank's own rows.
+        return_bias: do not add the bias of fc2, and return it.
+        zero_centered_gamma: store the norm's weight minus 1.
+        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
+            ``reset_parameters``, or ``load_state_dict(assign=True)``.
+        params_dtype: dtype of the parameters; torch's default dtype if None.
+        dtype: another name for ``params_dtype``.
+        recipe: used outside every ``autocast`` region.
+        name: shown in error messages. The roles of recipes have ``name.fc1`` and ``name.fc2``.
+        init_method: fills a weight in place, before it is split over ranks. Without it the layers
+            are initialised as ``torch.nn.Linear``.
         quantized_params: store both weights quantized.
-        set_parallel_mode: split fc1's out_features (of a gated activation each half) and fc2's
-            in_features over ``tp_group``.
+        set_parallel_mode: split the out_features of fc1 and the in_features of fc2 over
+            ``tp_group``. With a gated activation, each half of fc1 is split.
         tp_group: process group of tensor parallelism.
-        sequence_parallel: the activations outside are split over the group along dim 0.
+        sequence_parallel: input and output of the module are split over the group along dim 0.
         fuse_wgrad_accumulation: see ``Linear``.
         delay_wgrad_compute: see ``Linear``.
 
     Raises:
-        QTensorError: arguments that do not fit.
+        QTensorError: an argument is illegal, or two arguments do not go together.
     """
 
     def __init__(
@@ -129,25 +136,25 @@ class LayerNormMLP(Normed, QuantizedModule):
             for mode in modes
         )
         self._rank = 0 if first is None else tp_group.rank()
-        later = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
+        wgrad_options = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
         prefix = f"{name}." if name else ""
-        self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *later)
-        self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *later)
+        self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *wgrad_options)
+        self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *wgrad_options)
         self._roles["fc1_weight"] = one_op_roles(self._fc1_options)
         self._roles["fc2_weight"] = one_op_roles(self._fc2_options)
         self._own_state("fc1_weight", LinearState())
         self._own_state("fc2_weight", LinearState())
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
-        made = 2 * ffn if activation in GATED else ffn
+        fc1_features = 2 * ffn if activation in GATED else ffn
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, **factory))
 
         self._make_norm(hidden_size, factory)
-        self.fc1_weight = parameter(made, hidden_size)
-        self.fc1_bias = parameter(made) if bias else None
+        self.fc1_weight = parameter(fc1_features, hidden_size)
+        self.fc1_bias = parameter(fc1_features) if bias else None
         self.fc2_weight = parameter(hidden_size, ffn)
         self.fc2_bias = parameter(hidden_size) if bias else None
         self._mark_norm(first)
@@ -157,10 +164,11 @@ class LayerNormMLP(Normed, QuantizedModule):
     def reset_parameters(self) -> None:
         """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm.
 
-        A split layer draws the whole and takes its part, of a gated fc1 that of each half.
+        Each rank of a split layer draws the whole layer and takes its part. With a gated activation
+        it takes its part of each half of fc1.
         """
         self._reset_norm()
-        # Those that to_empty made have no marks.
+        # `to_empty` replaces the parameters; the new ones have no marks.
         self._mark_norm(self._fc1_options.parallel)
         halves = 2 if self.activation in GATED else 1
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
@@ -183,9 +191,9 @@ class LayerNormMLP(Normed, QuantizedModule):
             )
 
     def _own_part(self, whole: Tensor, shape: torch.Size, halves: int) -> Tensor:
-        """This rank's part of a parameter: that of each half behind the other."""
-        one = torch.Size((shape[0] // halves, *shape[1:]))
-        parts = [own_part(half, one, self._rank) for half in whole.chunk(halves)]
+        """Return this rank's part, of shape ``shape``: its part of each half, concatenated."""
+        part_shape = torch.Size((shape[0] // halves, *shape[1:]))
+        parts = [own_part(half, part_shape, self._rank) for half in whole.chunk(halves)]
         return parts[0] if halves == 1 else torch.cat(parts)
 
     def forward(
@@ -195,16 +203,16 @@ class LayerNormMLP(Normed, QuantizedModule):
         *,
         quantized_output: Output = False,
     ) -> Any:
-        """The block.
+        """Return ``fc2(activation(fc1(norm(input))))``.
 
         Args:
-            input: (..., hidden_size).
-            is_first_microbatch: as in ``Linear.forward``.
-            quantized_output: as in ``Linear.forward``.
+            input: (..., hidden_size); float32, bfloat16 or float16.
+            is_first_microbatch: see ``Linear.forward``.
+            quantized_output: see ``Linear.forward``.
 
         Returns:
-            (..., hidden_size); then fc2's bias with ``return_bias``, then the normed input with
-            ``return_layernorm_output``.
+            (..., hidden_size); then the bias of fc2 (hidden_size,) with ``return_bias``, then the
+            normed input (..., hidden_size) with ``return_layernorm_output``.
         """
         input = activation_dtype(input)
         self._check_features(input, self.hidden_size)
@@ -212,8 +220,8 @@ class LayerNormMLP(Normed, QuantizedModule):
         first = None if is_first_microbatch is None else Call(is_first_microbatch)
         second = first
         if quantized_output is not False:
-            text = asked_output(self._recipe_key, quantized_output, self._fc2_options)
-            second = Call(is_first_microbatch, None, text)
+            output = requested_output(self._recipe_key, quantized_output, self._fc2_options)
+            second = Call(is_first_microbatch, None, output)
         bias1 = "fc1_bias" if self.fc1_bias is not None else ""
         bias2 = "fc2_bias" if self.fc2_bias is not None and not self.return_bias else ""
         hidden = self._linear(normed, "fc1_weight", bias1, self._fc1_options, first)
@@ -237,11 +245,11 @@ class LayerNormMLP(Normed, QuantizedModule):
         return tuple(results) if len(results) > 1 else out
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that were delayed first; see ``Linear.backward_dw``."""
+        """Compute the oldest postponed weight gradients of both layers; see ``Linear``."""
         for weight in ("fc2_weight", "fc1_weight"):
             self._backward_dw(weight, self._fc1_options)
 
     def extra_repr(self) -> str:
-        """Sizes and kinds."""
+        """Return the sizes and options for the repr of the module."""
         sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
         return f"{sizes}, normalization={self.normalization}, activation={self.activation}"

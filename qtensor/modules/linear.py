@@ -1,4 +1,4 @@
-"""Linear."""
+"""``Linear``, and the base that it shares with ``LayerNormLinear``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
 from qtensor.modules.base import (
-    Call,
-    LinearOptions,
     QuantizedModule,
     activation_dtype,
-    check_features,
-    one_op_roles,
 )
+from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe
@@ -35,12 +32,17 @@ def make_parallel(
     sequence_parallel: bool,
     option: str = "parallel_mode",
 ) -> Parallel | None:
-    """Return the values that describe a split over a process group; None for a group of one.
+    """Return the split of a weight over a process group; None for no mode or a group of one.
 
-    ``option`` is what the module calls the argument that turns it on.
+    Args:
+        label: the module, for error messages.
+        tp_group: the process group.
+        parallel_mode: None, "column" or "row".
+        sequence_parallel: split activations over the group too.
+        option: name of the module's option that turns the split on.
 
     Raises:
-        QTensorError: a mode that does not exist, or one without a group that this rank belongs to.
+        QTensorError: the mode is unknown, or it has no group that this rank belongs to.
     """
     off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:
@@ -79,44 +81,49 @@ def make_parallel(
     return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, bool(sequence_parallel))
 
 
-def shard(label: str, what: str, size: int, parallel: Parallel | None) -> int:
-    """A rank's part of a size that is split.
+def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
+    """Return the part of a size that one rank holds; all of it without a split.
 
     Raises:
-        QTensorError: it does not divide.
+        QTensorError: the number of ranks does not divide the size.
     """
     if parallel is None:
         return size
-    rule = f"{what} must be a multiple of the {parallel.size} ranks of tp_group"
+    rule = f"{name} must be a multiple of the {parallel.size} ranks of tp_group"
     check(size % parallel.size == 0, label, rule, size, "Choose another size or group")
     return size // parallel.size
 
 
 def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
-    """A rank's part of a parameter; dims that differ are split evenly."""
+    """Return a rank's part, of shape ``shape``, of a whole parameter; split dims split evenly."""
     for dim, size in enumerate(shape):
         if whole.shape[dim] != size:
             whole = whole.narrow(dim, rank * size, size).clone()
     return whole
 
 
-def asked_output(key: Callable[[], str], asked: Output, options: LinearOptions) -> str:
-    """Return the canonical string of the requested output, or ""; ``key()`` is the recipe's."""
-    if asked is False or asked is None:
+def requested_output(key: Callable[[], str], request: Output, options: LinearOptions) -> str:
+    """Return the canonical string of the output's quantizer; "" for a plain output.
+
+    Args:
+        key: returns the key of the active recipe.
+        request: True for the recipe's choice, a format id or a quantizer; False for plain.
+        options: the options of the layer.
+    """
+    if request is False or request is None:
         return ""
-    text = (
-        asked.canonical if isinstance(asked, Quantizer) else asked if isinstance(asked, str) else ""
-    )
-    return output_canonical(key(), text, options.module, options.name)
+    canonical = request.canonical if isinstance(request, Quantizer) else request
+    name = canonical if isinstance(canonical, str) else ""
+    return output_canonical(key(), name, options.module, options.name)
 
 
 def one_dtype(
     label: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype of a module's parameters, which has two names; None for torch's default.
+    """Return the dtype of a module's parameters; None for torch's default dtype.
 
     Raises:
-        QTensorError: both names are given.
+        QTensorError: the caller passes both ``params_dtype`` and ``dtype``.
     """
     if params_dtype is not None and dtype is not None:
         got = f"params_dtype={params_dtype}, dtype={dtype}"
@@ -127,8 +134,8 @@ def one_dtype(
 class LinearBase(QuantizedModule):
     """Base of ``Linear``, ``LayerNormLinear`` and the linear operations of ``qtensor.ops``.
 
-    See ``Linear`` for the arguments. Only ``Linear`` itself is a ``torch.nn.Linear``: another layer
-    does more than a product, and must not be taken for one.
+    See ``Linear`` for the arguments. Only ``Linear`` is a ``torch.nn.Linear``, because the other
+    layers compute more than a product.
     """
 
     in_features: int
@@ -196,10 +203,11 @@ class LinearBase(QuantizedModule):
             self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
-        """Initialise as ``torch.nn.Linear`` does, or by ``init_method``; quantize where asked to.
+        """Initialise as ``torch.nn.Linear`` does, or by ``init_method``.
 
-        A split layer draws the whole and takes its part: parts of their own would be equal on ranks
-        with equal seeds, and unequal biases of a row layer would make the ranks differ.
+        With ``quantized_params`` the weight is then quantized. Each rank of a split layer draws the
+        whole layer and takes its part. If it drew its part alone, ranks with equal seeds would
+        have equal parts, and ranks with different seeds would have different biases in a row layer.
         """
         dtype, device = self.weight.dtype, self.weight.device
         values = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
@@ -235,50 +243,52 @@ class LinearBase(QuantizedModule):
         quantized_output: Output = False,
         skip_weight_update: Tensor | None = None,
     ) -> Any:
-        """The layer.
+        """Return ``input @ weight.T + bias``.
 
         Args:
-            input: (..., in_features), plain or quantized.
-            is_first_microbatch: True: quantize the weight and keep it for the microbatches that
-                follow; False: use what is kept, whatever the weight is now; None: keep nothing.
-            quantized_output: True for a quantized output by the recipe's "output" role (rowwise),
-                or a format id or quantizer. It is differentiable.
-            skip_weight_update: one element; non-zero leaves the kept weight as it is on a first
-                microbatch. Read on the device.
+            input: (..., in_features), plain or quantized; float32, bfloat16 or float16.
+            is_first_microbatch: True quantizes the weight and stores the result for the following
+                microbatches. False uses the stored result, even if the weight has changed. None
+                stores nothing.
+            quantized_output: quantize the output: True for the recipe's "output" role (rowwise), or
+                a format id or quantizer. The output is differentiable.
+            skip_weight_update: one element, read on its device. If it is non-zero, a first
+                microbatch leaves the stored weight as it is.
 
         Returns:
-            (..., out_features) in the dtype of ``input``; with ``return_bias`` also the bias.
+            (..., out_features) in the dtype of ``input``; with ``return_bias`` a tuple of it and
+            the bias (out_features,).
 
         Raises:
-            QTensorError: an input or recipe that does not fit.
+            QTensorError: the input or the recipe does not fit the layer.
         """
         input = activation_dtype(input)
         bias = "bias" if self.bias is not None and not self.return_bias else ""
         call = None
         if not (is_first_microbatch is None and quantized_output is False):
-            text = asked_output(self._recipe_key, quantized_output, self._options)
-            call = Call(is_first_microbatch, skip_weight_update, text)
+            output = requested_output(self._recipe_key, quantized_output, self._options)
+            call = Call(is_first_microbatch, skip_weight_update, output)
         out = self._linear(input, "weight", bias, self._options, call)
         return (out, self.bias) if self.return_bias else out
 
     def backward_dw(self) -> None:
-        """Compute the oldest delayed weight gradient, into ``grad`` or ``main_grad``.
+        """Compute the oldest postponed weight gradient, and add it to ``grad`` or ``main_grad``.
 
         Raises:
-            QTensorError: there is none.
+            QTensorError: no weight gradient is postponed.
         """
         self._backward_dw("weight", self._options)
 
     def extra_repr(self) -> str:
-        """Sizes, and what differs from ``torch.nn.Linear``."""
-        own = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        stored = self._stored.get("weight", "")
-        kept = f", stored={stored}" if stored else ""
+        """Return the sizes and options for the repr of the module."""
+        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        canonical = self._stored.get("weight", "")
+        stored = f", stored={canonical}" if canonical else ""
         has_bias = self.bias is not None
         split = self._options.parallel
         part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={has_bias}{own}{kept}{part}"
+        return f"{sizes}, bias={has_bias}{recipe}{stored}{part}"
 
 
 class Linear(LinearBase, nn.Linear):
@@ -296,22 +306,22 @@ class Linear(LinearBase, nn.Linear):
         in_features: K. Under a recipe, a multiple of 16 (FP8, NVFP4) or 32 (MX).
         out_features: N, with the same rule.
         bias: add a bias (N,).
-        device: of the parameters. "meta" leaves them without data until ``to_empty`` and
+        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
             ``reset_parameters``, or ``load_state_dict(assign=True)``.
         params_dtype: dtype of the parameters; torch's default dtype if None.
         dtype: another name for ``params_dtype``.
         recipe: used outside every ``autocast`` region.
-        name: for messages and the roles of recipes.
+        name: shown in error messages, and passed to recipes as part of each role.
         init_method: fills the weight in place, (out_features, in_features), before it is split over
             ranks. Without it the layer is initialised as ``torch.nn.Linear``.
         quantized_params: store the weight quantized, as ``recipe`` or the recipe that is active at
             construction reads it.
-        preserve_high_precision_init_val: keep the initial values of a quantized weight on the CPU
+        preserve_high_precision_init_val: store the initial values of a quantized weight on the CPU
             until ``clear_high_precision_init_val()``.
         return_bias: do not add the bias, and return ``(y, bias)``.
-        parallel_mode: None; "column" splits out_features over ``tp_group``, "row" in_features.
-            Every rank draws the whole layer and takes its part, so that all ranks must start from
-            the same random state.
+        parallel_mode: None for no split; "column" splits out_features over ``tp_group``, "row"
+            splits in_features. Every rank draws the whole layer and takes its part, so that all
+            ranks must start from the same random state.
         tp_group: process group of tensor parallelism, for ``parallel_mode``.
         sequence_parallel: split the activations between sharded layers over the group along dim 0.
         fuse_wgrad_accumulation: add weight gradients to ``weight.main_grad`` and leave
@@ -321,5 +331,5 @@ class Linear(LinearBase, nn.Linear):
         save_original_input: save the input itself for backward, and quantize it again there.
 
     Raises:
-        QTensorError: arguments that do not fit.
+        QTensorError: an argument is illegal, or two arguments do not go together.
     """

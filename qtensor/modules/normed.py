@@ -12,14 +12,14 @@ from qtensor.functional.norm import norm
 from qtensor.functional.parallel import Parallel
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""What users call a norm -> its kind in ``functional.norm``."""
+"""The ``kind`` of ``functional.norm`` for each legal value of ``normalization``."""
 
 
 def eps_text(label: str, eps: float) -> str:
-    """An epsilon as text: Dynamo makes a float that a module holds symbolic, and compiles twice.
+    """Return an epsilon as a string, for Dynamo: it would make a float symbolic, and compile twice.
 
     Raises:
-        QTensorError: no number >= 0.
+        QTensorError: the epsilon is not a number >= 0.
     """
     if not isinstance(eps, float | int) or not eps >= 0:
         fail(label, "eps must be a number >= 0", repr(eps), "Pass a number, for example 1e-5")
@@ -27,7 +27,7 @@ def eps_text(label: str, eps: float) -> str:
 
 
 def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -> None:
-    """A norm that changes nothing."""
+    """Fill a norm's weight (features,) with 1, or 0 if zero-centered, and its bias with 0."""
     with torch.no_grad():
         weight.fill_(0.0 if zero_centered_gamma else 1.0)
         if bias is not None:
@@ -35,12 +35,12 @@ def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered_gamma: bool) -
 
 
 class Normed:
-    """A part of modules that norm their input first.
+    """Mixin for modules that apply a norm to their input.
 
     Attributes:
         normalization: "LayerNorm" or "RMSNorm".
-        kind: the same as ``functional.norm`` calls it.
-        zero_centered_gamma: the weight is stored less 1.
+        kind: "layernorm" or "rmsnorm", for ``functional.norm``.
+        zero_centered_gamma: whether the norm's weight is stored minus 1.
         layer_norm_weight: (features,).
         layer_norm_bias: (features,); None for RMSNorm.
     """
@@ -51,7 +51,7 @@ class Normed:
     def _set_norm(
         self, label: str, normalization: str, eps: float, zero_centered_gamma: bool
     ) -> None:
-        """Take up the options.
+        """Check and store the options of the norm.
 
         Raises:
             QTensorError: the norm is unknown, or the epsilon is not a number >= 0.
@@ -65,7 +65,7 @@ class Normed:
 
     @property
     def eps(self) -> float:
-        """What is added to the norm's variance."""
+        """The number that is added to the norm's variance."""
         return float(self._eps)
 
     def _make_norm(self, features: int, factory: dict[str, Any]) -> None:
@@ -75,11 +75,11 @@ class Normed:
         self.register_parameter("layer_norm_bias", bias)  # type: ignore[attr-defined]
 
     def _reset_norm(self) -> None:
-        """A norm that changes nothing."""
+        """Set the norm's weight to 1 and its bias to 0."""
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
 
     def _mark_norm(self, parallel: Parallel | None) -> None:
-        """Mark parameters whose gradients are those of the rank's rows: Megatron sums them."""
+        """Mark parameters for Megatron, which then sums their gradients over the group."""
         if parallel is None or not parallel.sequence:
             return
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):

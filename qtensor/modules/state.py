@@ -1,4 +1,4 @@
-"""State that a linear layer keeps between calls: a quantized weight, and delayed scaling."""
+"""The state of a linear layer between calls: a quantized weight, and delayed scaling."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def counter(count: int = 1) -> Tensor:
 
 
 class DelayedState:
-    """Scales and maxima of delayed scaling: of inputs, weights and gradients, in this order.
+    """Scales and maxima of delayed scaling.
 
-    A layer of several GEMMs has ``groups`` of each: first its inputs, then its weights, then its
-    gradients.
+    Their columns are inputs, weights and gradients, in this order, with ``groups`` columns of each.
 
     Attributes:
         scale: (3 * groups,) float32 encode factors.
@@ -72,7 +71,7 @@ class DelayedState:
             self._restart(self.merged())
 
     def _restart(self, history: Tensor) -> None:
-        """Take a history that includes the maxima of the gradients, and start new counters."""
+        """Set the history (1024, 3 * groups), gradients included, and start new counters."""
         self.history, self.cell = history, torch.zeros_like(self.cell)
         self.steps, self.cell_step, self.own_step = counter(2), counter(), counter()
         self.steps[0] = -1
@@ -100,11 +99,11 @@ class DelayedState:
         """Return the scales of this call; the first call of a step computes new ones.
 
         Args:
-            key: the recipe's.
+            key: key of the recipe.
             module: the kind of module, for the recipe's roles.
             name: the module's name, for the recipe's roles.
             training: False leaves the state as it is.
-            groups: as for the constructor.
+            groups: number of GEMMs.
         """
         if not training:
             # No op may write to the state: a program that writes to state cannot be exported.
@@ -251,18 +250,17 @@ class LinearState:
     """The state of one linear layer.
 
     Attributes:
-        workspace: buffers of the quantized weight, kept from the first microbatch of a step on;
-            None where there are none.
-        workspace_quantizer: the canonical text of their quantizer.
-        workspace_shape: the logical shape of the weight that they hold.
-        device: where ``delayed`` is allocated: the device of the weight, or the CPU if that is
-            meta.
+        workspace: buffers of the quantized weight, stored at the first microbatch of a step; None
+            before.
+        workspace_quantizer: canonical string of their quantizer; "" without buffers.
+        workspace_shape: (N, K) of the weight that they encode.
+        device: device of the delayed scaling: that of the weight, or the CPU for a weight on meta.
         groups: number of GEMMs.
         key: identifies the layer's postponed weight gradients, and its listener for gradients that
             were added to ``main_grad``.
-        report: int64 (2,) on the CPU: the key, and how often backward has added to ``main_grad``.
-        token: int64 (1,) on the CPU: written when a weight gradient is postponed.
-        draws: int64 (1,) on the CPU: counts the seeds drawn for stochastic rounding.
+        report: (2,) int64 on the CPU: the key, and the number of additions to ``main_grad``.
+        token: (1,) int64 on the CPU: written when a weight gradient is postponed.
+        draws: (1,) int64 on the CPU: counts the seeds drawn for stochastic rounding.
     """
 
     def __init__(self, device: torch.device | None = None, groups: int = 1) -> None:
@@ -273,7 +271,7 @@ class LinearState:
         self.device = torch.device("cpu") if device is None else device
         self.delayed_state: DelayedState | None = None
         if torch._C._len_torch_dispatch_stack():
-            # A module that is built of fake tensors has a fake state.
+            # A module that is built under a fake tensor mode has fake state.
             self.delayed_state = DelayedState(self.device, self.groups)
         self.renew_key()
         _STATES.add(self)
@@ -321,7 +319,7 @@ class LinearState:
         self.delayed_state = delayed
 
     def move(self, device: torch.device) -> None:
-        """Follow the weight to a device. Meta has no data: the state stays where it was."""
+        """Move the state to the device of the weight, unless that is meta, which has no data."""
         if device == self.device or device.type == "meta":
             return
         self.device = device
@@ -329,20 +327,21 @@ class LinearState:
             self.delayed_state.move(device)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move with the module, and drop the quantized weight."""
+        """Move delayed scaling to where ``function`` moves parameters; drop the stored weight."""
         if self.delayed_state is not None:
             self.delayed_state.apply(function)
         self.drop_workspace()
 
     def drop_workspace(self) -> None:
-        """Forget the quantized weight."""
+        """Drop the stored quantized weight."""
         self.workspace, self.workspace_quantizer, self.workspace_shape = None, "", ()
 
 
 class DelayedPaths:
-    """``layer._delayed_scaling.weight.scale``: entries of a ``state_dict`` as attribute paths.
+    """Attribute paths for the delayed-scaling entries of a ``state_dict``.
 
-    ``torch.distributed.checkpoint`` walks each key by ``getattr``.
+    ``torch.distributed.checkpoint`` resolves each key, for example
+    ``_delayed_scaling.weight.scale``, by ``getattr``.
     """
 
     def __init__(self, states: dict[str, LinearState]) -> None:

@@ -21,8 +21,8 @@ from qtensor.functional.operands import Quantized
 from qtensor.functional.plan import LinearPlan
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
-from qtensor.modules.base import Call
 from qtensor.modules.linear import LinearBase
+from qtensor.modules.options import Call
 from qtensor.ops.handover import UNROUNDED, Request, Unrounded
 from qtensor.ops.operation import (
     BackwardContext,

@@ -1,4 +1,4 @@
-"""Recipes: which quantizer each role of a GEMM gets, as values."""
+"""Recipes choose the quantizer of each operand of a GEMM. They are plain values."""
 
 from qtensor.recipes.base import (
     RECIPES,

@@ -1,8 +1,8 @@
-"""Recipes: which quantizer each role of a GEMM gets.
+"""Recipes choose the quantizer of each operand of a GEMM.
 
-A recipe is a plain value object. Its options may be changed at any time; modules read it by its
-text (``key``), so that a change takes effect at the next forward, equal recipes share compiled
-graphs, and nothing live is kept in one.
+A recipe holds plain values. Modules read it through its ``key``, a string that spells out all
+options: an assignment to an option takes effect at the next forward, and equal recipes share
+compiled graphs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from qtensor.quantizers import Quantizer
 
 TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
-"""What a quantizer can be asked for.
+"""The tensors that a recipe has quantizers for.
 
-The last two are results; they are quantized only where a caller asks for it.
+``output`` and ``grad_input`` are results, which are quantized only on request.
 """
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class Format(enum.Enum):
-    """Which FP8 element the forward and the backward pass use."""
+    """The FP8 elements of the forward pass and of the backward pass."""
 
     E4M3 = ("e4m3", "e4m3")
     E5M2 = ("e5m2", "e5m2")
@@ -43,12 +43,12 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True)
 class Role:
-    """What a quantizer is for.
+    """One tensor of one module, for which a recipe chooses a quantizer.
 
     Attributes:
         tensor: "input", "weight", "grad_output", "output" or "grad_input".
         module: "linear" or "grouped_linear".
-        name: the module's name, "" where it has none.
+        name: the module's name; "" if it has none.
     """
 
     tensor: str
@@ -73,13 +73,13 @@ def function_number(function: Callable[..., Any]) -> int:
 
 
 class ReadOnlyDict(dict[str, Any]):
-    """``recipe.overrides``: a dict that cannot be changed in place.
+    """A dict that cannot be changed in place, for ``recipe.overrides``.
 
-    The recipe's key is made when an option is assigned, so that a change in place would be ignored.
+    A recipe computes its key when an option is assigned, so that it would miss a change in place.
     """
 
     def _refuse(self, *args: Any, **options: Any) -> Any:
-        rule = "overrides is read-only, because a recipe notices assignments alone"
+        rule = "overrides is read-only, because a recipe notices only assignments"
         fix = 'Assign a new dict: recipe.overrides = {**recipe.overrides, "weight": "mxfp8"}'
         fail("recipe.overrides", rule, "a change in place", fix, ArgumentTypeError)
 
@@ -98,28 +98,29 @@ def _read_only(value: Any) -> Any:
 
 
 RECIPES: dict[str, type[Recipe]] = {}
-"""Name -> class; the names that keys begin with."""
+"""Class of each recipe by its name, with which keys begin."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Recipe:
-    """What recipes share.
+    """Base of all recipes.
 
     Attributes:
-        backward_override: None: quantized backward GEMMs. "high_precision": they read the original
-            operands, and the gradient unquantized. "dequantized": the dequantized operands of the
-            forward, and the gradient unquantized.
-        overrides: tensor role -> what to use instead of the recipe's own choice: a quantizer, a
-            format id, a dict of options that differ, or None for high precision.
+        backward_override: operands of the backward GEMMs. None: quantized. "high_precision": the
+            original input and weight. "dequantized": the dequantized input and weight. Both strings
+            leave the gradient unquantized.
+        overrides: replacements of the recipe's own choices, by tensor role: a quantizer, a format
+            id, a dict of options that differ, or None for high precision. Read-only: assign a new
+            dict to change it.
     """
 
     backward_override: str | None = None
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     delayed: ClassVar[bool] = False
-    """Whether the recipe asks for state between steps."""
+    """Whether the recipe needs state between steps."""
     is_fixed: ClassVar[bool] = True
-    """Quantizers follow from the options alone, so that they can be made to check those."""
+    """Whether the options alone decide the quantizers; then ``validate`` creates all of them."""
     option_names: ClassVar[tuple[str, ...]] = ("backward_override", "overrides")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -129,7 +130,7 @@ class Recipe:
         RECIPES[cls.__name__] = cls
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuse options that the recipe does not have, with an error of ours."""
+        """Refuse options that the recipe does not have, with a ``QTensorError``."""
         for name in options:
             if name not in cls.option_names:
                 _refuse_option(cls, name)
@@ -165,28 +166,28 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """The recipe as text: ``MXFP8BlockScaling(fp8_format='E4M3')``.
+        """The recipe as a string with all options, for example ``MXFP8BlockScaling(...)``.
 
         Equal recipes have equal keys.
         """
         return self._key
 
     def quantizer(self, role: Role) -> Quantizer | None:
-        """The quantizer of a role, None for high precision. Usages are set by who calls."""
+        """Return the quantizer of a role; None for high precision. The caller sets its usages."""
         own = self.own_quantizer(role)
         if role.tensor not in self.overrides:
             return own
         return _overridden(self, role, own, self.overrides[role.tensor])
 
     def own_quantizer(self, role: Role) -> Quantizer | None:
-        """What the recipe gives to a role before ``overrides``."""
+        """Return the quantizer of a role before ``overrides``; None for high precision."""
         raise NotImplementedError
 
     def validate(self) -> None:
-        """Refuse options that are not legal.
+        """Refuse option values that are not legal.
 
         Raises:
-            QTensorError: with the option and its legal values.
+            QTensorError: an option has an illegal value. The message lists the legal ones.
         """
         name = type(self).__name__
         if self.backward_override not in BACKWARD_OVERRIDES:
@@ -202,20 +203,20 @@ class Recipe:
 
 
 def refuse_value(recipe: str, option: str, got: object, legal: tuple[Any, ...]) -> None:
-    """Refuse the value of an option.
+    """Raise the error for an illegal option value.
 
     Raises:
-        QTensorError: always, with the legal values.
+        QTensorError: always. The message lists the legal values.
     """
     choices = ", ".join(v if isinstance(v, str) and " " in v else repr(v) for v in legal)
     fail(recipe, f"{option} must be one of {choices}", repr(got), "Choose one of them")
 
 
 def check_type(recipe: Any, option: str, kind: type, least: float | None = None) -> None:
-    """Refuse an option of another type, or below ``least``.
+    """Refuse an option that is not of type ``kind``, or is below ``least``.
 
     Raises:
-        ArgumentTypeError: with the value.
+        ArgumentTypeError: the option is not such a value.
     """
     value = getattr(recipe, option)
     right = isinstance(value, kind) or (kind is float and type(value) is int)
@@ -235,23 +236,24 @@ def _refuse_option(cls: type[Recipe], name: str) -> None:
     fail(cls.__name__, rule, name, f"Choose among: {', '.join(cls.option_names)}")
 
 
-def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, given: Any) -> Quantizer | None:
-    if given is None or isinstance(given, Quantizer):
-        return given
-    if isinstance(given, str):
-        return parse(given)  # type: ignore[return-value]
-    if isinstance(given, Mapping) and own is not None:
-        return type(own)(**{**own.given_options(), **given})
+def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -> Quantizer | None:
+    """Return the quantizer that ``recipe.overrides[role.tensor] = value`` asks for."""
+    if value is None or isinstance(value, Quantizer):
+        return value
+    if isinstance(value, str):
+        return parse(value)  # type: ignore[return-value]
+    if isinstance(value, Mapping) and own is not None:
+        return type(own)(**{**own.given_options(), **value})
     rule = f"overrides[{role.tensor!r}] must be a quantizer, a format id, a dict of options or None"
-    fail(type(recipe).__name__, rule, repr(given), "Pass one of these")
+    fail(type(recipe).__name__, rule, repr(value), "Pass one of these")
 
 
 # ---- keys
 # ----------------------------------------------------------------------------------------------
 
 
-def _text(value: Any) -> str:
-    """An option as a Python literal; quantizers as their canonical text, functions by number."""
+def _as_literal(value: Any) -> str:
+    """Return an option as a Python literal: quantizers by canonical string, functions by number."""
     if isinstance(value, Format):
         return repr(value.name)
     if isinstance(value, Quantizer):
@@ -259,43 +261,44 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return repr(str(value).removeprefix("torch."))
     if isinstance(value, Mapping):
-        items = ",".join(f"{k!r}:{_text(v)}" for k, v in value.items())
+        items = ",".join(f"{k!r}:{_as_literal(v)}" for k, v in value.items())
         return "{" + items + "}"
     if isinstance(value, Recipe):
         return repr(value._key)
     if callable(value):
         return f"('function',{function_number(value)})"
     if isinstance(value, float) and not math.isfinite(value):
-        # Python has no literal for these.
+        # Python has no literals for infinity and NaN.
         return f"('float','{float(value)}')"
     return repr(value)
 
 
 def _make_key(recipe: Recipe) -> str:
     name = type(recipe).__name__
-    given = {n: getattr(recipe, n) for n in recipe.option_names}
-    if isinstance(given.get("fp8_format"), str):
-        given["fp8_format"] = given["fp8_format"].upper()
-    options = ",".join([f"{n}={_text(value)}" for n, value in given.items()])
+    values = {option: getattr(recipe, option) for option in recipe.option_names}
+    if isinstance(values.get("fp8_format"), str):
+        values["fp8_format"] = values["fp8_format"].upper()
+    options = ",".join([f"{option}={_as_literal(value)}" for option, value in values.items()])
     return f"{name}({options})"
 
 
-def _literal(value: Any) -> Any:
+def _from_literal(value: Any) -> Any:
+    """Return the option that a literal of ``_as_literal`` stands for."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "function":
         return CALLABLES[value[1]]
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "float":
         return float(value[1])
     if isinstance(value, dict):
-        return {name: _literal(item) for name, item in value.items()}
+        return {name: _from_literal(item) for name, item in value.items()}
     return value
 
 
 @compile_constant
 def parse_recipe(key: str) -> Recipe:
-    """A private copy of the recipe that a key names.
+    """Return a private copy of the recipe with this key.
 
     Raises:
-        QTensorError: an option that is not legal.
+        QTensorError: the key names an unknown recipe, or an option value is not legal.
     """
     name = key.partition("(")[0]
     call = ast.parse(key, mode="eval").body
@@ -304,7 +307,7 @@ def parse_recipe(key: str) -> Recipe:
     cls = RECIPES[name]
     copy = object.__new__(cls)
     for keyword in call.keywords:
-        value = _literal(ast.literal_eval(keyword.value))
+        value = _from_literal(ast.literal_eval(keyword.value))
         object.__setattr__(copy, str(keyword.arg), value)
     object.__setattr__(copy, "_key", key)
     copy.validate()
@@ -312,25 +315,25 @@ def parse_recipe(key: str) -> Recipe:
 
 
 def _elements(recipe: Any) -> tuple[str, str]:
-    """(forward, backward) elements of an ``fp8_format``, a member of ``Format`` or its name."""
-    given = recipe.fp8_format
-    name = given.name if isinstance(given, Format) else str(given).upper()
+    """Return the (forward, backward) elements of ``recipe.fp8_format``, a ``Format`` or a name."""
+    choice = recipe.fp8_format
+    name = choice.name if isinstance(choice, Format) else str(choice).upper()
     if name not in Format.__members__:
-        refuse_value(type(recipe).__name__, "fp8_format", given, tuple(Format.__members__))
+        refuse_value(type(recipe).__name__, "fp8_format", choice, tuple(Format.__members__))
     return Format[name].value
 
 
 def element(recipe: Any, role: Role) -> str:
-    """The FP8 element of a role."""
+    """Return the FP8 element of a role: "e4m3" or "e5m2"."""
     return _elements(recipe)[role.tensor in ("grad_output", "grad_input")]
 
 
 @compile_constant
 def role_quantizers(key: str, module: str, name: str) -> dict[str, Quantizer | None]:
-    """Tensor role -> quantizer of a module's operands.
+    """Return the quantizers of a module's input, weight and grad_output, by tensor role.
 
     Raises:
-        QTensorError: a quantizer that a GEMM cannot read.
+        QTensorError: GEMMs cannot read one of the quantizers.
     """
     recipe = parse_recipe(key)
     return {t: recipe.quantizer(Role(t, module, name)) for t in TENSOR_ROLES[:3]}

@@ -1,4 +1,4 @@
-"""The recipes."""
+"""The recipes: delayed, current, block, MXFP8 and NVFP4 scaling, and a custom one."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ from qtensor.recipes.base import (
 
 @dataclass(kw_only=True, eq=False)
 class DelayedScaling(Recipe):
-    """FP8 with one factor a tensor, from the maxima of the steps before.
+    """FP8 with one factor per tensor, computed from the maxima of earlier steps.
+
+    Below, n is the number of operands: 3 (input, weight, gradient), or 3 per group in
+    ``GroupedLinear``.
 
     Attributes:
         fp8_format: HYBRID (default), E4M3 or E5M2.
         margin: factors are divided by ``2 ** margin``.
-        amax_history_len: steps that the history keeps, 1 to 1024.
-        amax_compute_algo: "max" over the history, "most_recent", or a function (length, n) -> (n,)
-            of torch ops: n is 3, or 3 a group in GroupedLinear.
-        scaling_factor_compute_algo: a function (amax, old scale, largest code values, recipe) ->
-            scale of torch ops, all (3,) float32; None for the rule of docs/numerics.md.
-        reduce_amax: take maxima over the ``amax_reduction_group`` of ``autocast`` where there is
-            one.
+        amax_history_len: number of steps in the history, 1 to 1024.
+        amax_compute_algo: "max" over the history, "most_recent", or a function of torch ops from
+            the history (length, n) float32 to the maxima (n,) float32.
+        scaling_factor_compute_algo: a function of torch ops (amax, old scale, largest code values,
+            recipe) -> new scale; all tensors are (n,) float32. None for the rule of
+            docs/numerics.md.
+        reduce_amax: reduce maxima over the ``amax_reduction_group`` of ``autocast``, if it has one.
     """
 
     fp8_format: Format | str = Format.HYBRID
@@ -52,7 +55,7 @@ class DelayedScaling(Recipe):
     delayed: ClassVar[bool] = True
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Delayed scaling for the operands; current scaling for results, which have no state."""
+        """Return delayed scaling for operands; current scaling for results, which have no state."""
         dtype = element(self, role)
         if role.tensor in ("output", "grad_input"):
             return Float8CurrentScalingQuantizer(dtype=dtype)
@@ -86,17 +89,17 @@ class DelayedScaling(Recipe):
 
 
 MAX_HISTORY = 1024
-"""Rows of every module's amax history."""
+"""Number of rows in the amax history of each module."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one factor a tensor, from the tensor's own maximum.
+    """FP8 with one factor per tensor, computed from the maximum of that tensor.
 
     Attributes:
         fp8_format: HYBRID (default), E4M3 or E5M2.
-        use_power_2_scales: floor the factors to powers of two.
-        amax_epsilon: lower bound of the amax.
+        use_power_2_scales: round the factors down to powers of two.
+        amax_epsilon: lower bound of the maximum.
     """
 
     fp8_format: Format | str = Format.HYBRID
@@ -114,15 +117,15 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(kw_only=True, eq=False)
 class Float8BlockScaling(Recipe):
-    """FP8 with a factor for each 1x128 block (activations, gradients) or 128x128 block (weights).
+    """FP8 with one factor per 1x128 block (activations, gradients) or 128x128 block (weights).
 
     Attributes:
         fp8_format: E4M3 (default), HYBRID or E5M2.
-        use_f32_scales: keep the factors as they are; by default they are powers of two.
-        amax_epsilon: lower bound of a block's amax.
-        x_block_scaling_dim: 1 for 1x128 blocks of the input, 2 for 128x128.
-        w_block_scaling_dim: likewise of the weight.
-        grad_block_scaling_dim: likewise of the gradient.
+        use_f32_scales: use any float32 factor; by default factors are powers of two.
+        amax_epsilon: lower bound of a block's maximum.
+        x_block_scaling_dim: blocks of the input: 1 for 1x128, 2 for 128x128.
+        w_block_scaling_dim: blocks of the weight: 1 for 1x128, 2 for 128x128.
+        grad_block_scaling_dim: blocks of the gradient: 1 for 1x128, 2 for 128x128.
     """
 
     fp8_format: Format | str = Format.E4M3
@@ -133,7 +136,7 @@ class Float8BlockScaling(Recipe):
     grad_block_scaling_dim: int = 1
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Square blocks for weights."""
+        """Return the quantizer of a role, with the blocks that the options give to it."""
         dims = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
         dims["grad_input"] = self.grad_block_scaling_dim
         return Float8BlockQuantizer(
@@ -146,12 +149,13 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(kw_only=True, eq=False)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: a power of two for each 32 elements.
+    """MXFP8: FP8 with one power of two per 32 elements.
 
     Attributes:
         fp8_format: E4M3 (default), HYBRID or E5M2.
-        scale_mode: how factors are rounded: "rceil", "floor", "ceil" or "even".
-        with_2d_quantization: 32x32 blocks for weights, so that both directions hold the same codes.
+        scale_mode: rounding of the factors: "rceil", "floor", "ceil" or "even".
+        with_2d_quantization: use 32x32 blocks for weights, so that both directions hold the same
+            codes.
     """
 
     fp8_format: Format | str = Format.E4M3
@@ -159,7 +163,7 @@ class MXFP8BlockScaling(Recipe):
     with_2d_quantization: bool = False
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Square blocks for weights alone."""
+        """Return the quantizer of a role; only weights can have square blocks."""
         return MXFP8Quantizer(
             dtype=element(self, role),
             scale_mode=self.scale_mode,
@@ -169,18 +173,19 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(kw_only=True, eq=False)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: E2M1 with an E4M3 factor for 16 elements and a float32 factor for the tensor.
+    """NVFP4: E2M1 with one E4M3 factor per 16 elements and one float32 factor per tensor.
 
     Attributes:
-        disable_rht: no random Hadamard transform of what wgrad reads (inputs and gradients).
+        disable_rht: do not apply the random Hadamard transform to the operands of wgrad (inputs and
+            gradients).
         disable_stochastic_rounding: round gradients to nearest.
-        disable_2d_quantization: 1x16 blocks for weights too.
-        row_scaled: a float32 factor a row of inputs; needs ``disable_rht``.
-        use_4over6: map a block's maximum to 6 or to 4, whichever has the smaller error; for all but
-            stochastic roles.
-        e4m3_max: largest factor of a block: 448, or 256; 0 for the default.
-        err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
-        with_random_sign_mask: random signs in the transform.
+        disable_2d_quantization: use 1x16 blocks for weights, not 16x16.
+        row_scaled: one float32 factor per row of inputs; needs ``disable_rht``.
+        use_4over6: map a block's maximum to 6 or to 4, whichever has the smaller error. Roles with
+            stochastic rounding ignore it.
+        e4m3_max: largest factor of a block: 448 or 256; 0 for the default.
+        err_mode: error that ``use_4over6`` compares: "mae" or "mse".
+        with_random_sign_mask: use random signs in the transform.
     """
 
     disable_rht: bool = False
@@ -193,15 +198,16 @@ class NVFP4BlockScaling(Recipe):
     with_random_sign_mask: bool = True
 
     def own_quantizer(self, role: Role) -> Quantizer:
-        """Inputs: rotated along M.
+        """Return the quantizer of a role.
 
-        Weights: square blocks. Gradients: rotated along M, rounded at random.
+        Inputs are rotated along M. Weights have square blocks. Gradients are rotated along M and
+        rounded stochastically.
         """
         weight = role.tensor == "weight"
         gradient = role.tensor in ("grad_output", "grad_input")
         stochastic = gradient and not self.disable_stochastic_rounding
-        four = {"use_4over6": True, "err_mode": self.err_mode} if self.use_4over6 else {}
-        options: dict[str, Any] = {} if stochastic else four
+        four_over_six = {"use_4over6": True, "err_mode": self.err_mode} if self.use_4over6 else {}
+        options: dict[str, Any] = {} if stochastic else four_over_six
         if self.e4m3_max:
             options["e4m3_max"] = self.e4m3_max
         return NVFP4Quantizer(
@@ -216,14 +222,14 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass(kw_only=True, eq=False)
 class CustomRecipe(Recipe):
-    """Quantizers from a function of the role.
+    """Quantizers that a function of the caller chooses.
 
     Attributes:
-        factory: ``Role`` -> a quantizer, a format id, or None for high precision. Called once for
-            each role of each module. Make the function once: another function is another recipe,
-            with graphs of its own.
-        delayed_scaling: a ``DelayedScaling`` with margin, history and algorithm of the roles that
-            get a ``Float8Quantizer``; needed for those.
+        factory: a function from a ``Role`` to a quantizer, a format id, or None for high precision.
+            It is called once for each role of each module. Define it once: recipes with different
+            functions are different and do not share compiled graphs.
+        delayed_scaling: a ``DelayedScaling`` with margin, history and algorithm for the roles that
+            get a ``Float8Quantizer``, which need one.
     """
 
     factory: Any = None
@@ -232,15 +238,15 @@ class CustomRecipe(Recipe):
     is_fixed: ClassVar[bool] = False
 
     def own_quantizer(self, role: Role) -> Quantizer | None:
-        """What the factory says."""
-        given = self.factory(role)
-        if given is None or isinstance(given, Quantizer):
-            return given
-        if isinstance(given, str):
-            return parse(given)  # type: ignore[return-value]
+        """Return the quantizer that the factory chooses for a role."""
+        choice = self.factory(role)
+        if choice is None or isinstance(choice, Quantizer):
+            return choice
+        if isinstance(choice, str):
+            return parse(choice)  # type: ignore[return-value]
         fix = "Return a quantizer, a format id or None"
         rule = f"the factory must return a quantizer for {role}"
-        fail("CustomRecipe", rule, repr(given), fix, ArgumentTypeError)
+        fail("CustomRecipe", rule, repr(choice), fix, ArgumentTypeError)
 
     def validate(self) -> None:
         """See ``Recipe.validate``."""
@@ -256,7 +262,7 @@ class CustomRecipe(Recipe):
 
     @property
     def delayed_options(self) -> DelayedScaling | None:
-        """The recipe whose rules the delayed roles follow."""
+        """The ``DelayedScaling`` of the roles with delayed scaling, or None."""
         if isinstance(self.delayed_scaling, str):
             return parse_recipe(self.delayed_scaling)
         return self.delayed_scaling

@@ -1,0 +1,57 @@
+"""Options of the constructors and calls of linear layers, as plain values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qtensor.errors import check
+from qtensor.functional.parallel import Parallel
+
+
+class Call(NamedTuple):
+    """The options of one call of a module.
+
+    Attributes:
+        is_first_microbatch: True quantizes the weight and stores the result, False uses the stored
+            result, and None stores nothing.
+        noop: one element, read on its device. Non-zero leaves the stored weight as it is.
+        output_quantizer: canonical string of the output's quantizer; "" for a plain output.
+        seeds: seeds of input, weight and gradient, if they were drawn before the call.
+    """
+
+    is_first_microbatch: bool | None = None
+    noop: Tensor | None = None
+    output_quantizer: str = ""
+    seeds: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None
+
+
+class LinearOptions(NamedTuple):
+    """The constructor options of a linear layer that its calls need, as plain values."""
+
+    module: str = "linear"
+    name: str = ""
+    parallel: Parallel | None = None
+    save_original_input: bool = False
+    delay_wgrad_compute: bool = False
+    fuse_wgrad_accumulation: bool = False
+
+
+def one_op_roles(options: LinearOptions) -> str:
+    """Return "module/name" if compiled code can run the layer as one op, else ""."""
+    if options.parallel is not None or options.save_original_input:
+        return ""
+    scheduled = options.delay_wgrad_compute or options.fuse_wgrad_accumulation
+    return "" if scheduled else f"{options.module}/{options.name}"
+
+
+def check_features(label: str, **sizes: int) -> None:
+    """Refuse sizes that are not positive integers.
+
+    Raises:
+        QTensorError: a size is not a positive integer.
+    """
+    for name, size in sizes.items():
+        right = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        check(right, label, f"{name} must be a positive integer", repr(size), "Fix the size")
