@@ -145,14 +145,24 @@ def _private_untrusted(folder: Path) -> str | None:
 
 
 def readable_roots() -> list[Path]:
-    """Return the folders with libraries that may be loaded."""
-    roots = [libraries_folder()]
-    if untrusted(roots[0]) is not None:
-        roots = []
+    """Return the folders with libraries that may be loaded.
+
+    The private folder counts only while the cache cannot be used.
+    """
+    root = libraries_folder()
+    roots = [root] if untrusted(root) is None else []
+    if roots and _seems_writable(root):
+        return roots
     with contextlib.suppress(FileNotFoundError):  # no folder for temporary files
         if _private_untrusted(private_folder()) is None:
             roots.append(private_folder() / "libraries")
     return roots
+
+
+def _seems_writable(root: Path) -> bool:
+    """Return whether `root` could be created and written, without an attempt to do so."""
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 def _cannot_write(root: Path) -> str | None:

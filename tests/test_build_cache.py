@@ -179,6 +179,19 @@ def test_a_cache_of_another_user(tmp_path, monkeypatch):
     assert f"belongs to user {builder}" in untrusted(path)
 
 
+def test_the_private_folder_serves_only_in_place_of_the_cache(tmp_path):
+    """A library that another cache has left there does not hide that this one is empty."""
+    asked = recipe(write_source(tmp_path), find_cxx())
+    (tmp_path / "cache").touch()
+    with pytest.warns(RuntimeWarning, match="cannot write its cache"):
+        private = build(asked)
+    assert library_path(asked) == private
+    (tmp_path / "cache").unlink()
+    assert not is_built(asked)
+    assert library_path(asked).is_relative_to(tmp_path / "cache")
+    assert list_built() == ()
+
+
 def test_a_cache_of_root():
     """An image that root has filled serves every user."""
     assert untrusted(Path("/usr/bin/env")) is None
