@@ -175,6 +175,10 @@ def _cannot_write(root: Path) -> str | None:
         return error.strerror or str(error)
 
 
+_WARNED: set[Path] = set()
+"""Folders that this process has warned about."""
+
+
 def writable_root() -> Path:
     """Return the folder to build in: the cache or, after a warning, the private folder.
 
@@ -201,10 +205,13 @@ def writable_root() -> Path:
     if private_reason is not None:
         rule = "the folder that replaces it must be yours alone"
         fail(f"{op} ({reason})", rule, private_reason, fix, BuildError)
-    warnings.warn(
-        f"qtensor {problem} its cache {root} ({reason}). Compiled kernels go to {private}, which may not "
-        f"outlive a restart. {fix}.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    if root not in _WARNED:
+        # One build may compile several libraries.
+        _WARNED.add(root)
+        warnings.warn(
+            f"qtensor {problem} its cache {root} ({reason}). Compiled kernels go to {private}, "
+            f"which may not outlive a restart. {fix}.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return private / "libraries"

@@ -48,11 +48,11 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     try:
         chosen = sources.choose_isa()
         paths = {isa: library_path(sources.build_spec(isa)) for isa in sources.ISAS}
-        calls = library_path(sources.calls_build_spec())
+        small_calls = library_path(sources.small_calls_build_spec())
     except QTensorError as error:
         return {}, str(error)
     states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}
-    return states | {calls: "in use"}, None
+    return states | {small_calls: "in use"}, None
 
 
 def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:
