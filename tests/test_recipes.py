@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from training import RECIPES, WIDTH, build, region
 
 import qtensor
@@ -21,6 +24,12 @@ NAMED = [
     recipes.NVFP4BlockScaling,
 ]
 named = pytest.mark.parametrize("cls", NAMED)
+BOUND = 4096
+"""Entries of a cache of ``qtensor.library.constant``."""
+
+
+def module_factory(role: Role) -> str:
+    return "mxfp8"
 
 
 def text(recipe: recipes.Recipe, tensor: str) -> str | None:
@@ -322,3 +331,82 @@ def test_a_module_has_a_recipe_of_its_own():
     assert torch.equal(output(own, x, RECIPES["nvfp4"]()), output(plain, x, RECIPES["nvfp4"]()))
     with qtensor.autocast(enabled=False):
         assert torch.equal(own(x), plain(x))
+
+
+def test_functions_of_dropped_recipes_are_freed():
+    def make() -> weakref.ref:
+        def factory(role: Role) -> str:
+            return "mxfp8"
+
+        recipe = recipes.CustomRecipe(factory=factory)
+        assert recipe.quantizer(Role("input")).format == "mxfp8"
+        return weakref.ref(factory)
+
+    freed = make()
+    qtensor.library.constant.forget_constants()  # bounded caches hold parsed recipes
+    gc.collect()
+    assert freed() is None
+
+
+def test_functions_of_many_recipes_are_bounded():
+    alive = [
+        weakref.ref(recipes.CustomRecipe(factory=lambda role: "mxfp8").factory)
+        for _ in range(BOUND + 50)
+    ]
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= BOUND
+
+
+def test_a_function_has_one_number_while_it_lives():
+    def factory(role: Role) -> str:
+        return "mxfp8"
+
+    first, second = (recipes.CustomRecipe(factory=factory) for _ in range(2))
+    qtensor.library.constant.forget_constants()
+    assert first == second
+    assert recipes.parse_recipe(first.key).factory is factory
+
+
+def test_a_key_without_its_function_is_an_error():
+    key = recipes.CustomRecipe(factory=lambda role: "mxfp8").key
+    qtensor.library.constant.forget_constants()
+    gc.collect()
+    with pytest.raises(QTensorError, match="function of the recipe no longer exists"):
+        recipes.parse_recipe(key)
+
+
+def test_a_pickle_holds_no_number_of_a_function():
+    """Another process numbers functions differently."""
+    recipe = recipes.CustomRecipe(factory=module_factory)
+    loaded = pickle.loads(pickle.dumps(recipe).replace(b"('function',", b"('function',9"))
+    assert loaded == recipe
+    assert loaded.quantizer(Role("input")).format == "mxfp8"
+
+
+def test_a_recipe_inside_another_is_read_only():
+    inner = recipes.DelayedScaling()
+    custom = recipes.CustomRecipe(factory=lambda role: "mxfp8", delayed_scaling=inner)
+    for recipe in (custom, copy.deepcopy(custom)):
+        with pytest.raises(TypeError, match=r"DelayedScaling.margin: .* read-only.*Assign a new"):
+            recipe.delayed_scaling.margin = 2
+        assert recipe.delayed_scaling.margin == 0
+    copied = copy.copy(inner)
+    copied.margin = 2
+    before = custom.key
+    custom.delayed_scaling = copied
+    assert custom.key != before
+    assert custom.delayed_options.margin == 2
+
+
+def test_functions_of_other_recipes_do_not_recompile():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    layer = qtensor.Linear(WIDTH, WIDTH)
+    compiled = torch.compile(layer, backend=counter)
+    recipe = recipes.DelayedScaling(amax_compute_algo=lambda rows: rows.amax(0) * 0.5)
+    others = []
+    for _ in range(3):
+        with qtensor.autocast(recipe=recipe):
+            compiled(torch.ones(WIDTH, WIDTH))
+        others.append(recipes.CustomRecipe(factory=lambda role: "mxfp8"))
+    assert counter.frame_count == 1

@@ -124,9 +124,9 @@ def delayed_options(key: str) -> DelayedScaling | None:
 
 @compile_constant
 def caller_functions(key: str) -> tuple[int, int]:
-    """Places in ``CALLABLES`` of the amax and factor algorithms that are the caller's own, -1 for those that are not.
+    """Return the numbers in ``FUNCTIONS`` of the recipe's own amax and factor algorithms, else -1.
 
-    Numbers, because Dynamo calls a function of a list and none of a constant.
+    Dynamo cannot call a function that is a constant, but it can call one from ``FUNCTIONS``.
     """
     options = delayed_options(key)
     found = (

@@ -25,7 +25,7 @@ from qtensor.library.delayed import (
 )
 from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
-from qtensor.recipes.base import CALLABLES
+from qtensor.recipes.base import FUNCTIONS
 
 _KEYS = itertools.count(1)
 
@@ -155,12 +155,13 @@ class DelayedState:
         if algorithm < 0 and factor < 0:
             return rows, None
         if algorithm >= 0:
-            amax = CALLABLES[algorithm](rows)
+            amax = FUNCTIONS[algorithm]()(rows)  # type: ignore[misc]
         else:
             amax = rows.amax(0) if options.amax_compute_algo == "max" else rows[0]
         tops = torch.tensor(largest, dtype=torch.float32, device=amax.device)
         if factor >= 0:
-            return rows, CALLABLES[factor](amax, self.scale, tops, parse_recipe(key))
+            new = FUNCTIONS[factor]()(amax, self.scale, tops, parse_recipe(key))  # type: ignore[misc]
+            return rows, new
         new = (amax.reciprocal() * tops) / 2.0**options.margin
         new = torch.where(new.isinf(), torch.finfo(torch.float32).max, new)
         return rows, torch.where((amax > 0) & amax.isfinite(), new, self.scale)

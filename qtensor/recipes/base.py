@@ -11,7 +11,9 @@ import ast
 import dataclasses
 import enum
 import inspect
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -59,17 +61,35 @@ class Role:
         return f"{self.module}_{self.tensor}"
 
 
-CALLABLES: list[Callable[..., Any]] = []
-"""Functions that recipes hold, by number: a text cannot hold them otherwise."""
+FUNCTIONS: dict[int, Callable[[], Callable[..., Any] | None]] = {}
+"""Weak references to the functions of recipes, by the numbers that stand for them in keys.
+
+A recipe and the cached copies of it, of which there is a limited number, hold the function itself.
+"""
+_NUMBERS: dict[int, int] = {}
+"""The number of each function by its ``id``, while the function exists."""
+_NEXT_NUMBER = itertools.count()
 
 
 def function_number(function: Callable[..., Any]) -> int:
-    """The place of a function in ``CALLABLES``."""
-    for number, known in enumerate(CALLABLES):
-        if known is function:
-            return number
-    CALLABLES.append(function)
-    return len(CALLABLES) - 1
+    """Return the number of a function in ``FUNCTIONS``; no other function ever has this number."""
+    identity = id(function)
+    if identity in _NUMBERS:
+        return _NUMBERS[identity]
+    number = next(_NEXT_NUMBER)
+    try:
+        # Without a callback, for which Dynamo would add a guard.
+        FUNCTIONS[number] = weakref.ref(function)
+        weakref.finalize(function, _forget_function, identity, number).atexit = False
+    except TypeError:
+        # The object does not allow weak references, so that this entry stays.
+        FUNCTIONS[number] = lambda: function
+    _NUMBERS[identity] = number
+    return number
+
+
+def _forget_function(identity: int, number: int) -> None:
+    del _NUMBERS[identity], FUNCTIONS[number]
 
 
 class ReadOnlyDict(dict[str, Any]):
@@ -140,12 +160,27 @@ class Recipe:
         self._key = _make_key(self)
         parse_recipe(self._key)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The key of another process would have other numbers for functions.
+        return {name: getattr(self, name) for name in self.option_names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._key = _make_key(self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         known = name == "_key" or name in self.option_names
         if not known:
             _refuse_option(type(self), name)
+        if hasattr(self, "_holder"):
+            rule = f"a recipe inside of a {self._holder} is read-only"
+            fix = "Assign a new recipe to the option of the outer recipe"
+            fail(f"{type(self).__name__}.{name}", rule, repr(value), fix, ArgumentTypeError)
         if name == "overrides":
             value = _read_only(value)
+        if isinstance(value, Recipe):
+            object.__setattr__(value, "_holder", type(self).__name__)
         ready = name != "_key" and hasattr(self, "_key")
         before = getattr(self, name, None)
         object.__setattr__(self, name, value)
@@ -285,7 +320,11 @@ def _make_key(recipe: Recipe) -> str:
 def _from_literal(value: Any) -> Any:
     """Return the option that a literal of ``_as_literal`` stands for."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "function":
-        return CALLABLES[value[1]]
+        function = FUNCTIONS.get(value[1], lambda: None)()
+        if function is None:
+            rule = "the function of the recipe no longer exists"
+            fail("recipe", rule, f"function {value[1]}", "Keep the recipe until backward has run")
+        return function
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "float":
         return float(value[1])
     if isinstance(value, dict):
