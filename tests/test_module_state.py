@@ -4,6 +4,7 @@ before it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import subprocess
@@ -13,13 +14,14 @@ import pytest
 import torch
 from formats import assert_same_bytes
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from training import RECIPES, WIDTH, region
 
 import qtensor
 from qtensor import QTensorError
 from qtensor.modules import state as module_state
-from qtensor.recipes import DelayedScaling
+from qtensor.recipes import CustomRecipe, DelayedScaling
 
 MODULES = {
     "linear": lambda **options: qtensor.Linear(WIDTH, WIDTH, **options),
@@ -159,6 +161,53 @@ def test_distributed_checkpoint_walks_the_keys(make):
     other = nn.Sequential(make())
     set_model_state_dict(other, saved)
     same_state(model, other)
+
+
+@each_module
+@pytest.mark.parametrize("own", [True, False], ids=["own recipe", "region"])
+@pytest.mark.parametrize("save", ["torch", "dcp"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_fresh_model_loads_the_state(make, own, save, tmp_path):
+    """Neither way needs a forward: DCP loads in place, so that the fresh state has all keys."""
+    recipe = DelayedScaling(amax_history_len=4)
+    trained = nn.Sequential(run(make(recipe=recipe), None if own else recipe))
+    fresh = nn.Sequential(make(recipe=recipe if own else None))
+    if save == "torch":
+        fresh.load_state_dict(trained.state_dict())
+    else:
+        checkpoint.save(get_model_state_dict(trained), checkpoint_id=tmp_path)
+        with contextlib.nullcontext() if own else region(recipe):
+            template = get_model_state_dict(fresh)
+        checkpoint.load(template, checkpoint_id=tmp_path)
+        set_model_state_dict(fresh, template)
+    same_state(trained, fresh)
+    assert list(fresh.state_dict()) == list(trained.state_dict())
+
+
+@each_module
+def test_state_that_is_not_used_changes_nothing_where_it_loads(make):
+    recipe = DelayedScaling(amax_history_len=4)
+    model = make(recipe=recipe)
+    state = model.state_dict()
+    assert any("_delayed_scaling" in key for key in state)
+    other = make(recipe=recipe)
+    other.load_state_dict(state)
+    for module in (model, other):
+        torch.manual_seed(1)
+        run(module, steps=3)
+    same_state(model, other)
+
+
+def test_state_dicts_under_a_custom_recipe_hold_the_layers_that_use_it():
+    def factory(role):
+        delayed = qtensor.quantizer("fp8_delayed")
+        return delayed if role.name == "a" else qtensor.quantizer("mxfp8")
+
+    recipe = CustomRecipe(factory=factory, delayed_scaling=DelayedScaling())
+    layers = [qtensor.Linear(WIDTH, WIDTH, name=name) for name in "ab"]
+    with region(recipe):
+        keys = list(nn.Sequential(*layers).state_dict())
+    assert [key for key in keys if key.endswith(".scale")] == ["0._delayed_scaling.weight.scale"]
 
 
 @each_module

@@ -118,6 +118,11 @@ class QuantizedModule(nn.Module):
             state.move(self._weights(weight)[0].device)
         return state.delayed
 
+    def _layer_options(self, weight: str) -> LinearOptions:
+        """Return the options of the layer whose state is stored as ``weight``."""
+        options: LinearOptions = self._options  # type: ignore[assignment]
+        return options
+
     def _weights(self, weight: str) -> Sequence[Any]:
         """Return the parameters, each (N, K), that share the state stored as ``weight``."""
         return (getattr(self, weight),)
@@ -144,11 +149,21 @@ class QuantizedModule(nn.Module):
         """The state of delayed scaling under the names that it has in a ``state_dict``."""
         return DelayedPaths(self._states)
 
+    def _needs_delayed(self, weight: str) -> bool:
+        """Return whether the active recipe has delayed scaling for an operand of a layer."""
+        key = self._recipe_key()
+        if not key:
+            return False
+        options = self._layer_options(weight)
+        quantizers = role_quantizers(key, options.module, options.name).values()
+        return any(quantizer is not None and quantizer.needs_scale for quantizer in quantizers)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, state in self._states.items():
             delayed = state.delayed_state
-            if delayed is not None and delayed.used:
+            if self._needs_delayed(weight) or (delayed is not None and delayed.used):
+                delayed = self._delayed(weight)
                 key = f"{prefix}_delayed_scaling.{weight}"
                 destination[f"{key}.scale"] = delayed.scale.clone()
                 destination[f"{key}.amax_history"] = delayed.merged()

@@ -190,6 +190,9 @@ class LayerNormMLP(Normed, QuantizedModule):
                 f"{layer}_weight", self._own_part(values, weight.shape, count), options
             )
 
+    def _layer_options(self, weight: str) -> LinearOptions:
+        return self._fc1_options if weight == "fc1_weight" else self._fc2_options
+
     def _own_part(self, whole: Tensor, shape: torch.Size, halves: int) -> Tensor:
         """Return this rank's part, of shape ``shape``: its part of each half, concatenated."""
         part_shape = torch.Size((shape[0] // halves, *shape[1:]))
