@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from formats import BY_NAME
 
 import qtensor
+from qtensor.library.linear import backward_text, forward_text
 
 OPS = torch.ops.qtensor
 STOCHASTIC = "nvfp4(stochastic_rounding=True)"
@@ -144,8 +145,9 @@ def test_quantize_refuses_buffers_of_another_tensor():
 def test_a_linear_op_keeps_no_buffers_of_another_format():
     """The kernels would write bytes of codes into memory for half as many."""
     x = torch.randn(32, 64)
+    plan = forward_text("mxfp8", "mxfp4", "mxfp8", "", torch.float32, False)
     with pytest.raises(qtensor.QTensorError, match="only buffers of the quantizer"):
-        OPS.linear_forward(x, "mxfp8", "mxfp4", x, "mxfp8", "", None, torch.float32)
+        OPS.linear_forward(x, x, None, plan)
 
 
 # ---- seeds -------------------------------------------------------------------------------------
@@ -163,19 +165,11 @@ def calls_without_a_seed():
         "norm_quantize": lambda: OPS.norm_quantize(
             *(x, None, None, "rmsnorm", 1e-5, False, torch.float32), *quantized
         ),
-        "linear_forward": lambda: OPS.linear_forward(*(
-            x,
-            STOCHASTIC,
-            "",
-            x,
-            "nvfp4",
-            "",
-            None,
-            torch.float32,
-        )),
+        "linear_forward": lambda: OPS.linear_forward(
+            x, x, None, forward_text(STOCHASTIC, "", "nvfp4", "", torch.float32, False)
+        ),
         "linear_backward": lambda: OPS.linear_backward(
-            *(x, STOCHASTIC, [], "", (0,), [], "", (0,)),
-            *(torch.float32, torch.float32, True),
+            x, [], 0, backward_text(STOCHASTIC, "", "", torch.float32, torch.float32, True, False)
         ),
     }
 
