@@ -285,7 +285,10 @@ def test_two_processes_build_once(tmp_path: Path, real_library: Path) -> None:
     assert heard == ("qtensor: waiting for another process that compiles its native CPU kernels\n")
     (tmp_path / "go").touch()
     assert all(finish(process)["native"] for process in (first, second))
-    kernels, small_calls = sources.build_spec(sources.choose_isa()), sources.small_calls_build_spec()
+    kernels, small_calls = (
+        sources.build_spec(sources.choose_isa()),
+        sources.small_calls_build_spec(),
+    )
     assert len(runs(tmp_path)) == len(kernels.units) + 1 + len(small_calls.units) + 1
 
 
