@@ -1,8 +1,8 @@
 """Writes docs/op_matrix.md: what each aten op does with each format.
 
-The class of an op comes from the dispatch tables; every cell is then run once and checked against the same
-call on the dequantized tensor. ``--check`` writes nothing and fails when the document is not what this
-script would write. An op of a table without a sample call below fails the script.
+The class of an op comes from the dispatch tables; every cell is then run once and checked against
+the same call on the dequantized tensor. ``--check`` writes nothing and fails when the document is
+not what this script would write. An op of a table without a sample call below fails the script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS
 from qtensor.storage.preserve import PRESERVE
 
 DOCUMENT = Path(__file__).parent / "op_matrix.md"
-# -------------------------------------------------------------------------------------------------- probing
+# ---- probing
 
 
 @dataclass(frozen=True)
@@ -57,38 +57,43 @@ CLASSES = (
     OpClass(
         "exact",
         "Exact: the result is quantized and holds the same codes",
-        "No value is rounded again: dequantizing the result equals the op on the dequantized tensor, bit for bit. "
-        "`empty_like`, `new_empty` and `new_empty_strided` have no values to compare; class, shape and dtype are checked.",
+        "No value is rounded again: dequantizing the result equals the op on the dequantized "
+        "tensor, bit for bit. `empty_like`, `new_empty` and `new_empty_strided` have no values to "
+        "compare; class, shape and dtype are checked.",
         PRESERVE,
         PRESERVED,
     ),
     OpClass(
         "computes",
         "Computes: one op on the codes, a plain result",
-        "Products decode their operands inside one op, accumulate in float32 and round once; checked against the "
-        "float32 op on the dequantized operands within the accumulation bound. An embedding decodes only the rows asked for. "
-        "An operand without the usage that the product reads raises.",
+        "Products decode their operands inside one op, accumulate in float32 and round once; "
+        "checked against the float32 op on the dequantized operands within the accumulation "
+        "bound. An embedding decodes only the rows asked for. An operand without the usage that "
+        "the product reads raises.",
         COMPUTE,
         COMPUTED,
     ),
     OpClass(
         "dequantizes",
         "Dequantizes: a plain result",
-        "The operands are dequantized to their nominal dtype, then torch's own op runs; equal to it bit for bit.",
+        "The operands are dequantized to their nominal dtype, then torch's own op runs; equal to "
+        "it bit for bit.",
         DEQUANTIZE_OPS,
         DEQUANTIZED,
     ),
     OpClass(
         "in place",
         "In place: dequantizes, then writes back through the tensor's own quantizer",
-        "Equal, byte for byte, to quantizing torch's own result again. The tensor keeps its class, quantizer and buffers.",
+        "Equal, byte for byte, to quantizing torch's own result again. The tensor keeps its "
+        "class, quantizer and buffers.",
         IN_PLACE_OPS,
         IN_PLACE,
     ),
     OpClass(
         "raises",
         "Raises: not in a table",
-        "`UnsupportedError` names the op and the way out. Every op that is not listed above raises; these are examples.",
+        "`UnsupportedError` names the op and the way out. Every op that is not listed above "
+        "raises; these are examples.",
         REFUSED,
         REFUSED,
     ),
@@ -97,9 +102,10 @@ CLASSES = (
 BOUNDS = OpClass(
     "exact",
     "Exact or an error: calls that depend on where blocks lie",
-    "A part that shares a factor with its neighbours, or whose codes share a byte with them, cannot be cut out; then the call "
-    "raises a `QTensorError` that names the rule and the multiple. It never rounds again. Single elements, masks and "
-    "an `expand` to more rows, which batched products ask for, give plain values.",
+    "A part that shares a factor with its neighbours, or whose codes share a byte with them, "
+    "cannot be cut out; then the call raises a `QTensorError` that names the rule and the "
+    "multiple. It never rounds again. Single elements, masks and an `expand` to more rows, which "
+    "batched products ask for, give plain values.",
     ELSEWHERE,
     ELSEWHERE,
 )
@@ -151,7 +157,8 @@ def probe(kind: str, name: str, sample: Sample, o: Operands) -> str:
     """Run one cell; what it did, checked.
 
     Raises:
-        ProbeError: it did something else than its class says, or raised something else than a QTensorError.
+        ProbeError: it did something else than its class says, or raised something else than a
+            QTensorError.
     """
     try:
         expected = _run(sample, dequantized(o))
@@ -190,7 +197,8 @@ def _verify(kind: str, name: str, result: Any, expected: Any, o: Operands) -> No
             raise ProbeError(f"{name}: the result is {type(one).__name__}, but the op is {kind}")
         if quantized and (tuple(one.shape), one.dtype) != (tuple(value.shape), value.dtype):
             raise ProbeError(
-                f"{name}: {tuple(one.shape)} {one.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
+                f"{name}: {tuple(one.shape)} {one.dtype}, torch gives {tuple(value.shape)} "
+                f"{value.dtype}"
             )
         if name not in WITHOUT_VALUES and not _same(kind, one, value, o):
             raise ProbeError(f"{name}: other values than torch on the dequantized tensor")
@@ -203,13 +211,14 @@ def _same(kind: str, one: Any, value: Any, o: Operands) -> bool:
         again = o.matrix.clone().quantize_(value)
         return all(torch.equal(a, b) for a, b in zip(one.buffers(), again.buffers(), strict=True))
     if kind == "computes":
-        # Both sum COLS products in float32, in any order: the error is below COLS * eps of the sum of magnitudes.
+        # Both sum COLS products in float32, in any order: the error is below COLS * eps of the sum
+        # of magnitudes.
         scale = value.abs().max() + COLS
         return bool(((one - value).abs() <= COLS * torch.finfo(torch.float32).eps * scale).all())
     return torch.equal(plain(one).nan_to_num(nan=12345.0), value.nan_to_num(nan=12345.0))
 
 
-# ------------------------------------------------------------------------------------------------- document
+# ---- document
 
 
 def check_samples() -> None:
@@ -250,11 +259,13 @@ def render(default: dict[str, Any], others: dict[str, Any]) -> str:
     lines = [
         "# Op matrix",
         "",
-        "What an aten op does with a quantized operand. Written by `python docs/generate_op_matrix.py`, which runs every "
-        "cell and checks it; `make docs-check` fails when this file is stale. Do not edit it.",
+        "What an aten op does with a quantized operand. Written by `python "
+        "docs/generate_op_matrix.py`, which runs every cell and checks it; `make docs-check` "
+        "fails when this file is stale. Do not edit it.",
         "",
-        f"Cells: one call on {ROWS} x {COLS} float32 values, slices and views at block bounds, rowwise data, default "
-        "options. The words are explained in [concepts](concepts.md#what-an-op-does).",
+        f"Cells: one call on {ROWS} x {COLS} float32 values, slices and views at block bounds, "
+        "rowwise data, default options. The words are explained in "
+        "[concepts](concepts.md#what-an-op-does).",
         "",
     ]
     for part in (CLASSES[0], BOUNDS, *CLASSES[1:]):

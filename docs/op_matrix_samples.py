@@ -145,12 +145,17 @@ COMPUTED: dict[str, Sample] = {
     "embedding": lambda o: A.embedding(o.matrix, o.rows),
 }
 
-_ALONE = """abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf floor ceil round
-trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid logical_not isnan isinf isfinite isposinf
-isneginf nan_to_num signbit frac sum mean amax amin max min aminmax norm linalg_vector_norm std var std_mean var_mean prod any
-all argmax argmin median count_nonzero nonzero sort histc ones_like zeros_like rand_like randn_like"""
-_WITH_ANOTHER = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge isclose
-logical_and logical_or equal allclose"""
+_ALONE = """
+abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf
+floor ceil round trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid
+logical_not isnan isinf isfinite isposinf isneginf nan_to_num signbit frac sum mean amax amin max
+min aminmax norm linalg_vector_norm std var std_mean var_mean prod any all argmax argmin median
+count_nonzero nonzero sort histc ones_like zeros_like rand_like randn_like
+"""
+_WITH_ANOTHER = """
+add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le
+gt ge isclose logical_and logical_or equal allclose
+"""
 _WITH_A_BOUND = "clamp_min clamp_max full_like"
 _LOSSES = "mse_loss smooth_l1_loss huber_loss"
 _LISTS = "_foreach_neg _foreach_sqrt _foreach_abs _foreach_norm _foreach_reciprocal _foreach_max"
@@ -188,8 +193,10 @@ DEQUANTIZED: dict[str, Sample] = {
     "_foreach_pow": lambda o: A._foreach_pow([o.matrix], 2),
 }
 
-_ALONE_ = """neg_ abs_ sqrt_ zero_ normal_ uniform_ random_ trunc_ round_ sign_ relu_ nan_to_num_ reciprocal_ exp_ log_ erfinv_
-bernoulli_"""
+_ALONE_ = """
+neg_ abs_ sqrt_ zero_ normal_ uniform_ random_ trunc_ round_ sign_ relu_ nan_to_num_ reciprocal_
+exp_ log_ erfinv_ bernoulli_
+"""
 _LISTS_ = "_foreach_neg_ _foreach_sqrt_ _foreach_zero_ _foreach_reciprocal_"
 _TWO_LISTS_ = (
     "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_copy_ _foreach_maximum_"
@@ -274,4 +281,4 @@ REFUSED: dict[str, Sample] = {
     "set_": lambda o: A.set_(o.matrix.detach(), o.other),
     "resize_": lambda o: A.resize_(o.matrix.detach(), [4, 4]),
 }
-"""Ops outside all tables, picked for being common; every op that is not in a table raises as these do."""
+"""Common ops outside all tables. Every op that is not in a table raises as these do."""

@@ -90,7 +90,7 @@ def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
 
 
-# ---- buffers that share one byte tensor -----------------------------------------------------------------------
+# ---- buffers that share one byte tensor
 
 PACK_ALIGNMENT = 16
 """Bytes of which the start of every buffer in a packing is a multiple."""

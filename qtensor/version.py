@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 def fingerprint() -> str:
     """The version and a digest of the package's sources.
 
-    A compiled graph holds what the dispatch tables made of an op, so a cache on disk must not serve it to other code.
+    A compiled graph holds what the dispatch tables made of an op, so a cache on disk must not serve
+    it to other code.
     """
     digest = hashlib.sha256()
     root = Path(__file__).parent

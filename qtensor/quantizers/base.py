@@ -262,17 +262,15 @@ class Quantizer(FormatMethods):
 
         Args:
             x: any shape; float32, bfloat16 or float16; any strides. A tensor that has this
-                quantizer
-                already gives a tensor around its own buffers, as ``.to()`` does when there is
-                nothing
-                to convert.
+                quantizer already gives a tensor around its own buffers, as ``.to()`` does when
+                there is nothing to convert.
             out: write into this tensor or storage instead of making a new one; it must have this
                 quantizer and shape. As with every ``out=``, an input that requires grad is refused.
             scale: float32 (1,), the stored encode factor; required by delayed scaling, refused by
                 others.
             generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used
-                as
-                the seed itself, which crosses a compile boundary. Default: the device's generator.
+                as the seed itself, which crosses a compile boundary. Default: the device's
+                generator.
             amax_reduction_group: a process group over which tensor-wide maxima are reduced first.
             noop_flag: with ``out``: a tensor of one element; non-zero leaves every byte unchanged.
 

@@ -115,8 +115,7 @@ class Float8Quantizer(_Float8):
     """Quantize to FP8 with delayed scaling: the call passes the factor, the amax is returned.
 
     ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` the amax as
-    well.
-    The caller owns the state (scale, amax history) as tensors: see
+    well. The caller owns the state (scale, amax history) as tensors: see
     ``qtensor.delayed_scaling_update``.
     """
 

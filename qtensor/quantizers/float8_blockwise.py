@@ -23,11 +23,9 @@ from qtensor.storage.float8_blockwise import (
 class Float8BlockQuantizer(Quantizer):
     """Quantize to FP8 with a float32 factor for each block.
 
-    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged
-    edges are
-    padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on their
-    own;
-    columnwise 2D data are the rowwise ones transposed.
+    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged edges
+    are padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on
+    their own; columnwise 2D data are the rowwise ones transposed.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.

@@ -29,9 +29,8 @@ SCALE_MODES = ("rceil", "floor", "ceil", "even")
 class MXQuantizer(Quantizer, abstract=True):
     """Quantize in blocks of 32 with an E8M0 factor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A
-    block with
-    a NaN or inf decodes to NaN.
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A block
+    with a NaN or inf decodes to NaN.
 
     Attributes:
         dtype: the element, by name or as a torch dtype.

@@ -28,10 +28,8 @@ class NVFP4Quantizer(Quantizer):
     """Quantize to NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
 
     Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes
-    0,
-    because the element has no NaN; inf counts as the largest finite float32. Columnwise data
-    quantize
-    the transpose.
+    0, because the element has no NaN; inf counts as the largest finite float32. Columnwise data
+    quantize the transpose.
 
     Attributes:
         with_2d_quantization: 16x16 blocks; either direction is then the other transposed.

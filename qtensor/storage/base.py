@@ -286,8 +286,7 @@ class _Known(NamedTuple):
 
 _KNOWN: dict[int, _Known] = {}
 """Checked contexts by identity. A compiled graph passes the same object with every tensor, and
-hashing
-its value takes longer than making a tensor.
+hashing its value takes longer than making a tensor.
 """
 _MOST = 4096
 
@@ -316,8 +315,8 @@ def _known(context: Context) -> _Known:
     ):
         raise QTensorError(
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
-            f"got {dtype!r}, {quantizer!r}, {layout!r}. "
-            "Use the context that __tensor_flatten__ returned."
+            f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ "
+            "returned."
         )
     note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
     if len(_KNOWN) >= _MOST:
@@ -336,9 +335,9 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
     name, dtype, quantizer, _ = context
     if list(inner) != names or cls.spec is not quantizer.spec:
         raise QTensorError(
-            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; "
-            f"got {list(inner)} of {cls.spec.name}. "
-            "Pass the inner tensors that __tensor_flatten__ named."
+            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; got "
+            f"{list(inner)} of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ "
+            "named."
         )
     if not issubclass(cls, Tensor):
         return cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})

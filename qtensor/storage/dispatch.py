@@ -30,8 +30,7 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``qtensor::quantize`` of a quantized tensor.
 
     If the tensor already has the requested quantizer, return its own buffers; otherwise quantize
-    its
-    values again.
+    its values again.
     """
     t, canonical = args[:2]
     if isinstance(t, QuantizedTensorStorage):

@@ -200,8 +200,7 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
 
     Returns:
         The new quantizer, and for each of its slots the constructor keyword, the source buffer and
-        the
-        function that makes the view of it.
+        the function that makes the view of it.
     """
     target = quantizer.transposed()
     other = counterparts(quantizer.spec)

@@ -173,8 +173,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Return a plain tensor: the gradient of a quantized tensor is plain.
 
         AOTAutograd (torch 2.11 to 2.13) accepts any result that can be flattened, and a plain
-        tensor with
-        no inner tensors can be. tests/test_compile_autograd.py watches this on every torch version.
+        tensor with no inner tensors can be. tests/test_compile_autograd.py watches this on every
+        torch version.
         """
         gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
@@ -241,8 +241,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Return the part of the tensor that ``index`` addresses.
 
         One integer per dim addresses one element. Its value is a plain 0-d tensor, a copy: writing
-        to it
-        does not change this tensor. Every other index follows torch's rules and docs/op_matrix.md.
+        to it does not change this tensor. Every other index follows torch's rules and
+        docs/op_matrix.md.
         """
         if is_element(index, self.ndim):
             return read_element(self, index)

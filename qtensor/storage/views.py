@@ -239,8 +239,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle expand: the same shape gives the tensor, more rows give plain values.
 
     Factors cannot be repeated without a copy. matmul asks for both forms: the first before it
-    folds,
-    the second where a batch is not contiguous.
+    folds, the second where a batch is not contiguous.
     """
     t = args[0]
     sizes = args[1]
