@@ -18,7 +18,7 @@ A = torch.ops.aten
 
 @dataclass
 class Operands:
-    """What a sample call works on: all quantized, or all plain with the same values."""
+    """Hold the operands of sample calls: all quantized, or all plain with the same values."""
 
     matrix: Any
     """(128, 256)"""
@@ -46,7 +46,7 @@ def _each(names: str, make: Callable[[str], Sample]) -> dict[str, Sample]:
 
 
 def _in_place(call: Callable[[Any, Operands], Any]) -> Sample:
-    """A call on a copy of the matrix, which is the result."""
+    """Return a sample that runs ``call`` on a copy of the matrix and returns the copy."""
 
     def sample(o: Operands) -> Any:
         target = o.matrix.clone()
@@ -66,7 +66,7 @@ def _foreach_in_place(call: Callable[[list[Any], Operands], Any]) -> Sample:
 
 
 def plain(t: Any) -> Any:
-    """The values of a quantized tensor; anything else as it is."""
+    """Return the values of a quantized tensor; other objects are returned unchanged."""
     return t.dequantize() if isinstance(t, QuantizedTensor) else t
 
 
@@ -129,7 +129,7 @@ ELSEWHERE: dict[str, Sample] = {
     "`cat` of tensors quantized apart": lambda o: torch.cat([o.matrix, o.other]),
     "`stack` of tensors quantized apart": lambda o: torch.stack([o.matrix, o.other]),
 }
-"""Calls that depend on where blocks lie, by what the document calls them."""
+"""Calls that depend on where blocks lie, by their label in the document."""
 
 COMPUTED: dict[str, Sample] = {
     "mm": lambda o: A.mm(o.matrix, plain(o.square)),
@@ -240,7 +240,7 @@ IN_PLACE: dict[str, Sample] = {
 
 
 def _fused(name: str, targets: list[Any], o: Operands) -> None:
-    """One step of a fused optimizer; gradients and state are plain."""
+    """Run one step of a fused optimizer with plain gradients and state."""
     gradients = [plain(o.other), plain(o.matrix)]
     state = [[torch.zeros(ROWS, COLS) for _ in targets] for _ in range(2)]
     steps = [torch.ones(()) for _ in targets]
