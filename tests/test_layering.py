@@ -139,3 +139,33 @@ def test_a_private_name_is_found():
     source += "layout._pad(1); layout.__name__; e._rule; other._name; layout.pad(1)"
     assert private(source) == {"qtensor.errors._rule", "qtensor.layout._pad"}
     assert private("import qtensor.layout\nfrom torch import _dynamo") == set()
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_table_of_layers_is_that_of_the_contract():
+    contract = next(c for c in CONFIG["contracts"] if c["type"] == "layers")
+    layers = [[n.strip(" ()") for n in layer.split("|")] for layer in contract["layers"]]
+    table = ARCHITECTURE.partition("## Layers")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.M)
+    assert [re.findall(r"`(\w+)`", cell) for cell in cells] == layers
+
+
+def defined(tree):
+    """Return the names of functions, classes and variables that a module or its classes define."""
+    functions = (ast.FunctionDef, ast.ClassDef)
+    names = {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_files_and_names_of_the_architecture_page_exist():
+    paths = set(re.findall(r"\bqtensor/[\w/]*(?:\.\w+)?", ARCHITECTURE))
+    assert len(paths) > 30
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    for path, names in re.findall(r"(qtensor/[\w/]+\.py): (\w+(?:, \w+)*)", ARCHITECTURE):
+        missing = set(names.split(", ")) - defined(ast.parse((ROOT / path).read_text()))
+        assert not missing, f"{path}: {missing}"
