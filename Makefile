@@ -16,6 +16,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # operators by milliseconds. Inductor compiles in the process that asks, without a pool of its own.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 
+CPP_SOURCES = $(wildcard qtensor/kernels/cpu/src/*.h qtensor/kernels/cpu/src/*.cpp)
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format docs-check check-kernels bench overhead wheel clean
 
@@ -23,8 +25,8 @@ help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
 	@echo "make test        install into $(VENV) and run the default tier of the tests"
 	@echo "make test-all    run all tests: the default tier and the wide tier (tests/nightly.py)"
-	@echo "make lint        ruff, import-linter, mypy, codespell"
-	@echo "make format      let ruff rewrite the files"
+	@echo "make lint        ruff, import-linter, mypy, codespell, clang-format"
+	@echo "make format      let ruff and clang-format rewrite the files"
 	@echo "make docs-check  are the generated documents up to date?"
 	@echo "make check-kernels  nvcc's front end over every GEMM (minutes; CHECK_ARGS=\"--arch sm_90a\")"
 	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
@@ -49,10 +51,12 @@ lint: $(VENV)/.dev.stamp
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 
 format: $(VENV)/.dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 docs-check: $(VENV)/.dev.stamp
 	$(BIN)/python docs/generate_op_matrix.py --check

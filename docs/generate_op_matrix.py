@@ -1,8 +1,8 @@
-"""Writes docs/op_matrix.md: what each aten op does with each format.
+"""Write docs/op_matrix.md, which tells how each aten op treats each format.
 
-The class of an op comes from the dispatch tables; every cell is then run once and checked against the same
-call on the dequantized tensor. ``--check`` writes nothing and fails when the document is not what this
-script would write. An op of a table without a sample call below fails the script.
+The dispatch tables give the class of an op. The script then runs every cell once and compares the
+result with the same call on the dequantized tensor. It fails if an op of a table has no sample
+call. ``--check`` writes nothing and fails if the document is out of date.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS
 from qtensor.storage.preserve import PRESERVE
 
 DOCUMENT = Path(__file__).parent / "op_matrix.md"
-# -------------------------------------------------------------------------------------------------- probing
+# ---- probing
 
 
 @dataclass(frozen=True)
 class OpClass:
-    """One part of the document."""
+    """Describe a class of ops, which is a section of the document."""
 
     name: str
     title: str
@@ -57,38 +57,43 @@ CLASSES = (
     OpClass(
         "exact",
         "Exact: the result is quantized and holds the same codes",
-        "No value is rounded again: dequantizing the result equals the op on the dequantized tensor, bit for bit. "
-        "`empty_like`, `new_empty` and `new_empty_strided` have no values to compare; class, shape and dtype are checked.",
+        "No value is rounded again: dequantizing the result equals the op on the dequantized "
+        "tensor, bit for bit. `empty_like`, `new_empty` and `new_empty_strided` have no values to "
+        "compare; class, shape and dtype are checked.",
         PRESERVE,
         PRESERVED,
     ),
     OpClass(
         "computes",
         "Computes: one op on the codes, a plain result",
-        "Products decode their operands inside one op, accumulate in float32 and round once; checked against the "
-        "float32 op on the dequantized operands within the accumulation bound. An embedding decodes only the rows asked for. "
-        "An operand without the usage that the product reads raises.",
+        "A product decodes its operands inside one op, accumulates in float32 and rounds once. It "
+        "agrees with the float32 op on the dequantized operands within the accumulation bound. An "
+        "embedding decodes only the requested rows. A product raises if an operand lacks the "
+        "usage that it reads.",
         COMPUTE,
         COMPUTED,
     ),
     OpClass(
         "dequantizes",
         "Dequantizes: a plain result",
-        "The operands are dequantized to their nominal dtype, then torch's own op runs; equal to it bit for bit.",
+        "The operands are dequantized to their nominal dtype, then torch's own op runs. The "
+        "results are equal bit for bit.",
         DEQUANTIZE_OPS,
         DEQUANTIZED,
     ),
     OpClass(
         "in place",
         "In place: dequantizes, then writes back through the tensor's own quantizer",
-        "Equal, byte for byte, to quantizing torch's own result again. The tensor keeps its class, quantizer and buffers.",
+        "The bytes equal those of quantizing torch's own result again. The tensor keeps its "
+        "class, quantizer and buffers.",
         IN_PLACE_OPS,
         IN_PLACE,
     ),
     OpClass(
         "raises",
         "Raises: not in a table",
-        "`UnsupportedError` names the op and the way out. Every op that is not listed above raises; these are examples.",
+        "`UnsupportedError` names the op and the way out. Every op that is not listed above "
+        "raises; these are examples.",
         REFUSED,
         REFUSED,
     ),
@@ -97,9 +102,10 @@ CLASSES = (
 BOUNDS = OpClass(
     "exact",
     "Exact or an error: calls that depend on where blocks lie",
-    "A part that shares a factor with its neighbours, or whose codes share a byte with them, cannot be cut out; then the call "
-    "raises a `QTensorError` that names the rule and the multiple. It never rounds again. Single elements, masks and "
-    "an `expand` to more rows, which batched products ask for, give plain values.",
+    "A part cannot be cut out if it shares a factor, or a byte of codes, with its neighbours. The "
+    "call then raises a `QTensorError` that names the rule and the multiple. It never rounds "
+    "again. Single elements, masks and an `expand` to more rows, which batched products call, give "
+    "plain values.",
     ELSEWHERE,
     ELSEWHERE,
 )
@@ -115,11 +121,11 @@ GIVES_VALUES = (
 
 
 class ProbeError(AssertionError):
-    """A cell that does not do what its table says."""
+    """Signal a cell that differs from its dispatch table."""
 
 
 def operands(quantizer: qtensor.Quantizer) -> Operands:
-    """Quantized operands with fixed values."""
+    """Return quantized operands with fixed values."""
     seed = torch.Generator().manual_seed(0)
     call = {"scale": torch.full((1,), 64.0)} if quantizer.needs_scale else {}
 
@@ -137,7 +143,7 @@ def operands(quantizer: qtensor.Quantizer) -> Operands:
 
 
 def dequantized(o: Operands) -> Operands:
-    """The same operands, plain."""
+    """Return plain operands with the dequantized values of ``o``."""
     names = ("matrix", "vector", "scalar", "other", "square", "batch")
     return Operands(*(plain(getattr(o, name)) for name in names))
 
@@ -148,15 +154,16 @@ def _run(sample: Sample, o: Operands) -> Any:
 
 
 def probe(kind: str, name: str, sample: Sample, o: Operands) -> str:
-    """Run one cell; what it did, checked.
+    """Run one cell, check the result and return the class of its behaviour.
 
     Raises:
-        ProbeError: it did something else than its class says, or raised something else than a QTensorError.
+        ProbeError: the behaviour differs from that of the op's class, or the op raised an error
+            that is not a QTensorError.
     """
     try:
         expected = _run(sample, dequantized(o))
     except RuntimeError:
-        # Torch itself refuses (pinning memory without a GPU): the cell is what the table says.
+        # Torch itself refuses, for example to pin memory without a GPU. The table decides the cell.
         if kind != "raises":
             return kind
         expected = None
@@ -181,16 +188,17 @@ def probe(kind: str, name: str, sample: Sample, o: Operands) -> str:
 
 
 def _verify(kind: str, name: str, result: Any, expected: Any, o: Operands) -> None:
-    found, wanted = pytree.tree_leaves(result), pytree.tree_leaves(expected)
-    if len(found) != len(wanted):
-        raise ProbeError(f"{name}: {len(found)} results, torch gives {len(wanted)}")
-    for one, value in zip(found, wanted, strict=True):
+    results, wanted = pytree.tree_leaves(result), pytree.tree_leaves(expected)
+    if len(results) != len(wanted):
+        raise ProbeError(f"{name}: {len(results)} results, torch gives {len(wanted)}")
+    for one, value in zip(results, wanted, strict=True):
         quantized = isinstance(one, QuantizedTensor)
         if isinstance(value, Tensor) and quantized != (kind in ("exact", "in place")):
             raise ProbeError(f"{name}: the result is {type(one).__name__}, but the op is {kind}")
         if quantized and (tuple(one.shape), one.dtype) != (tuple(value.shape), value.dtype):
             raise ProbeError(
-                f"{name}: {tuple(one.shape)} {one.dtype}, torch gives {tuple(value.shape)} {value.dtype}"
+                f"{name}: {tuple(one.shape)} {one.dtype}, torch gives {tuple(value.shape)} "
+                f"{value.dtype}"
             )
         if name not in WITHOUT_VALUES and not _same(kind, one, value, o):
             raise ProbeError(f"{name}: other values than torch on the dequantized tensor")
@@ -203,41 +211,45 @@ def _same(kind: str, one: Any, value: Any, o: Operands) -> bool:
         again = o.matrix.clone().quantize_(value)
         return all(torch.equal(a, b) for a, b in zip(one.buffers(), again.buffers(), strict=True))
     if kind == "computes":
-        # Both sum COLS products in float32, in any order: the error is below COLS * eps of the sum of magnitudes.
+        # Both sum COLS products in float32, in any order: the error is below COLS * eps of the sum
+        # of magnitudes.
         scale = value.abs().max() + COLS
         return bool(((one - value).abs() <= COLS * torch.finfo(torch.float32).eps * scale).all())
     return torch.equal(plain(one).nan_to_num(nan=12345.0), value.nan_to_num(nan=12345.0))
 
 
-# ------------------------------------------------------------------------------------------------- document
+# ---- document
 
 
 def check_samples() -> None:
-    """Every op of a table has a sample, and every sample an op.
+    """Check that every op of a table has a sample, and every sample an op.
 
     Raises:
-        ProbeError: with the names.
+        ProbeError: one is missing; the message lists the names.
     """
-    for part in CLASSES:
-        missing, left = set(part.table) - set(part.samples), set(part.samples) - set(part.table)
-        if part.name == "raises":
-            left = {name for other in CLASSES[:-1] for name in other.table} & set(part.samples)
-        if missing or left:
+    for op_class in CLASSES:
+        missing, extra = (
+            set(op_class.table) - set(op_class.samples),
+            set(op_class.samples) - set(op_class.table),
+        )
+        if op_class.name == "raises":
+            extra = {name for other in CLASSES[:-1] for name in other.table} & set(op_class.samples)
+        if missing or extra:
             raise ProbeError(
-                f"{part.name}: no sample for {sorted(missing)}; not in this table: {sorted(left)}"
+                f"{op_class.name}: no sample for {sorted(missing)}; not a table op: {sorted(extra)}"
             )
 
 
 def cells(**options: Any) -> dict[str, Any]:
-    """Title of the part -> op -> format -> what the cell does."""
-    result: dict[str, Any] = {part.title: {} for part in (*CLASSES, BOUNDS)}
+    """Return the class of every cell: title of the section -> op -> format -> class."""
+    result: dict[str, Any] = {op_class.title: {} for op_class in (*CLASSES, BOUNDS)}
     for fmt in qtensor.formats():
         o = operands(qtensor.quantizer(fmt, **options))
-        for part in (*CLASSES, BOUNDS):
-            for op in part.table if part is BOUNDS else sorted(part.table):
+        for op_class in (*CLASSES, BOUNDS):
+            for op in op_class.table if op_class is BOUNDS else sorted(op_class.table):
                 try:
-                    result[part.title].setdefault(op, {})[fmt] = probe(
-                        part.name, op, part.samples[op], o
+                    result[op_class.title].setdefault(op, {})[fmt] = probe(
+                        op_class.name, op, op_class.samples[op], o
                     )
                 except ProbeError as error:
                     raise ProbeError(f"{fmt}{options or ''}: {error}") from error
@@ -245,22 +257,29 @@ def cells(**options: Any) -> dict[str, Any]:
 
 
 def render(default: dict[str, Any], others: dict[str, Any]) -> str:
-    """The document: cells of the default options, and of other usages where they differ."""
+    """Return the document.
+
+    Args:
+        default: the cells of quantizers with default options.
+        others: the cells of other usages, by the name of the usages; only differences are shown.
+    """
     formats = qtensor.formats()
     lines = [
         "# Op matrix",
         "",
-        "What an aten op does with a quantized operand. Written by `python docs/generate_op_matrix.py`, which runs every "
-        "cell and checks it; `make docs-check` fails when this file is stale. Do not edit it.",
+        "This page tells how each aten op treats a quantized operand. `python "
+        "docs/generate_op_matrix.py` writes it after running and checking every cell; `make "
+        "docs-check` fails if it is out of date. Do not edit it.",
         "",
-        f"Cells: one call on {ROWS} x {COLS} float32 values, slices and views at block bounds, rowwise data, default "
-        "options. The words are explained in [concepts](concepts.md#what-an-op-does).",
+        f"Cells: one call on {ROWS} x {COLS} float32 values, slices and views at block bounds, "
+        "rowwise data, default options. The words are explained in "
+        "[concepts](concepts.md#what-an-op-does).",
         "",
     ]
-    for part in (CLASSES[0], BOUNDS, *CLASSES[1:]):
-        lines += [f"## {part.title}", "", part.meaning, ""]
-        ops = default[part.title]
-        lines += _table(ops, formats) if part.name == "exact" else _list(ops, part.name)
+    for op_class in (CLASSES[0], BOUNDS, *CLASSES[1:]):
+        lines += [f"## {op_class.title}", "", op_class.meaning, ""]
+        ops = default[op_class.title]
+        lines += _table(ops, formats) if op_class.name == "exact" else _list(ops, op_class.name)
     lines += ["## With other usages", "", *_differences(default, others), ""]
     lines += ["## Count", "", *_count(default), ""]
     return "\n".join(lines)
@@ -279,7 +298,11 @@ def _label(op: str) -> str:
 
 
 def _list(ops: dict[str, dict[str, str]], kind: str) -> list[str]:
-    """Ops that do the same for all formats, as they do outside of the first class."""
+    """Return the line of a class whose ops behave the same for all formats.
+
+    Raises:
+        ProbeError: an op behaves differently for some format.
+    """
     for op, row in ops.items():
         if set(row.values()) != {kind}:
             raise ProbeError(f"{op}: not the same for all formats: {row}")
@@ -294,13 +317,18 @@ def _differences(default: dict[str, Any], others: dict[str, Any]) -> list[str]:
             if any(words):
                 lines.append(f"| {_label(op)} | {' | '.join(words)} |")
     if not lines:
-        return ["The same calls on tensors with other usages do the same."]
-    head = ["The same calls on tensors with other usages do the same, but for:", ""]
+        return ["The same calls on tensors with other usages behave the same."]
+    head = ["The same calls on tensors with other usages behave the same, except:", ""]
     return [*head, f"| op | {' | '.join(others)} |", f"|---|{'---|' * len(others)}", *lines]
 
 
 def _changes(row: dict[str, str], other: dict[str, str]) -> str:
-    """Formats by what they do now, where that is not what they did: "raises: fp8, mxfp8"."""
+    """Return the formats whose class differs, for example "raises: fp8, mxfp8".
+
+    Args:
+        row: format -> class with default options.
+        other: format -> class with other usages.
+    """
     changed = {
         cell: [f for f in row if other[f] == cell != row[f]] for cell in sorted(set(other.values()))
     }
@@ -312,17 +340,17 @@ def _changes(row: dict[str, str], other: dict[str, str]) -> str:
 
 
 def _count(default: dict[str, Any]) -> list[str]:
-    found = Counter(
+    results = Counter(
         cell for ops in default.values() for row in ops.values() for cell in row.values()
     )
-    names = Counter(part.name for part in (*CLASSES, BOUNDS) for _ in part.table)
+    names = Counter(op_class.name for op_class in (*CLASSES, BOUNDS) for _ in op_class.table)
     lines = ["| class | calls | cells |", "|---|---:|---:|"]
-    lines += [f"| {name} | {names[name] or ''} | {count} |" for name, count in found.items()]
-    return [*lines, f"| all | {names.total()} | {found.total()} |"]
+    lines += [f"| {name} | {names[name] or ''} | {count} |" for name, count in results.items()]
+    return [*lines, f"| all | {names.total()} | {results.total()} |"]
 
 
 def document() -> str:
-    """Probe everything, write it down."""
+    """Run every cell and return the document."""
     check_samples()
     others = {
         "rowwise and columnwise": cells(columnwise=True),
@@ -332,21 +360,24 @@ def document() -> str:
 
 
 def main() -> int:
-    """Write the document, or with ``--check`` compare it."""
+    """Write the document, or compare it with ``--check``, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail when the file is stale"
+        "--check", action="store_true", help="write nothing; fail if the file is out of date"
     )
     check = parser.parse_args().check
     try:
-        text = document()
+        content = document()
     except ProbeError as error:
         print(f"docs/op_matrix.md: {error}", file=sys.stderr)
         return 1
     if not check:
-        DOCUMENT.write_text(text)
-    elif not DOCUMENT.exists() or DOCUMENT.read_text() != text:
-        print("docs/op_matrix.md is stale. Run: python docs/generate_op_matrix.py", file=sys.stderr)
+        DOCUMENT.write_text(content)
+    elif not DOCUMENT.exists() or DOCUMENT.read_text() != content:
+        print(
+            "docs/op_matrix.md is out of date. Run: python docs/generate_op_matrix.py",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -18,7 +18,7 @@ A = torch.ops.aten
 
 @dataclass
 class Operands:
-    """What a sample call works on: all quantized, or all plain with the same values."""
+    """Hold the operands of sample calls: all quantized, or all plain with the same values."""
 
     matrix: Any
     """(128, 256)"""
@@ -46,7 +46,7 @@ def _each(names: str, make: Callable[[str], Sample]) -> dict[str, Sample]:
 
 
 def _in_place(call: Callable[[Any, Operands], Any]) -> Sample:
-    """A call on a copy of the matrix, which is the result."""
+    """Return a sample that runs ``call`` on a copy of the matrix and returns the copy."""
 
     def sample(o: Operands) -> Any:
         target = o.matrix.clone()
@@ -66,7 +66,7 @@ def _foreach_in_place(call: Callable[[list[Any], Operands], Any]) -> Sample:
 
 
 def plain(t: Any) -> Any:
-    """The values of a quantized tensor; anything else as it is."""
+    """Return the values of a quantized tensor; other objects are returned unchanged."""
     return t.dequantize() if isinstance(t, QuantizedTensor) else t
 
 
@@ -129,7 +129,7 @@ ELSEWHERE: dict[str, Sample] = {
     "`cat` of tensors quantized apart": lambda o: torch.cat([o.matrix, o.other]),
     "`stack` of tensors quantized apart": lambda o: torch.stack([o.matrix, o.other]),
 }
-"""Calls that depend on where blocks lie, by what the document calls them."""
+"""Calls that depend on where blocks lie, by their label in the document."""
 
 COMPUTED: dict[str, Sample] = {
     "mm": lambda o: A.mm(o.matrix, plain(o.square)),
@@ -145,12 +145,17 @@ COMPUTED: dict[str, Sample] = {
     "embedding": lambda o: A.embedding(o.matrix, o.rows),
 }
 
-_ALONE = """abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf floor ceil round
-trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid logical_not isnan isinf isfinite isposinf
-isneginf nan_to_num signbit frac sum mean amax amin max min aminmax norm linalg_vector_norm std var std_mean var_mean prod any
-all argmax argmin median count_nonzero nonzero sort histc ones_like zeros_like rand_like randn_like"""
-_WITH_ANOTHER = """add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le gt ge isclose
-logical_and logical_or equal allclose"""
+_ALONE = """
+abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf
+floor ceil round trunc relu gelu silu hardtanh leaky_relu elu softplus mish hardswish hardsigmoid
+logical_not isnan isinf isfinite isposinf isneginf nan_to_num signbit frac sum mean amax amin max
+min aminmax norm linalg_vector_norm std var std_mean var_mean prod any all argmax argmin median
+count_nonzero nonzero sort histc ones_like zeros_like rand_like randn_like
+"""
+_WITH_ANOTHER = """
+add sub rsub mul div pow maximum minimum fmod remainder floor_divide true_divide atan2 eq ne lt le
+gt ge isclose logical_and logical_or equal allclose
+"""
 _WITH_A_BOUND = "clamp_min clamp_max full_like"
 _LOSSES = "mse_loss smooth_l1_loss huber_loss"
 _LISTS = "_foreach_neg _foreach_sqrt _foreach_abs _foreach_norm _foreach_reciprocal _foreach_max"
@@ -188,8 +193,10 @@ DEQUANTIZED: dict[str, Sample] = {
     "_foreach_pow": lambda o: A._foreach_pow([o.matrix], 2),
 }
 
-_ALONE_ = """neg_ abs_ sqrt_ zero_ normal_ uniform_ random_ trunc_ round_ sign_ relu_ nan_to_num_ reciprocal_ exp_ log_ erfinv_
-bernoulli_"""
+_ALONE_ = """
+neg_ abs_ sqrt_ zero_ normal_ uniform_ random_ trunc_ round_ sign_ relu_ nan_to_num_ reciprocal_
+exp_ log_ erfinv_ bernoulli_
+"""
 _LISTS_ = "_foreach_neg_ _foreach_sqrt_ _foreach_zero_ _foreach_reciprocal_"
 _TWO_LISTS_ = (
     "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_copy_ _foreach_maximum_"
@@ -233,7 +240,7 @@ IN_PLACE: dict[str, Sample] = {
 
 
 def _fused(name: str, targets: list[Any], o: Operands) -> None:
-    """One step of a fused optimizer; gradients and state are plain."""
+    """Run one step of a fused optimizer with plain gradients and state."""
     gradients = [plain(o.other), plain(o.matrix)]
     state = [[torch.zeros(ROWS, COLS) for _ in targets] for _ in range(2)]
     steps = [torch.ones(()) for _ in targets]
@@ -274,4 +281,4 @@ REFUSED: dict[str, Sample] = {
     "set_": lambda o: A.set_(o.matrix.detach(), o.other),
     "resize_": lambda o: A.resize_(o.matrix.detach(), [4, 4]),
 }
-"""Ops outside all tables, picked for being common; every op that is not in a table raises as these do."""
+"""Common ops outside all tables. Every op that is not in a table raises as these do."""

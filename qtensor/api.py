@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.library.codec import codec_class, codec_names
 from qtensor.library.constant import compile_constant
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.autograd import quantize_traced
 from qtensor.quantizers.options import CALL_ARGUMENTS, GIVEN
+from qtensor.registry import format_names, quantizer_class
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -24,7 +24,7 @@ Format = str | Quantizer
 
 def formats() -> tuple[str, ...]:
     """Return the ids of all registered formats: ``"fp8"``, ``"mxfp8"``, ``"nvfp4"`` and so on."""
-    return codec_names()
+    return format_names()
 
 
 def quantizer(fmt: Format, **options: Any) -> Quantizer:
@@ -42,7 +42,7 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
         QTensorError: unknown format or option; the message lists the known ones.
     """
     if isinstance(fmt, Quantizer):
-        return type(fmt)(**{**fmt.given_options(), **options}) if options else fmt
+        return type(fmt)(**{**fmt.changed_options(), **options}) if options else fmt
     if not isinstance(fmt, str):
         is_class = isinstance(fmt, type) and issubclass(fmt, Quantizer)
         fix = f"Call it: {fmt.__name__}()" if is_class else f"Choose one of: {', '.join(formats())}"
@@ -53,7 +53,7 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
             fix,
             ArgumentTypeError,
         )
-    cls = codec_class(fmt)
+    cls = quantizer_class(fmt)
     # Dynamo warns about a cache in traced code, so it builds the value without one.
     if not torch.compiler.is_compiling():
         try:

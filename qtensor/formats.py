@@ -1,8 +1,7 @@
 """Describe number formats: element codes, inner buffers, format specs.
 
 Allocation, flattening, slicing, copying, repr and fakes all derive from the specs that these
-classes
-define; no method elsewhere lists the fields of a format.
+classes define; no method elsewhere lists the fields of a format.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class Dim:
 
     axis: Literal["lead", "m", "k", "one"]
     """``lead``: the leading dims, unflattened. ``m``: their product. ``k``: the last dim. ``one``:
-    a
-    single entry.
+    a single entry.
     """
     per: int = 1
     """Logical elements that share one group of entries (block size, or codes in a packed group)."""

@@ -1,6 +1,6 @@
 """Compute buffer shapes from logical shapes.
 
-Pure functions of ints or SymInts: no data, no branches on sizes.
+The functions take ints or SymInts. They read no data and do not branch on sizes.
 """
 
 from __future__ import annotations
@@ -90,21 +90,21 @@ def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
 
 
-# ---- buffers that share one byte tensor -----------------------------------------------------------------------
+# ---- buffers that share one byte tensor
 
 PACK_ALIGNMENT = 16
-"""Bytes of which the start of every buffer in a packing is a multiple."""
+"""Every buffer of a packing starts at a multiple of this number of bytes."""
 
 
 class Piece(NamedTuple):
-    """A buffer within the byte tensor that several buffers share.
+    """Describe one of several buffers that share a byte tensor.
 
     Attributes:
         size: shape of the buffer.
-        dtype: of the buffer.
-        offset: bytes in front of it.
-        nbytes: bytes that it takes.
-        padded: it may hold entries that no kernel writes, which must be zero.
+        dtype: dtype of the buffer.
+        offset: number of bytes in front of the buffer.
+        nbytes: number of bytes of the buffer.
+        padded: True if the buffer may have entries that no kernel writes; they must be zero.
     """
 
     size: tuple[int, ...]
@@ -115,18 +115,18 @@ class Piece(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where buffers lie in the byte tensor that they share.
+    """Describe a byte tensor that several buffers share.
 
     Attributes:
         pieces: the buffers.
-        size: bytes of the tensor.
+        size: number of bytes of the tensor.
     """
 
     pieces: tuple[Piece, ...]
     size: int
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return (first byte, byte behind the last) of everything that no buffer covers."""
+        """Return (first byte, end) of each range that no buffer covers."""
         gaps, end = [], 0
         for piece in sorted(self.pieces, key=lambda piece: piece.offset):
             if piece.offset > end:
@@ -136,11 +136,11 @@ class Packing(NamedTuple):
 
 
 def pack(slots: Sequence[Slot], shape: Shape, start: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the pieces of the buffers of a tensor of logical ``shape``, and the offset behind them.
+    """Return the pieces of a tensor's buffers, and the offset behind the last one.
 
     Args:
-        slots: of the buffers.
-        shape: the logical shape.
+        slots: describe the buffers.
+        shape: logical shape of the tensor.
         start: offset of the first buffer, a multiple of ``PACK_ALIGNMENT``.
     """
     pieces, end = [], start

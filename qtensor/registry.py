@@ -1,6 +1,7 @@
-"""The quantizers that ops and kernels see: their interface, their canonical texts and their buffers.
+"""Register quantizers, parse their canonical strings and allocate their buffers.
 
-The classes themselves are in ``quantizers/``, above the ops that they call.
+Ops and kernels use the interface ``QuantizerLike``. The classes themselves are in ``quantizers/``,
+above the ops that they call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from qtensor.layout import Shape, buffer_shapes, contiguous_strides, has_padding
 
 
 class QuantizerLike(Protocol):
-    """The part of a quantizer that ops, kernels and storages use."""
+    """Declare the attributes and methods of a quantizer that ops, kernels and storages use."""
 
     format: str
     spec: FormatSpec
@@ -32,19 +33,19 @@ class QuantizerLike(Protocol):
     rowwise: bool
     columnwise: bool
     transpose_plan: Any
-    """How a 2-D tensor is transposed (storage/geometry.py)."""
+    """Describes how a 2-D tensor is transposed (storage/geometry.py)."""
     two_dimensional: bool
-    """Blocks are square, shared by both directions."""
+    """True if blocks are square and both directions share them."""
     factors_are_local: bool
-    """A value depends on its own code and factors alone (False: a rotation mixes elements)."""
+    """True if a value depends on its own code and factors alone; a rotation mixes elements."""
     per_tensor: bool
-    """One factor for the whole tensor, which a GEMM can apply at its end."""
+    """True if the whole tensor has one factor, which a GEMM can apply at its end."""
     returns_amax: bool
-    """The op returns the tensor's amax after the buffers (delayed scaling)."""
+    """True if the op returns the tensor's amax after the buffers (delayed scaling)."""
     stochastic_rounding: bool
-    """A call must bring ``seed=``."""
+    """True if a call must pass ``seed=``."""
     needs_scale: bool
-    """A call must bring ``scale=`` (delayed scaling)."""
+    """True if a call must pass ``scale=`` (delayed scaling)."""
 
     def encode_(
         self,
@@ -59,51 +60,54 @@ class QuantizerLike(Protocol):
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """Buffers to float32 of ``shape``."""
+        """Return the values of the buffers, float32 of ``shape``."""
 
     def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
-        """``per_tensor`` formats: element values, and the (1,) factor kept out of them."""
+        """Return float32 element values of ``shape`` without the factor, and the (1,) factor.
+
+        Only ``per_tensor`` formats have this method.
+        """
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Buffers of ``usage`` from those of the other direction, exactly, or None."""
+        """Return buffers of ``usage``, made exactly from the other direction, or None."""
 
     def without_square_blocks(self) -> QuantizerLike:
-        """The quantizer of rows that were cut across square blocks."""
+        """Return the quantizer of rows that were cut across square blocks."""
 
     def side(self, columnwise: bool | None = None) -> str:
-        """Which buffers a decode reads, ``"_rowwise"`` or ``"_columnwise"``."""
+        """Return the buffers that a decode reads: ``"_rowwise"`` or ``"_columnwise"``."""
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing the same data again gives the same bytes."""
+        """Return True if quantizing the same data again gives the same bytes."""
 
     def update_quantized(self, src: Tensor, dst: Any, **call: Any) -> Any:
         """Requantize ``src`` into the buffers of ``dst``."""
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """The maxima that decide the tensor-wide factors of ``x``."""
+        """Return the float32 maxima that decide the tensor-wide factors of ``x``."""
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """Shapes of what ``amax`` returns."""
+        """Return the shapes of the maxima that ``amax`` returns."""
 
     def with_usage(
         self, *, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> QuantizerLike:
-        """The same options with other usages, as a new value."""
+        """Return a new quantizer with the same options and other usages."""
 
 
 _CLASSES: dict[str, type] = {}
 
 LISTENERS: list[Callable[[], object]] = []
-"""Functions that forget what they derived from canonical texts, called when a class is registered."""
+"""Functions that clear caches of canonical strings; registering a class calls them."""
 
 
 def register_quantizer(name: str, cls: type) -> None:
     """Make ``cls`` the quantizer class of format ``name``.
 
     Raises:
-        QTensorError: the name is taken by another class.
+        QTensorError: another class has the name.
     """
     known = _CLASSES.get(name)
     if known is not None and (known.__module__, known.__qualname__) != (
@@ -113,8 +117,8 @@ def register_quantizer(name: str, cls: type) -> None:
         fail(
             f"format {name!r}",
             "a format has one quantizer class",
-            f"{cls.__qualname__} beside {known.__qualname__}",
-            "choose another format name",
+            f"{cls.__qualname__} and {known.__qualname__}",
+            "Choose another format name",
         )
     _CLASSES[name] = cls
     parse.cache_clear()
@@ -146,10 +150,10 @@ def format_names() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def parse(canonical: str) -> QuantizerLike:
-    """Return the quantizer of a canonical text, such as ``"nvfp4(columnwise=True,with_rht=True)"``.
+    """Return the quantizer of a canonical string such as ``"mxfp8(columnwise=True)"``.
 
     Raises:
-        QTensorError: unknown format, unknown option or malformed text.
+        QTensorError: unknown format, unknown option or malformed string.
     """
     name, bracket, options = canonical.partition("(")
     cls = quantizer_class(name)
@@ -173,19 +177,19 @@ def _malformed(canonical: str) -> None:
     )
 
 
-def _value(text: str, default: Any) -> Any:
-    """Return an option's text as the type of its default.
+def _value(option: str, default: Any) -> Any:
+    """Return an option of a canonical string as the type of its default.
 
-    A text that cannot be converted is returned as it is, and the quantizer refuses it.
+    A string that cannot be converted is returned unchanged, and the quantizer refuses it.
     """
     if isinstance(default, bool):
-        return {"True": True, "False": False}.get(text, text)
+        return {"True": True, "False": False}.get(option, option)
     if isinstance(default, int | float):
         try:
-            return type(default)(text)
+            return type(default)(option)
         except ValueError:
-            return text
-    return text
+            return option
+    return option
 
 
 def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> list[Tensor]:
@@ -202,13 +206,13 @@ def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> li
 
 
 class _Layout(NamedTuple):
-    """How the buffer of a slot is allocated."""
+    """Describe how the buffer of a slot is allocated."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     cleared: bool
-    """The buffer has padding and starts as zeros."""
+    """True if the buffer has padding and starts as zeros."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,13 +225,20 @@ def _known_layouts(canonical: str, shape: Shape) -> tuple[_Layout, ...]:
 
 
 def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
-    """Allocate the buffers of a quantized ``x``: ``alloc_slots`` with shapes that are computed once."""
+    """Allocate the buffers of a quantized ``x``, in slot order.
+
+    This is ``alloc_slots`` with a cache of the shapes.
+
+    Args:
+        quantizer: describes the buffers.
+        x: high-precision tensor of any shape; its shape and device are read.
+    """
     device = x.device
     try:
         layouts = _known_layouts(quantizer.canonical, x.shape)
     except TypeError:  # symbolic sizes have no hash
         return alloc_slots(quantizer.slots, x.shape, device)
-    # torch reads given strides faster than it computes them: a third of the call.
+    # Passing strides to torch saves a third of the call: torch does not compute them again.
     return [
         torch.zeros(size, dtype=dtype, device=device)
         if cleared
@@ -237,14 +248,22 @@ def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
 
 
 def by_name(quantizer: QuantizerLike, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return a dict from slot name to buffer, from buffers in slot order."""
+    """Return a dict from slot name to buffer for buffers in slot order."""
     return {slot.name: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=False)}
 
 
 def transposed(
     quantizer: QuantizerLike, buffers: Sequence[Tensor]
 ) -> tuple[QuantizerLike, list[Tensor]]:
-    """Return the quantizer and the buffers of the transpose of a matrix; the buffers are views."""
+    """Return the quantizer and the buffers of a transposed matrix.
+
+    Args:
+        quantizer: of the (M, K) matrix.
+        buffers: of the (M, K) matrix, in slot order.
+
+    Returns:
+        The quantizer of the (K, M) matrix, and its buffers, which are views of ``buffers``.
+    """
     twin, moves = quantizer.transpose_plan
     named = by_name(quantizer, buffers)
     return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]

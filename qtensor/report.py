@@ -176,9 +176,9 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     # Chunks that stay in cache: full-size float64 temporaries cost more than the arithmetic.
     step = max(block[0], CHUNK // max(cols, 1) // block[0] * block[0])
     for start in range(0, rows if cols else 0, step):
-        part = slice(start, start + step)
-        error = sums.add(source[part], decoded[part], factor[part], q._quantizer.element.max)
-        worst.add(source[part], error, start)
+        chunk = slice(start, start + step)
+        error = sums.add(source[chunk], decoded[chunk], factor[chunk], q._quantizer.element.max)
+        worst.add(source[chunk], error, start)
     numel = max(x.numel(), 1)
     nothing_compared = sums.not_finite == numel
     return ErrorReport(

@@ -1,4 +1,4 @@
-"""The version, and a fingerprint of the code for caches that outlive a process."""
+"""Define the version, and a fingerprint of the code for caches that outlive a process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __version__ = "0.1.0"
 
 @functools.cache
 def fingerprint() -> str:
-    """The version and a digest of the package's sources.
+    """Return the version and a digest of the package's sources.
 
-    A compiled graph holds what the dispatch tables made of an op, so a cache on disk must not serve it to other code.
+    A compiled graph contains the results of the dispatch tables, so a cache on disk must not serve
+    it to another version of the code.
     """
     digest = hashlib.sha256()
     root = Path(__file__).parent

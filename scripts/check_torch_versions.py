@@ -1,8 +1,9 @@
 """Check qtensor on several torch versions and write the table of ``docs/torch_versions.md``.
 
-Each version gets a virtual environment of its own, with that torch and qtensor's other dependencies. There
-``scripts/torch_smoke.py`` runs every case; the bytes of a case must equal those of the first version listed, and those of
-the case's eager mode. A build of torch for CUDA takes several GB per version and serves as well as one for a CPU::
+Each version gets a virtual environment of its own, with that torch and qtensor's other
+dependencies. There ``scripts/torch_smoke.py`` runs every case; the bytes of a case must equal those
+of the first version listed, and those of the case's eager mode. A build of torch for CUDA takes
+several GB per version and serves as well as one for a CPU::
 
     python scripts/check_torch_versions.py --folder /path/with/space --output docs/torch_versions.md
     python scripts/check_torch_versions.py --versions 2.13.0 2.15.0     # prints the table
@@ -116,10 +117,11 @@ def report(all_results: dict[str, Results]) -> tuple[str, int]:
 
 HEAD = """# torch versions
 
-Written by `python scripts/check_torch_versions.py --output docs/torch_versions.md` on {machine}, Python {python}.
-Each column is one torch version in an environment of its own. A cell counts the cases that pass. A case passes if it
-raises nothing, gives the bytes that it gives on torch {first}, and, in a compiled mode, the bytes of eager mode. The cases
-are in `scripts/torch_smoke.py`; a row stands for all formats or recipes.
+Written by `python scripts/check_torch_versions.py --output docs/torch_versions.md` on {machine},
+Python {python}. Each column is one torch version in an environment of its own. A cell counts the
+cases that pass. A case passes if it raises nothing, gives the bytes that it gives on torch {first},
+and, in a compiled mode, the bytes of eager mode. The cases are in `scripts/torch_smoke.py`; a row
+stands for all formats or recipes.
 
 """
 

@@ -1,8 +1,9 @@
 """Run each feature of qtensor once on the installed torch and print one JSON line per case.
 
-``scripts/check_torch_versions.py`` runs this file in one environment per torch version and compares the lines. A line is
-``{"case": name, "digest": text}``, or ``{"case": name, "error": text}`` for a case that raised. Inputs come from integer
-arithmetic, so every torch version computes on the same bytes.
+``scripts/check_torch_versions.py`` runs this file in one environment per torch version and compares
+the lines. A line is ``{"case": name, "digest": text}``, or ``{"case": name, "error": text}`` for a
+case that raised. Inputs come from integer arithmetic, so every torch version computes on the same
+bytes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from formats import FormatCase, formats
 
 import qtensor
-from qtensor.quantizers.facts import Facts, facts_of
+from qtensor.quantizers.constants import QuantizerConstants, constants_of
 
 MOST = 12
 """Guards on names of the library: its modules and functions that a call of ``quantize`` runs
@@ -68,10 +68,10 @@ def test_a_quantizer_that_is_at_hand() -> None:
 def test_facts_are_those_of_the_quantizer(case: FormatCase) -> None:
     for options in case.each_option():
         quantizer = case.quantizer(**options)
-        facts = facts_of(quantizer.canonical)
-        for name in Facts._fields[:-1]:
-            assert getattr(facts, name) == getattr(quantizer, name)
-        assert facts.needs_more == (quantizer.needs_scale or quantizer.stochastic_rounding)
+        constants = constants_of(quantizer.canonical)
+        for name in QuantizerConstants._fields[:-1]:
+            assert getattr(constants, name) == getattr(quantizer, name)
+        assert constants.needs_more == (quantizer.needs_scale or quantizer.stochastic_rounding)
 
 
 def test_what_is_wrong_is_told_in_a_compiled_region_too() -> None:

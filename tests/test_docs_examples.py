@@ -10,7 +10,7 @@ import pytest
 import qtensor
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ("op_matrix.md", "training_losses.md")
+GENERATED = ("op_matrix.md", "torch_versions.md", "training_losses.md")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from training import RECIPES
 
 from qtensor.functional.linear import (
-    _linear_backward,
-    _linear_forward_impl,
-    _linear_setup_ctx,
-    _restored,
+    linear_backward,
+    linear_forward_impl,
+    linear_setup_ctx,
+    restored,
 )
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.operands import draw_seeds
@@ -56,10 +56,10 @@ def run(shape, features, dtype, recipe, override, flags, saves_input):
             torch.zeros(1),
             torch.zeros(1, dtype=torch.int64),
         )
-    result = _linear_forward_impl(args)
+    result = linear_forward_impl(args)
     bwd = LinearBwdArgs()
-    saved = _linear_setup_ctx(bwd, args, result.out, result.ctx_attrs, result.tensors_to_save)
-    grads = _linear_backward(_restored(bwd, saved, torch.ones_like(result.out)))
+    saved = linear_setup_ctx(bwd, args, result)
+    grads = linear_backward(restored(bwd, saved, torch.ones_like(result.out)))
     return [*result, saved, grads]
 
 
@@ -101,12 +101,12 @@ def test_arguments_are_never_written_to_and_refuse_a_typo():
     args.inp_requires_grad = args.weight_requires_grad = True
     args.plan = linear_plan(RECIPES["mxfp8"]().key, "linear", "", True, True)
     before = {name: getattr(args, name) for name in LinearFwdArgs.__slots__}
-    result = _linear_forward_impl(args)
+    result = linear_forward_impl(args)
     bwd = LinearBwdArgs()
-    saved = _linear_setup_ctx(bwd, args, result.out, result.ctx_attrs, result.tensors_to_save)
+    saved = linear_setup_ctx(bwd, args, result)
     assert all(getattr(args, name) is before[name] for name in LinearFwdArgs.__slots__)
     held = {name: getattr(bwd, name) for name in LinearBwdArgs.__slots__}
-    _linear_backward(_restored(bwd, saved, torch.ones(4, 32)))
+    linear_backward(restored(bwd, saved, torch.ones(4, 32)))
     assert all(getattr(bwd, name) is held[name] for name in LinearBwdArgs.__slots__)
     assert not any(isinstance(value, Tensor) for value in held.values())
     for value in (args, bwd):
@@ -121,11 +121,10 @@ def test_tensors_that_are_inputs_are_named_and_not_returned():
     x, w = torch.randn(4, 32), torch.randn(32, 32)
     args = LinearFwdArgs(x, w)
     args.inp_requires_grad = args.weight_requires_grad = True
-    result = _linear_forward_impl(args)
+    result = linear_forward_impl(args)
     assert result.tensors_to_save == [None, None]
-    assert result.ctx_attrs["saved_tensor_aliases"] == ("inp", "weight")
-    saved = _linear_setup_ctx(
-        LinearBwdArgs(), args, result.out, result.ctx_attrs, result.tensors_to_save
-    )
+    assert result.saved.input == ("", (4, 32), 1, True)
+    assert result.saved.weight == ("", (32, 32), 1, True)
+    saved = linear_setup_ctx(LinearBwdArgs(), args, result)
     assert saved[0] is x
     assert saved[1] is w

@@ -12,9 +12,6 @@ from qtensor.kernels.cpu import sources
 
 LINE = 110
 SOURCES = sorted(p for p in sources.FOLDER.iterdir() if p.suffix != ".md")
-FORMATTED = [p for p in SOURCES if not p.name.endswith("calls.cpp")]
-"""The library that answers small calls is built by itself, and not formatted yet."""
-
 BEST = sources.usable_isas()[0]
 WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
 
@@ -43,7 +40,17 @@ def test_a_warning_is_seen(tmp_path: Path) -> None:
     assert "unused" in done.stderr
 
 
-@pytest.mark.parametrize("path", FORMATTED, ids=lambda path: path.name)
+def test_no_warnings_in_small_calls() -> None:
+    (unit,) = sources.small_calls_build_spec().units
+    assert {"-Wall", "-Wextra"} <= set(unit.flags)
+    # The headers of torch have warnings of their own.
+    include = [word for folder in unit.system_include for word in ("-isystem", str(folder))]
+    command = [*find_cxx().command, *unit.flags, *include, "-fsyntax-only", "-Werror"]
+    done = subprocess.run([*command, str(unit.source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_long_lines(path: Path) -> None:
     numbered = enumerate(path.read_text().splitlines(), 1)
     assert [number for number, line in numbered if len(line) > LINE] == []

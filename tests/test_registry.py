@@ -270,7 +270,7 @@ def test_a_taken_format_id_is_refused(toy: FormatCase) -> None:
     before = dict(codec._CLASSES)
     with pytest.raises(
         qtensor.QTensorError,
-        match=r"format 'mxfp8': .*one quantizer class; got .*Other.*choose another",
+        match=r"format 'mxfp8': .*one quantizer class; got .*Other.*Choose another",
     ):
 
         class Other(Quantizer):

@@ -1,4 +1,4 @@
-"""The structured arguments of grouped linear's two directions."""
+"""The arguments of the forward and backward of grouped linear."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.operands import Operand
 from qtensor.functional.plan import HIGH_PRECISION, LinearPlan
+from qtensor.functional.saved import NOTHING_SAVED, SavedOperands
 from qtensor.layout import Shape
 
 
 class Splits(NamedTuple):
-    """Rows of each group, as the ops take them.
+    """The number of rows in each group, as the ops take it.
 
     Attributes:
-        sizes: numbers, one a group; () where ``tensor`` holds them.
+        sizes: one number for each group; () if ``tensor`` holds them.
         tensor: int64 (groups,) on the CPU, checked.
-        groups: how many there are.
+        groups: the number of groups.
     """
 
     sizes: Shape
@@ -32,13 +33,15 @@ NO_SPLITS = Splits((), None, 0)
 
 
 class GroupedWgrad(NamedTuple):
-    """What becomes of the weight gradients where they are not returned.
+    """Where the weight gradients go if backward does not return them.
 
     Attributes:
-        main_grads: they are added to these tensors, one for each weight that requires a gradient, or written into them.
-        overwrite: for each of them: write instead of add.
-        token: with ``key``: the operands are kept until ``backward_dw()``.
-        key: of the module.
+        main_grads: (N, K) each, one for each weight that requires a gradient, to which its gradient
+            is added.
+        overwrite: for each of them, True to write the gradient instead of adding it.
+        token: with a token, backward only keeps the operands of wgrad under ``key``, and
+            ``backward_dw()`` computes the gradients.
+        key: number of the module.
     """
 
     main_grads: tuple[Tensor, ...] = ()
@@ -49,121 +52,86 @@ class GroupedWgrad(NamedTuple):
 
 @dataclass(slots=True)
 class GroupedFwdArgs:
-    """What the forward of grouped linear reads. Nothing writes to it."""
+    """The arguments of the forward of grouped linear. Nothing writes to them.
+
+    The first three fields are the tensors that autograd passes (``with_tensors``).
+    """
 
     # tensors
     inp: Tensor
-    """(..., K); its rows in groups, one behind the other."""
+    """(..., K); the rows of each group follow those of the group before."""
     weights: tuple[Tensor, ...]
     """(N, K) each, plain or quantized."""
     biases: tuple[Tensor, ...]
-    """(N,) each; () for none."""
+    """(N,) each; () without biases."""
     splits: Splits
-    # flags, captured once from the live tensors
+    # flags, read once from the live tensors
     inp_requires_grad: bool = False
     wanted: tuple[int, ...] = ()
-    """Groups whose weight requires a gradient."""
+    """The groups whose weights require a gradient."""
     bias_requires_grad: bool = False
     # quantizers
     plan: LinearPlan = HIGH_PRECISION
     # numerical config
     dtype: torch.dtype = torch.float32
-    """Of the output."""
+    """The dtype of the output."""
     delayed: DelayedCall | None = None
-    """``scales`` is (3 * groups,)."""
+    """Here ``scales`` is (3 * groups,)."""
     seeds: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    """(groups,) each, for stochastic rounding of inputs, weights and gradients; drawn in forward."""
+    """(groups,) int64 each, for stochastic rounding of inputs, weights and gradients.
+
+    Forward draws all of them."""
     # weight workspace
     weight_workspace: list[Tensor] | None = None
-    """Buffers of the quantized weights, one weight behind the other, valid for this call."""
+    """Buffers of the quantized weights, those of one weight after another, valid for this call."""
     workspace_quantizer: str = ""
+    """Canonical text of these buffers."""
     update_workspace: bool = False
     """Quantize the weights into the workspace first."""
     cache_weight: bool = False
-    """Return the buffers of weights that are quantized here."""
+    """Return the buffers of weights that this call quantizes."""
     noop: Tensor | None = None
-    """One element; non-zero leaves the workspace as it is."""
-    # what is saved
+    """One element; if it is not zero, the workspace keeps its bytes."""
+    # saved operands
     save_original_input: bool = False
     # weight-gradient scheduling
     wgrad: GroupedWgrad | None = None
 
-    def with_tensors(
-        self, inp: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
-    ) -> GroupedFwdArgs:
-        """A copy around the tensors that autograd hands in."""
-        return GroupedFwdArgs(
-            inp,
-            weights,
-            biases,
-            self.splits,
-            self.inp_requires_grad,
-            self.wanted,
-            self.bias_requires_grad,
-            self.plan,
-            self.dtype,
-            self.delayed,
-            self.seeds,
-            self.weight_workspace,
-            self.workspace_quantizer,
-            self.update_workspace,
-            self.cache_weight,
-            self.noop,
-            self.save_original_input,
-            self.wgrad,
-        )
-
-
-class Weights(NamedTuple):
-    """Quantized (or plain) weights of all groups.
-
-    Attributes:
-        buffers: one weight's behind the other's.
-        canonical: of each; "" for plain ones.
-        shape: (N, K) of each.
-    """
-
-    buffers: list[Tensor]
-    canonical: str
-    shape: Shape
-
 
 @dataclass(slots=True)
 class GroupedBwdArgs:
-    """What the backward of grouped linear reads; on the autograd context it holds values alone."""
+    """The arguments of the backward of grouped linear.
 
-    # tensors, restored from what was saved
+    An autograd context keeps them without the tensors in the first eight fields, which go through
+    ``save_for_backward`` (``restored`` puts them back).
+    """
+
+    # tensors
     grad_output: Tensor | None = None
+    """(..., N)."""
     inp: Operand | None = None
-    weights: Weights | None = None
+    weights: Operand | None = None
+    """The buffers of one weight after another; ``shape`` is (N, K), that of each."""
     main_grads: tuple[Tensor, ...] = ()
     token: Tensor | None = None
     delayed: DelayedCall | None = None
     seed: Tensor | None = None
+    """(groups,) int64."""
     splits: Splits = NO_SPLITS
     # flags
     inp_requires_grad: bool = False
     wanted: tuple[int, ...] = ()
+    """The groups whose weights require a gradient."""
     bias_requires_grad: bool = False
     # quantizers
     plan: LinearPlan = HIGH_PRECISION
-    # shapes and dtypes
-    inp_shape: Shape = ()
-    """Of the input as it was given."""
-    rows_shape: Shape = ()
-    """Of the matrix that was multiplied."""
-    weight_shape: Shape = ()
-    inp_quantizer: str = ""
-    weight_quantizer: str = ""
+    # dtypes
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
     bias_dtype: torch.dtype | None = None
-    # what was saved
-    n_inp: int = 0
-    n_weight: int = 0
+    # saved operands
+    saved: SavedOperands = NOTHING_SAVED
     n_main_grad: int = 0
-    requantize_input: bool = False
-    """The saved input is the original one."""
     # weight-gradient scheduling
     overwrite_main_grad: tuple[bool, ...] = ()
     postpone_key: int = 0

@@ -1,24 +1,19 @@
-"""Grouped linear: the rows of one matrix in groups, each with a weight of its own, and its three GEMMs.
+"""Grouped linear: a matrix of rows in groups, a weight for each group, and the three GEMMs.
 
-``y_i = x_i @ w_i.T + b_i``. Each group is a matrix of its own, with factors, blocks and padding of its own, and has the bytes
-that ``linear`` gives for it. Operands over all groups are flat buffers (``qtensor.library.ragged``).
+``y_i = x_i @ w_i.T + b_i``. Each group is a matrix of its own with its own factors, blocks and
+padding, and has the bytes that ``linear`` gives for it. An operand over all groups is flat buffers
+(``qtensor.library.ragged``). The weights are one operand too: the buffers of one weight after
+another, and the shape (N, K) of each.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.functional.grouped_args import (
-    GroupedBwdArgs,
-    GroupedFwdArgs,
-    Splits,
-    Weights,
-)
+from qtensor.functional.grouped_args import GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.operands import (
     Operand,
@@ -28,6 +23,13 @@ from qtensor.functional.operands import (
     row_part,
 )
 from qtensor.functional.plan import parts
+from qtensor.functional.saved import (
+    SavedOperands,
+    restore_operands,
+    save_operand,
+    tensors_to_save,
+    with_tensors,
+)
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
 from qtensor.library.grouped import (
     GROUPED_BIAS_GRAD,
@@ -41,17 +43,21 @@ from qtensor.library.quantize import QUANTIZE_
 
 
 class GroupedForward(NamedTuple):
-    """What the forward computes."""
+    """The results of a forward.
+
+    Attributes:
+        out: (..., N), in the dtype of the call.
+        new_weight_workspace: buffers of the weights, if the caller asked for them.
+        tensors_to_save: the tensors of the saved operands, None for each input of the call.
+        saved: the records of these tensors.
+        amaxes: under delayed scaling, float32: (groups,) of the inputs, (1,) of each weight.
+    """
 
     out: Tensor
     new_weight_workspace: list[Tensor]
-    """Buffers of the weights, where the caller asked to keep them."""
     tensors_to_save: list[Tensor | None]
-    """None where ``ctx_attrs`` says that an input itself is saved."""
-    ctx_attrs: dict[str, Any]
-    """The plain values that backward needs beside them."""
+    saved: SavedOperands
     amaxes: list[Tensor]
-    """Float32: of the inputs (groups,) and of each weight (1,) under delayed scaling."""
 
 
 def _matrix(t: Tensor) -> Tensor:
@@ -67,8 +73,11 @@ def quantize_ragged(
 ) -> tuple[Operand, Tensor | None]:
     """Quantize each group of the rows of ``x`` (M, K) on its own.
 
+    ``scale`` (groups,) float32 are the factors of delayed scaling; ``seed`` is (groups,) int64.
+
     Returns:
-        The operand of flat buffers (a plain one for ""), and the maxima (groups,) where ``scale`` says delayed scaling.
+        The operand of flat buffers (a plain one for ""), and the maxima (groups,) under delayed
+        scaling.
     """
     if not canonical:
         return plain_operand(x), None
@@ -78,127 +87,120 @@ def quantize_ragged(
     return Operand(buffers[:-1], canonical, x.shape), buffers[-1]
 
 
-def _quantize_weights(args: GroupedFwdArgs) -> tuple[Weights, list[Tensor]]:
-    """The weights from the workspace, or quantized anew; and their maxima under delayed scaling."""
+def _quantize_weights(args: GroupedFwdArgs) -> tuple[Operand, list[Tensor]]:
+    """Return the weights, quantized here or from the workspace, and their maxima (1,) each.
+
+    Only delayed scaling has maxima.
+    """
     plan, groups = args.plan, args.splits.groups
     shape = args.weights[0].shape
     scales = _scales(args.delayed, 1, groups) if plan.delayed[1] else None
-    seeds, kept = args.seeds[1], args.weight_workspace
-    if kept is not None and not args.update_workspace:
-        return Weights(kept, args.workspace_quantizer, shape), []
-    count = 0 if kept is None else len(kept) // groups
+    seeds, workspace = args.seeds[1], args.weight_workspace
+    if workspace is not None and not args.update_workspace:
+        return Operand(workspace, args.workspace_quantizer, shape), []
+    count = 0 if workspace is None else len(workspace) // groups
     buffers: list[Tensor] = []
     amaxes: list[Tensor] = []
     for i, weight in enumerate(args.weights):
         scale = None if scales is None else scales[i : i + 1]
         seed = None if seeds is None else seeds[i : i + 1]
-        if kept is None:
+        if workspace is None:
             operand, amax = quantize_operand(weight, plan.weight, scale, seed)
             buffers += operand.buffers
         else:
-            out = kept[i * count : (i + 1) * count]
-            # Zero, which no history notices, where the flag says that nothing is quantized.
+            out = workspace[i * count : (i + 1) * count]
+            # If the flag says that nothing is quantized, the amax stays zero, which no history
+            # notices.
             amax = None if scale is None else scale.new_zeros(1)
-            into = out if amax is None else [*out, amax]
-            text = args.workspace_quantizer
-            QUANTIZE_(weight, text, into, scale, None, seed, args.noop)
+            outputs = out if amax is None else [*out, amax]
+            canonical = args.workspace_quantizer
+            QUANTIZE_(weight, canonical, outputs, scale, None, seed, args.noop)
             buffers += out
         if amax is not None:
             amaxes.append(amax)
-    return Weights(buffers, args.workspace_quantizer if kept else plan.weight, shape), amaxes
+    return Operand(buffers, args.workspace_quantizer if workspace else plan.weight, shape), amaxes
 
 
-def _part_of(weights: Weights, places: tuple[int, ...], total: int, canonical: str) -> Weights:
-    if len(places) == total or not places:
+def _part_of(weights: Operand, slots: tuple[int, ...], total: int, canonical: str) -> Operand:
+    if len(slots) == total or not slots:
         return weights
     starts = range(0, len(weights.buffers), total)
-    buffers = [weights.buffers[start + place] for start in starts for place in places]
-    return Weights(buffers, canonical, weights.shape)
+    buffers = [weights.buffers[start + slot] for start in starts for slot in slots]
+    return Operand(buffers, canonical, weights.shape)
 
 
-def row_weights(weights: Weights) -> Weights:
-    """What fprop reads."""
-    found = parts(weights.canonical)
-    return _part_of(weights, found.row, found.total, found.row_canonical)
+def row_weights(weights: Operand) -> Operand:
+    """Return the buffers that fprop reads."""
+    usages = parts(weights.canonical)
+    return _part_of(weights, usages.row, usages.total, usages.row_canonical)
 
 
-def column_weights(weights: Weights) -> Weights:
-    """What dgrad reads."""
-    found = parts(weights.canonical)
-    return _part_of(weights, found.column, found.total, found.column_canonical)
+def column_weights(weights: Operand) -> Operand:
+    """Return the buffers that dgrad reads."""
+    usages = parts(weights.canonical)
+    return _part_of(weights, usages.column, usages.total, usages.column_canonical)
 
 
 def _saved_input(args: GroupedFwdArgs, x: Operand) -> tuple[Operand, bool, bool]:
-    """(what wgrad will read, whether it is the input itself, whether it is to be quantized again)."""
+    """Return the operand of wgrad, whether it is the input itself, whether wgrad quantizes it."""
     override = args.plan.backward_override
     if override == "high_precision" or (args.save_original_input and override is None):
         return plain_operand(args.inp), True, override is None and bool(args.plan.input)
     if not args.plan.input:
-        return x, True, False
+        return plain_operand(args.inp), True, False
     return (row_part(x) if override == "dequantized" else column_part(x)), False, False
 
 
-def _saved_weights(args: GroupedFwdArgs, w: Weights) -> tuple[Weights, bool]:
-    """(what dgrad will read, whether it is the weights themselves)."""
+def _saved_weights(args: GroupedFwdArgs, w: Operand) -> tuple[Operand, bool]:
+    """Return the operand of dgrad, and whether it is the weights themselves."""
     override = args.plan.backward_override
     if override == "high_precision" or not w.canonical:
-        return Weights(list(args.weights), "", w.shape), True
+        return Operand(list(args.weights), "", w.shape), True
     return (row_weights(w) if override == "dequantized" else column_weights(w)), False
 
 
-def _grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
-    """The forward, pure: it writes nothing but a workspace that it is told to update."""
+def grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
+    """Compute the forward. It is pure: it writes only a workspace that it is told to update."""
     plan, splits = args.plan, args.splits
     x_scale = _scales(args.delayed, 0, splits.groups) if plan.delayed[0] else None
     columnwise_later = args.save_original_input and plan.backward_override is None
-    text = parts(plan.input).row_canonical if columnwise_later else plan.input
-    x, x_amax = quantize_ragged(_matrix(args.inp), text, splits, x_scale, args.seeds[0])
+    canonical = parts(plan.input).row_canonical if columnwise_later else plan.input
+    x, x_amax = quantize_ragged(_matrix(args.inp), canonical, splits, x_scale, args.seeds[0])
     w, w_amaxes = _quantize_weights(args)
-    rows, weights = row_part(x), row_weights(w)
     bias = list(args.biases) if args.biases else None
-    out = GROUPED_GEMM(*rows, *weights, *splits, "TN", args.dtype, bias)
+    out = GROUPED_GEMM(*row_part(x), *row_weights(w), *splits, "TN", args.dtype, bias)
     if args.inp.ndim != 2:
         out = out.view(*args.inp.shape[:-1], out.shape[-1])
 
-    to_save: list[Tensor | None] = []
-    attrs: dict[str, Any] = {"rows_shape": x.shape, "n_inp": 0, "n_weight": 0}
-    attrs |= {"inp_is_saved": False, "weights_are_saved": False}
+    tensors: list[Tensor | None] = []
+    saved_input = saved_weight = None
+    requantize = False
     if args.wanted:
-        saved, is_input, again = _saved_input(args, x)
-        attrs |= {"n_inp": len(saved.buffers), "requantize_input": again}
-        attrs |= {"inp_quantizer": saved.canonical, "inp_is_saved": is_input}
-        to_save += [None] if is_input else saved.buffers
+        operand, is_input, requantize = _saved_input(args, x)
+        saved_input, tensors = save_operand(operand, is_input)
     if args.inp_requires_grad:
-        kept, is_weight = _saved_weights(args, w)
-        attrs |= {"n_weight": len(kept.buffers), "weight_quantizer": kept.canonical}
-        attrs["weights_are_saved"] = is_weight
-        to_save += [None] * splits.groups if is_weight else kept.buffers
-    keep = args.cache_weight and args.weight_workspace is None and bool(w.canonical)
+        saved_weight, buffers = save_operand(*_saved_weights(args, w))
+        tensors = tensors + buffers
+    saved = SavedOperands(saved_input, saved_weight, requantize)
+    returns_weights = args.cache_weight and args.weight_workspace is None and bool(w.canonical)
+    workspace = list(w.buffers) if returns_weights else []
     amaxes = [*([] if x_amax is None else [x_amax]), *w_amaxes]
-    return GroupedForward(out, list(w.buffers) if keep else [], to_save, attrs, amaxes)
+    return GroupedForward(out, workspace, tensors, saved, amaxes)
 
 
-def _grouped_setup_ctx(
-    bwd: GroupedBwdArgs,
-    fwd: GroupedFwdArgs,
-    ctx_attrs: dict[str, Any],
-    saved: Sequence[Tensor | None],
+def grouped_setup_ctx(
+    bwd: GroupedBwdArgs, fwd: GroupedFwdArgs, result: GroupedForward
 ) -> list[Tensor | None]:
-    """Fill ``bwd`` with the values that backward needs; returns the tensors for ``save_for_backward``."""
-    n_inp = ctx_attrs["n_inp"]
-    inp = [fwd.inp] if ctx_attrs["inp_is_saved"] else saved[:n_inp]
-    weights = fwd.weights if ctx_attrs["weights_are_saved"] else saved[n_inp:]
+    """Fill ``bwd`` with the values that backward needs.
+
+    Returns:
+        The tensors for ``save_for_backward``, which ``restored`` reads.
+    """
     bwd.inp_requires_grad, bwd.wanted = fwd.inp_requires_grad, fwd.wanted
     bwd.bias_requires_grad = fwd.bias_requires_grad
-    bwd.plan = fwd.plan
-    bwd.inp_shape, bwd.rows_shape = fwd.inp.shape, ctx_attrs["rows_shape"]
-    bwd.weight_shape = fwd.weights[0].shape
+    bwd.plan, bwd.saved = fwd.plan, result.saved
     bwd.dtype, bwd.weight_dtype = fwd.inp.dtype, fwd.weights[0].dtype
     bwd.bias_dtype = fwd.biases[0].dtype if fwd.biases else None
-    bwd.n_inp, bwd.n_weight = n_inp, ctx_attrs["n_weight"]
-    bwd.inp_quantizer = ctx_attrs.get("inp_quantizer", "")
-    bwd.weight_quantizer = ctx_attrs.get("weight_quantizer", "")
-    bwd.requantize_input = ctx_attrs.get("requantize_input", False)
     bwd.splits = Splits(fwd.splits.sizes, None, fwd.splits.groups)
     wgrad, delayed = fwd.wgrad, fwd.delayed
     main_grads: tuple[Tensor, ...] = ()
@@ -208,44 +210,42 @@ def _grouped_setup_ctx(
         bwd.overwrite_main_grad, bwd.postpone_key = wgrad.overwrite, wgrad.key
     bwd.n_main_grad = len(main_grads)
     state = (None,) * 4 if delayed is None or not fwd.plan.delayed[2] else tuple(delayed)
-    return [*inp, *weights, *main_grads, token, fwd.seeds[2], fwd.splits.tensor, *state]
+    tensors = tensors_to_save(result.saved, result.tensors_to_save, [fwd.inp], fwd.weights)
+    return [*tensors, *main_grads, token, fwd.seeds[2], fwd.splits.tensor, *state]
 
 
-def _restored(bwd: GroupedBwdArgs, saved: Sequence[Any], grad: Tensor | None) -> GroupedBwdArgs:
-    """A copy of the arguments around the saved tensors."""
-    *operands, token, seed, splits, scales, ticket, cell, cell_step = saved
-    inp, rest = operands[: bwd.n_inp], operands[bwd.n_inp :]
-    weights, main_grads = rest[: bwd.n_weight], rest[bwd.n_weight :]
-    shape = bwd.rows_shape if bwd.inp_quantizer else bwd.inp_shape
-    return dataclasses.replace(
-        bwd,
-        grad_output=grad,
-        inp=Operand(inp, bwd.inp_quantizer, shape) if inp else None,
-        weights=Weights(weights, bwd.weight_quantizer, bwd.weight_shape) if weights else None,
-        main_grads=tuple(main_grads),
-        token=token,
-        seed=seed,
-        splits=Splits(bwd.splits.sizes, splits, bwd.splits.groups),
-        delayed=None if scales is None else DelayedCall(scales, ticket, cell, cell_step),
+def restored(bwd: GroupedBwdArgs, tensors: Any, grad: Tensor | None) -> GroupedBwdArgs:
+    """Return a copy of the arguments with the gradient ``grad`` (..., N) and the saved tensors.
+
+    ``tensors`` are those that ``grouped_setup_ctx`` returned.
+    """
+    inp, weights, rest = restore_operands(bwd.saved, tensors)
+    main_grads, rest = tuple(rest[: bwd.n_main_grad]), rest[bwd.n_main_grad :]
+    token, seed, sizes, scales, ticket, cell, cell_step = rest
+    delayed = None if scales is None else DelayedCall(scales, ticket, cell, cell_step)
+    splits = Splits(bwd.splits.sizes, sizes, bwd.splits.groups)
+    copy: GroupedBwdArgs = with_tensors(
+        bwd, grad, inp, weights, main_grads, token, delayed, seed, splits
     )
+    return copy
 
 
 def _wgrad_input(args: GroupedBwdArgs, saved: Operand) -> Operand:
-    """The input as wgrad reads it."""
+    """Return the input (M, K) as wgrad reads it."""
     if saved.canonical:
         return saved
     x = _matrix(saved.buffers[0])
-    if not args.requantize_input:
+    if not args.saved.requantize_input:
         return plain_operand(x)
-    text = parts(args.plan.input).column_canonical
-    return quantize_ragged(x, text, args.splits, None, None)[0]
+    canonical = parts(args.plan.input).column_canonical
+    return quantize_ragged(x, canonical, args.splits, None, None)[0]
 
 
 def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
-    """wgrad, one a group: returned, added to ``main_grad``, or put off."""
-    found: list[Tensor | None] = [None] * args.splits.groups
+    """Return one wgrad (N, K) for each group; None if it goes to ``main_grad`` or is delayed."""
+    wgrads: list[Tensor | None] = [None] * args.splits.groups
     if args.inp is None:
-        return found
+        return wgrads
     left, right, splits = column_part(dy), _wgrad_input(args, args.inp), args.splits
     if args.token is not None:
         GROUPED_POSTPONE(args.token, args.postpone_key, *left, *right, *splits)
@@ -257,14 +257,17 @@ def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
     else:
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, args.weight_dtype)
         for i, grad in zip(args.wanted, grads, strict=True):
-            found[i] = grad
-    return found
+            wgrads[i] = grad
+    return wgrads
 
 
-def _grouped_backward(
+def grouped_backward(
     args: GroupedBwdArgs, grad: Tensor
 ) -> tuple[list[Tensor | None], Tensor | None, list[Tensor | None]]:
-    """(wgrads, dgrad, grad_biases); None for what nobody asked for."""
+    """Return (wgrads (N, K) each, dgrad (..., K), grad_biases (N,) each) of ``grad`` (..., N).
+
+    None stands for a gradient that nobody asked for.
+    """
     matrix, splits = _matrix(grad), args.splits
     scale = _scales(args.delayed, 2, splits.groups) if args.plan.delayed[2] else None
     dy, amax = quantize_ragged(matrix, args.plan.grad_output, splits, scale, args.seed)
@@ -279,24 +282,26 @@ def _grouped_backward(
     wgrads = _weight_gradients(args, dy)
     grad_biases: list[Tensor | None] = [None] * (splits.groups if args.bias_dtype else 0)
     if args.bias_requires_grad:
-        found = GROUPED_BIAS_GRAD(matrix, *splits)
+        sums = GROUPED_BIAS_GRAD(matrix, *splits)
         same = args.bias_dtype == matrix.dtype
-        grad_biases = [g if same else g.to(args.bias_dtype) for g in found]
+        grad_biases = [g if same else g.to(args.bias_dtype) for g in sums]
     return wgrads, dgrad, grad_biases
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """The one place where grouped linear meets autograd, in eager and compiled code alike."""
+    """Grouped linear as a function of autograd, for eager and compiled code alike."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, args: GroupedFwdArgs, *parameters: Tensor) -> Any:
-        """(out, *new workspace, *amaxes); ``parameters`` are the weights, then the biases."""
+        """Return (out (..., N), *buffers of a new workspace, *amaxes).
+
+        ``parameters`` are the weights (N, K), then the biases (N,).
+        """
         groups = args.splits.groups
-        args = args.with_tensors(inp, parameters[:groups], parameters[groups:])
-        result = _grouped_forward_impl(args)
+        args = with_tensors(args, inp, parameters[:groups], parameters[groups:])
+        result = grouped_forward_impl(args)
         bwd = GroupedBwdArgs()
-        saved = _grouped_setup_ctx(bwd, args, result.ctx_attrs, result.tensors_to_save)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*grouped_setup_ctx(bwd, args, result))
         ctx.args = bwd
         extra = (*result.new_weight_workspace, *result.amaxes)
         if extra:
@@ -306,20 +311,20 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        """Gradients of (inp, args, *weights, *biases)."""
-        args = _restored(ctx.args, ctx.saved_tensors, grad)
+        """Return the gradients of (inp (..., K), args, *weights (N, K), *biases (N,))."""
+        args = restored(ctx.args, ctx.saved_tensors, grad)
         if grad is None:
             return (None,) * (2 + args.splits.groups * (2 if args.bias_dtype else 1))
-        wgrads, dgrad, grad_biases = _grouped_backward(args, grad)
+        wgrads, dgrad, grad_biases = grouped_backward(args, grad)
         return dgrad, None, *wgrads, *grad_biases
 
 
 def run_grouped_linear(args: GroupedFwdArgs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(output, new workspace, amaxes) of a call, with autograd where a gradient was asked for."""
+    """Return (output (..., N), new workspace, amaxes), with autograd if a gradient is needed."""
     if args.inp_requires_grad or args.wanted or args.bias_requires_grad:
         out, *extra = GroupedLinearFunction.apply(args.inp, args, *args.weights, *args.biases)
     else:
-        result = _grouped_forward_impl(args)
+        result = grouped_forward_impl(args)
         out, extra = result.out, [*result.new_weight_workspace, *result.amaxes]
     count = 0
     if args.delayed is not None:

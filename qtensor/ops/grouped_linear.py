@@ -11,12 +11,13 @@ from qtensor.errors import check
 from qtensor.functional.grouped_args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.grouped_linear import (
     GroupedForward,
-    _grouped_backward,
-    _grouped_forward_impl,
-    _grouped_setup_ctx,
-    _restored,
+    grouped_backward,
+    grouped_forward_impl,
+    grouped_setup_ctx,
+    restored,
 )
 from qtensor.functional.main_grad import reporting
+from qtensor.functional.saved import with_tensors
 from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
 from qtensor.ops.extra import check_channel
 from qtensor.ops.handover import Request, produce
@@ -87,10 +88,10 @@ class GroupedLinear(GroupedModule, BasicOperation):
         If ``known`` holds checked splits, ``m_splits`` is not read again.
         """
         self._check_input(input, self.weight0, call.plan, self._options)
-        args = call.with_tensors(input, call.weights, call.biases)
+        args = with_tensors(call, input, call.weights, call.biases)
         args.dtype = input.dtype
         args.splits = self._splits(input, m_splits) if known is None else known
-        return _grouped_forward_impl(args), args
+        return grouped_forward_impl(args), args
 
     def save_operands(
         self, ctx: OperationContext, returned: tuple[GroupedForward, GroupedFwdArgs]
@@ -98,8 +99,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         """Save the operands of dgrad and wgrad in ``ctx``."""
         result, args = returned
         ctx.args = bwd = GroupedBwdArgs()
-        saved = _grouped_setup_ctx(bwd, args, result.ctx_attrs, result.tensors_to_save)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*grouped_setup_ctx(bwd, args, result))
 
     def fuser_forward_compute(
         self,
@@ -134,8 +134,8 @@ class GroupedLinear(GroupedModule, BasicOperation):
     ) -> tuple[Any, list[Any], list[tuple[None]]]:
         """Return dgrad, the wgrads and the gradients of the biases."""
         ctx = basic_op_ctxs[0]
-        args = _restored(ctx.args, ctx.saved_tensors, grad_output)
-        wgrads, dgrad, grad_biases = _grouped_backward(args, grad_output)
+        args = restored(ctx.args, ctx.saved_tensors, grad_output)
+        wgrads, dgrad, grad_biases = grouped_backward(args, grad_output)
         grads = wgrads
         if grad_biases:
             grads = [g for pair in zip(wgrads, grad_biases, strict=True) for g in pair]

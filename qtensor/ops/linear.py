@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from qtensor.errors import check
 from qtensor.functional.linear import (
     LinearForward,
-    _linear_backward,
-    _linear_forward_impl,
-    _linear_setup_ctx,
-    _restored,
+    linear_backward,
+    linear_forward_impl,
+    linear_setup_ctx,
+    restored,
 )
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
@@ -151,15 +151,13 @@ class BasicLinear(LinearBase, BasicOperation):
         ``bias`` is added before the one rounding to ``dtype``.
         """
         args = self._args(input, bias, call, dtype)
-        return Product(_linear_forward_impl(args), args)
+        return Product(linear_forward_impl(args), args)
 
     def save_operands(self, ctx: OperationContext, returned: Product) -> None:
         """Save the operands of dgrad and wgrad in ``ctx``."""
         result, args = returned
-        bwd = LinearBwdArgs()
-        saved = _linear_setup_ctx(bwd, args, result.out, result.ctx_attrs, result.tensors_to_save)
-        ctx.args = bwd
-        ctx.save_for_backward(*saved)
+        ctx.args = bwd = LinearBwdArgs()
+        ctx.save_for_backward(*linear_setup_ctx(bwd, args, result))
 
     def op_forward_compute(
         self, input: Any, *, call: LinearCall, next_op_input_request: Request | None = None
@@ -182,8 +180,8 @@ class BasicLinear(LinearBase, BasicOperation):
         """Return dgrad and wgrad."""
         quantized = grad_output if isinstance(grad_output, Quantized) else None
         plain = grad_output if quantized is None else None
-        args = _restored(ctx.args, ctx.saved_tensors, plain, quantized)
-        wgrad, dgrad, _ = _linear_backward(args)
+        args = restored(ctx.args, ctx.saved_tensors, plain, quantized)
+        wgrad, dgrad, _ = linear_backward(args)
         return dgrad, [wgrad]
 
     def published(self, returned: Product) -> list[Tensor]:

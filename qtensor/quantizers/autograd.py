@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from qtensor.layout import Shape
 from qtensor.library.quantize import QUANTIZE
 from qtensor.quantizers.calls import check_call, prepare
-from qtensor.quantizers.facts import facts_of
+from qtensor.quantizers.constants import constants_of
 from qtensor.storage.rebuild import wrap
 
 
@@ -27,7 +27,15 @@ class QuantizeFunction(torch.autograd.Function):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> tuple[Any, ...]:
-        """Return the quantized tensor, and the amax for delayed scaling."""
+        """Return the quantized tensor, and the amax (1,) for delayed scaling.
+
+        Args:
+            x: any shape; float32, bfloat16 or float16.
+            quantizer: the quantizer.
+            scale: (1,) float32 encode factor of delayed scaling, or None.
+            amax: maxima that ``Quantizer.amax`` returned, reduced over a group, or None.
+            seed: (1,) int64 seed of stochastic rounding, or None.
+        """
         buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
         tensor = assembled(quantizer, buffers, x.shape, x.dtype)
         return tensor, *buffers[len(quantizer.keywords) :]
@@ -39,16 +47,16 @@ class QuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of the tensor as that of the input."""
+        """Return ``grad``, of the shape of the tensor, as the gradient of ``x``."""
         return grad, None, None, None, None
 
 
 def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
-    """Return the tensor around buffers that an op has allocated, without checks.
+    """Return a quantized tensor with buffers that an op has allocated, without checks.
 
     Args:
-        quantizer: the value; in a compiled region its facts are enough.
-        buffers: in slot order; the amax of delayed scaling may follow.
+        quantizer: describes the buffers; in a compiled region, a ``QuantizerConstants``.
+        buffers: inner buffers in slot order; the amax of delayed scaling may follow.
         shape: the logical shape.
         dtype: the nominal dtype.
     """
@@ -57,11 +65,11 @@ def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: to
     return _assembled(quantizer, buffers, shape, dtype)
 
 
-def _assembled(facts: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
-    """``assembled`` in a compiled region."""
-    named = {keyword: buffers[i] for i, keyword in enumerate(facts.keywords)}
-    # Pass the text: Dynamo would rebuild the value from its fields, some as symbolic floats.
-    return facts.tensor_cls(shape, dtype, facts.canonical, **named)
+def _assembled(constants: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+    """Return the result of ``assembled`` in a compiled region."""
+    named = {keyword: buffers[i] for i, keyword in enumerate(constants.keywords)}
+    # Pass the string: Dynamo would rebuild a quantizer from its fields, some as symbolic floats.
+    return constants.tensor_cls(shape, dtype, constants.canonical, **named)
 
 
 def quantized(
@@ -71,7 +79,15 @@ def quantized(
     generator: torch.Generator | Tensor | None,
     group: Any,
 ) -> tuple[Any, ...]:
-    """Return the quantized tensor, and the amax for delayed scaling."""
+    """Return the quantized tensor, and the amax (1,) for delayed scaling.
+
+    Args:
+        quantizer: the quantizer; in a compiled region, a ``QuantizerConstants``.
+        x: any shape; float32, bfloat16 or float16.
+        scale: as in ``Quantizer.quantize``.
+        generator: as in ``Quantizer.quantize``.
+        group: the process group of ``amax_reduction_group``, or None.
+    """
     seed = amax = None
     if quantizer.stochastic_rounding or generator is not None or group is not None:
         seed, amax = prepare(quantizer, x.detach(), generator, group)
@@ -90,22 +106,22 @@ def quantize_traced(
     group: Any,
     noop_flag: Tensor | None,
 ) -> Any:
-    """Do the work of ``Quantizer.quantize`` without ``out`` in a compiled region.
+    """Return the quantized tensor of ``Quantizer.quantize`` without ``out``, in a compiled region.
 
     Args:
-        canonical: text of the quantizer.
-        x: any shape, float32, bfloat16 or float16.
+        canonical: canonical string of the quantizer.
+        x: any shape; float32, bfloat16 or float16.
         scale: as in ``Quantizer.quantize``.
         generator: as in ``Quantizer.quantize``.
-        group: the process group of ``amax_reduction_group``.
-        noop_flag: refused without ``out``.
+        group: the process group of ``amax_reduction_group``, or None.
+        noop_flag: must be None, because there is no ``out``.
     """
-    facts = facts_of(canonical)
+    constants = constants_of(canonical)
     is_alone = scale is None and generator is None and group is None and noop_flag is None
-    if is_alone and not facts.needs_more and isinstance(x, Tensor) and not x.is_nested:
+    if is_alone and not constants.needs_more and isinstance(x, Tensor) and not x.is_nested:
         if not x.requires_grad:
-            # All that most calls need, once more: each name that is read is guarded.
-            return _assembled(facts, QUANTIZE(x, canonical), x.shape, x.dtype)
+            # Most calls need only this line; it avoids the guards of the general path.
+            return _assembled(constants, QUANTIZE(x, canonical), x.shape, x.dtype)
     else:
-        check_call(facts, x, scale, noop_flag, None)
-    return quantized(facts, x, scale, generator, group)[0]
+        check_call(constants, x, scale, noop_flag, None)
+    return quantized(constants, x, scale, generator, group)[0]

@@ -17,7 +17,6 @@ from torch.compiler import is_compiling
 from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
-from qtensor.library.codec import alloc_slots, parse, register_codec
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.quantizers.autograd import assembled, quantize_traced, quantized
 from qtensor.quantizers.calls import (
@@ -33,6 +32,7 @@ from qtensor.quantizers.options import (
     find_element,
     refuse_unknown,
 )
+from qtensor.registry import alloc_slots, parse, register_quantizer
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape, check_buffers, check_nominal
@@ -107,7 +107,7 @@ class Quantizer(FormatMethods):
                 repr(cls.format),
                 'Choose another id, for example format = "my_format"',
             )
-        register_codec(cls.format, cls)
+        register_quantizer(cls.format, cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse unknown options with an error that lists the known ones."""
@@ -131,11 +131,11 @@ class Quantizer(FormatMethods):
     def _canonical(self) -> str:
         """Return ``format(option=value,...)`` with the options that differ from their defaults."""
         changed = [
-            f"{name}={canonical_value(value)}" for name, value in self.given_options().items()
+            f"{name}={canonical_value(value)}" for name, value in self.changed_options().items()
         ]
         return f"{self.format}({','.join(changed)})" if changed else self.format
 
-    def given_options(self) -> dict[str, Any]:
+    def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
         changed = {}
         for f in dataclasses.fields(self):
@@ -231,7 +231,7 @@ class Quantizer(FormatMethods):
         wanted = self.columnwise_value if columnwise is None else columnwise
         return "_columnwise" if self.columnwise and (wanted or not self.rowwise) else "_rowwise"
 
-    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """Return op arguments that make an encode use the tensor-wide factors of ``buffers``."""
         return {}
 
@@ -262,17 +262,15 @@ class Quantizer(FormatMethods):
 
         Args:
             x: any shape; float32, bfloat16 or float16; any strides. A tensor that has this
-                quantizer
-                already gives a tensor around its own buffers, as ``.to()`` does when there is
-                nothing
-                to convert.
+                quantizer already gives a tensor around its own buffers, as ``.to()`` does when
+                there is nothing to convert.
             out: write into this tensor or storage instead of making a new one; it must have this
                 quantizer and shape. As with every ``out=``, an input that requires grad is refused.
             scale: float32 (1,), the stored encode factor; required by delayed scaling, refused by
                 others.
             generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used
-                as
-                the seed itself, which crosses a compile boundary. Default: the device's generator.
+                as the seed itself, which crosses a compile boundary. Default: the device's
+                generator.
             amax_reduction_group: a process group over which tensor-wide maxima are reduced first.
             noop_flag: with ``out``: a tensor of one element; non-zero leaves every byte unchanged.
 

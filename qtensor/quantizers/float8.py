@@ -46,7 +46,7 @@ class _Float8(Quantizer, abstract=True):
         """Return float(code) * scale_inv, float32 of ``shape``."""
         return float8.decode_scaled(buffers, tuple(shape), self.element)
 
-    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """Return the encode factor: the reciprocal of the stored one."""
         return {"scale": buffers["_scale_inv"].reciprocal()}
 
@@ -91,10 +91,8 @@ class _CurrentScaling(_Float8, abstract=True):
     ) -> None:
         """Write codes and decode scales; ``scale`` replaces the scales from the amax."""
         if scale is None:
-            amax_found = amax[0] if amax else self.amax(x)[0]
-            scale = fp8_scale(
-                amax_found, self.element.max, self.force_pow_2_scales, self.amax_epsilon
-            )
+            maximum = amax[0] if amax else self.amax(x)[0]
+            scale = fp8_scale(maximum, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
         float8.encode_scaled_(out, x, scale, self.element)
 
 
@@ -115,8 +113,7 @@ class Float8Quantizer(_Float8):
     """Quantize to FP8 with delayed scaling: the call passes the factor, the amax is returned.
 
     ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` the amax as
-    well.
-    The caller owns the state (scale, amax history) as tensors: see
+    well. The caller owns the state (scale, amax history) as tensors: see
     ``qtensor.delayed_scaling_update``.
     """
 

@@ -23,11 +23,9 @@ from qtensor.storage.float8_blockwise import (
 class Float8BlockQuantizer(Quantizer):
     """Quantize to FP8 with a float32 factor for each block.
 
-    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged
-    edges are
-    padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on their
-    own;
-    columnwise 2D data are the rowwise ones transposed.
+    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged edges
+    are padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on
+    their own; columnwise 2D data are the rowwise ones transposed.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
@@ -69,10 +67,10 @@ class Float8BlockQuantizer(Quantizer):
     ) -> None:
         """Write codes and factors of each usage."""
         matrix = as_matrix(x)
-        for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
-            if f"{side}_data" not in out:
+        for direction, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
+            if f"{direction}_data" not in out:
                 continue
-            data, factors = out[f"{side}_data"], out[f"{side}_scale_inv"]
+            data, factors = out[f"{direction}_data"], out[f"{direction}_scale_inv"]
             # Stored 1D factors are (blocks along K, M): the transpose of the block grid.
             grid = factors.t() if self.block_scaling_dim == 1 else factors
             codes = data.view(source.shape)
@@ -91,12 +89,12 @@ class Float8BlockQuantizer(Quantizer):
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
         """Return float(code) * scale_inv of its block, float32 of ``shape``."""
-        side = self.side(columnwise)
-        use_column = side == "_columnwise"
+        direction = self.side(columnwise)
+        use_column = direction == "_columnwise"
         rows, cols = rows_cols(shape)
-        factors = buffers[f"{side}_scale_inv"]
+        factors = buffers[f"{direction}_scale_inv"]
         grid = factors.t() if self.block_scaling_dim == 1 else factors
-        codes = buffers[f"{side}_data"].reshape((cols, rows) if use_column else (rows, cols))
+        codes = buffers[f"{direction}_data"].reshape((cols, rows) if use_column else (rows, cols))
         values = float8.decode_blocks(codes, grid, self._rows, self.element)
         return (values.t() if use_column else values).reshape(shape)
 

@@ -29,9 +29,8 @@ SCALE_MODES = ("rceil", "floor", "ceil", "even")
 class MXQuantizer(Quantizer, abstract=True):
     """Quantize in blocks of 32 with an E8M0 factor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A
-    block with
-    a NaN or inf decodes to NaN.
+    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A block
+    with a NaN or inf decodes to NaN.
 
     Attributes:
         dtype: the element, by name or as a torch dtype.
@@ -72,10 +71,10 @@ class MXQuantizer(Quantizer, abstract=True):
     ) -> None:
         """Write codes and factors of each usage, each from the high-precision input."""
         matrix = as_matrix(x)
-        for side, block in (("_rowwise", (1, mx.BLOCK)), ("_columnwise", (mx.BLOCK, 1))):
-            if f"{side}_data" not in out:
+        for direction, block in (("_rowwise", (1, mx.BLOCK)), ("_columnwise", (mx.BLOCK, 1))):
+            if f"{direction}_data" not in out:
                 continue
-            data = out[f"{side}_data"]
+            data = out[f"{direction}_data"]
             packed = self._codes_per_group() != (1, 1)
             codes = (
                 matrix.new_empty(matrix.shape, dtype=torch.uint8)
@@ -88,29 +87,33 @@ class MXQuantizer(Quantizer, abstract=True):
                 )
                 # One factor a block, repeated along the dim that a 1-D block does not span.
                 rows, cols = (matrix.shape[0], square.shape[1]), (square.shape[0], matrix.shape[1])
-                scales = spread(square, block[1], block[0], rows if side == "_rowwise" else cols)
+                scales = spread(
+                    square, block[1], block[0], rows if direction == "_rowwise" else cols
+                )
             else:
                 scales = mx.encode_(codes, matrix, block, self.element, self.scale_mode)
             if packed:
-                data.copy_(self._pack(codes, side).view(data.shape))
-            write_scales_(out[f"{side}_scale_inv"], scales, self.swizzled, side == "_columnwise")
+                data.copy_(self._pack(codes, direction).view(data.shape))
+            write_scales_(
+                out[f"{direction}_scale_inv"], scales, self.swizzled, direction == "_columnwise"
+            )
 
     def _codes_per_group(self) -> tuple[int, int]:
         """Return (codes, bytes) of a packed group."""
         return (1, 1)
 
-    def _pack(self, codes: Tensor, side: str) -> Tensor:
+    def _pack(self, codes: Tensor, direction: str) -> Tensor:
         """Pack codes (M, K) into stored bytes, along the blocks."""
         packers = {(2, 1): pack_pairs, (4, 3): pack_quads}
         pack = packers.get(self._codes_per_group())
         if pack is None:
             return codes
-        return pack(codes) if side == "_rowwise" else pack(codes.t()).t()
+        return pack(codes) if direction == "_rowwise" else pack(codes.t()).t()
 
-    def _values(self, data: Tensor, side: str, shape: tuple[int, int]) -> Tensor:
+    def _values(self, data: Tensor, direction: str, shape: tuple[int, int]) -> Tensor:
         """Decode stored bytes to float32 element values (M, K)."""
         group = self._codes_per_group()
-        along_rows = side == "_columnwise"
+        along_rows = direction == "_columnwise"
         count = shape[0] if along_rows else shape[1]
         if group == (1, 1):
             data = data.reshape(shape)
@@ -128,12 +131,14 @@ class MXQuantizer(Quantizer, abstract=True):
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
         """Return element values times factors, float32 of ``shape``."""
-        side = self.side(columnwise)
-        block = (mx.BLOCK, 1) if side == "_columnwise" else (1, mx.BLOCK)
-        values = self._values(buffers[f"{side}_data"], side, rows_cols(shape))
+        direction = self.side(columnwise)
+        block = (mx.BLOCK, 1) if direction == "_columnwise" else (1, mx.BLOCK)
+        values = self._values(buffers[f"{direction}_data"], direction, rows_cols(shape))
         return mx.decode(
             values,
-            read_scales(buffers[f"{side}_scale_inv"], self.swizzled, side == "_columnwise"),
+            read_scales(
+                buffers[f"{direction}_scale_inv"], self.swizzled, direction == "_columnwise"
+            ),
             block,
         ).reshape(shape)
 

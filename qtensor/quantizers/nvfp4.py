@@ -28,10 +28,8 @@ class NVFP4Quantizer(Quantizer):
     """Quantize to NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
 
     Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes
-    0,
-    because the element has no NaN; inf counts as the largest finite float32. Columnwise data
-    quantize
-    the transpose.
+    0, because the element has no NaN; inf counts as the largest finite float32. Columnwise data
+    quantize the transpose.
 
     Attributes:
         with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
@@ -98,7 +96,7 @@ class NVFP4Quantizer(Quantizer):
         return value
 
     def _transposed_options(self) -> dict[str, Any]:
-        """Return the options that a transpose changes; the rotated side is one of them."""
+        """Return the options that a transpose changes; the rotated direction is one of them."""
         options = super()._transposed_options()
         if self.with_rht:
             options["rht_side"] = "columnwise" if self.rht_side == "rowwise" else "rowwise"
@@ -119,15 +117,21 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def factors_are_local(self) -> bool:
-        """Return False if the side that decodes is rotated."""
+        """Return False if the direction that decodes is rotated."""
         return not self._rotated(self.side())
 
-    def _rotated(self, side: str) -> bool:
-        return self.with_rht and side == f"_{self.rht_side}"
+    def _rotated(self, direction: str) -> bool:
+        return self.with_rht and direction == f"_{self.rht_side}"
 
-    def kept_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """Return the maxima that decide the tensor-wide factors."""
-        return {"amax": [buffers[f"_amax{side}"] for side in SIDES if f"_amax{side}" in buffers]}
+        return {
+            "amax": [
+                buffers[f"_amax{direction}"]
+                for direction in SIDES
+                if f"_amax{direction}" in buffers
+            ]
+        }
 
     @functools.cached_property
     def _recipe(self) -> nvfp4.NVFP4Options:
@@ -137,16 +141,16 @@ class NVFP4Quantizer(Quantizer):
         )
 
     def _sources(self, x: Tensor) -> dict[str, Tensor]:
-        """Return, for each side, the float32 matrix that it quantizes, without NaN."""
+        """Return, for each direction, the float32 matrix that it quantizes, without NaN."""
         matrix = as_matrix(x).float()
         sources = {}
-        for side, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
-            if not getattr(self, side[1:]):
+        for direction, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
+            if not getattr(self, direction[1:]):
                 continue
-            if self._rotated(side):
+            if self._rotated(direction):
                 padded = pad_matrix(source, 1, hadamard.SIZE)
                 source = hadamard.rotate(padded, self.with_random_sign_mask, x.dtype)
-            sources[side] = source.nan_to_num(nan=0.0)
+            sources[direction] = source.nan_to_num(nan=0.0)
         return sources
 
     def amax(self, x: Tensor) -> list[Tensor]:
@@ -171,27 +175,27 @@ class NVFP4Quantizer(Quantizer):
         sources = self._sources(x)
         reduced = dict(zip(sources, amax, strict=True)) if amax else {}
         shared = None
-        for side, source in sources.items():
+        for direction, source in sources.items():
             if not self.with_2d_quantization:
-                noise = self._noise(seed, source, side)
+                noise = self._noise(seed, source, direction)
                 codes, scales, maximum = nvfp4.encode(
-                    source, self._recipe, reduced.get(side), noise
+                    source, self._recipe, reduced.get(direction), noise
                 )
             else:
                 if shared is None:
                     # Both sides share one draw and one choice for a block, so that one is the other
                     # transposed.
-                    matrix = source if side == "_rowwise" else source.t()
+                    matrix = source if direction == "_rowwise" else source.t()
                     noise = self._noise(seed, matrix, "_rowwise")
-                    shared = nvfp4.encode(matrix, self._recipe, reduced.get(side), noise)
+                    shared = nvfp4.encode(matrix, self._recipe, reduced.get(direction), noise)
                 codes, scales, maximum = shared
-                if side == "_columnwise":
+                if direction == "_columnwise":
                     codes, scales = codes.t(), scales.t()
                 scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
-            out[f"_amax{side}"].copy_(reduced.get(side, maximum))
-            self._write(out, side, codes, scales)
+            out[f"_amax{direction}"].copy_(reduced.get(direction, maximum))
+            self._write(out, direction, codes, scales)
 
-    def _noise(self, seed: Tensor | None, source: Tensor, side: str) -> Tensor | None:
+    def _noise(self, seed: Tensor | None, source: Tensor, direction: str) -> Tensor | None:
         if not self.stochastic_rounding:
             return None
         if seed is None:
@@ -201,12 +205,12 @@ class NVFP4Quantizer(Quantizer):
                 "none",
                 "Call the quantizer, which draws one, or pass seed=, an int64 tensor of shape (1,)",
             )
-        return random_bytes(seed.to(source.device), source.numel(), SIDES.index(side)).view(
+        return random_bytes(seed.to(source.device), source.numel(), SIDES.index(direction)).view(
             source.shape
         )
 
-    def _write(self, out: dict[str, Tensor], side: str, codes: Tensor, scales: Tensor) -> None:
-        data, scale_out = out[f"{side}_data"], out[f"{side}_scale_inv"]
+    def _write(self, out: dict[str, Tensor], direction: str, codes: Tensor, scales: Tensor) -> None:
+        data, scale_out = out[f"{direction}_data"], out[f"{direction}_scale_inv"]
         data.copy_(pack_pairs(codes).reshape(data.shape))
         write_scales_(scale_out, scales, self.swizzled)
 
@@ -214,18 +218,18 @@ class NVFP4Quantizer(Quantizer):
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
         """Return ``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
-        side = self.side(columnwise)
+        direction = self.side(columnwise)
         rows, cols = rows_cols(shape)
-        lines, length = (rows, cols) if side == "_rowwise" else (cols, rows)
-        count = round_up(length, hadamard.SIZE) if self._rotated(side) else length
-        data = buffers[f"{side}_data"].reshape(lines, ceil_div(count, 2))
-        scales = read_scales(buffers[f"{side}_scale_inv"], self.swizzled)
+        lines, length = (rows, cols) if direction == "_rowwise" else (cols, rows)
+        count = round_up(length, hadamard.SIZE) if self._rotated(direction) else length
+        data = buffers[f"{direction}_data"].reshape(lines, ceil_div(count, 2))
+        scales = read_scales(buffers[f"{direction}_scale_inv"], self.swizzled)
         values = decode_pairs(data, E2M1, count)
         # 2D factors are stored once a row, so they decode as 1x16 blocks.
-        values = nvfp4.decode(values, scales, buffers[f"_amax{side}"], 1, self.e4m3_max)
-        if self._rotated(side):
+        values = nvfp4.decode(values, scales, buffers[f"_amax{direction}"], 1, self.e4m3_max)
+        if self._rotated(direction):
             values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :length]
-        return (values if side == "_rowwise" else values.t()).reshape(shape)
+        return (values if direction == "_rowwise" else values.t()).reshape(shape)
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str

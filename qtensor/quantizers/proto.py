@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import Shape
-from qtensor.library.codec import parse
 from qtensor.quantizers.base import Quantizer
+from qtensor.registry import parse
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape
 

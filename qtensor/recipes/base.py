@@ -278,7 +278,7 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -
     if isinstance(value, str):
         return parse(value)  # type: ignore[return-value]
     if isinstance(value, Mapping) and own is not None:
-        return type(own)(**{**own.given_options(), **value})
+        return type(own)(**{**own.changed_options(), **value})
     rule = f"overrides[{role.tensor!r}] must be a quantizer, a format id, a dict of options or None"
     fail(type(recipe).__name__, rule, repr(value), "Pass one of these")
 

@@ -1,8 +1,9 @@
-"""Refuse ``plain.data = quantized``, which torch would carry out without asking the subclass.
+"""Refuse ``plain.data = quantized``, for which torch does not call the subclass.
 
-Torch replaces the memory of ``plain`` by the memory of the wrapper, which has none, so every later
-use of ``plain`` fails. Before it does so, it calls ``aten::_has_compatible_shallow_copy_type``. The
-handler below runs only when one of the two tensors is a subclass with ``__torch_dispatch__``.
+Torch would replace the memory of ``plain`` by that of the wrapper. The wrapper has no memory, so
+every later use of ``plain`` would fail. Before torch does so, it calls
+``aten::_has_compatible_shallow_copy_type``. The handler below runs only if one of the two tensors
+is a subclass with ``__torch_dispatch__``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def _compatible(destination: Tensor, source: Tensor) -> bool:
-    """Answer torch's question whether ``destination.data = source`` can work.
+    """Return True if torch can carry out ``destination.data = source``.
 
     Raises:
         ArgumentTypeError: the source is quantized and the destination is not.

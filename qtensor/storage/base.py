@@ -1,4 +1,4 @@
-"""Define what bare storages and tensor subclasses share: buffers, a nominal dtype, a quantizer."""
+"""Define the base of storages and tensors: buffers, a nominal dtype and a quantizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from qtensor.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.formats import FormatSpec
 from qtensor.layout import Shape
-from qtensor.library.codec import Codec
 from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
+from qtensor.registry import QuantizerLike
 from qtensor.storage.rebuild import wrap
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
@@ -21,8 +21,8 @@ from qtensor.storage.serialize import deepcopy, reduce
 Context = tuple[str, torch.dtype, Any, str]
 """The flatten context: qualname, nominal dtype, quantizer, scale layout.
 
-It holds values only: no size, device or tensor. A part of a tensor appends its note to the layout:
-``plain;part;_scale_inv`` (see ``ViewNote``).
+The context holds no size, device or tensor. The context of a part of a tensor appends a note to the
+layout: ``plain;part;_scale_inv`` (see ``ViewNote``).
 """
 
 
@@ -35,7 +35,7 @@ class ViewNote:
     is_copy: bool = False
     """The part has bytes of its own, so a write to it would not reach the whole."""
 
-    def text(self) -> str:
+    def suffix(self) -> str:
         """Return the note as the tail of a scale layout."""
         return ";".join(("", "copy" if self.is_copy else "part", *self.shared))
 
@@ -50,12 +50,12 @@ class ViewNote:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """Hold everything but the tensors that ``restore_from_saved`` needs."""
+    """Hold the arguments of ``restore_from_saved`` that are not tensors."""
 
     cls: type[QuantizedTensorStorage]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    quantizer: Codec
+    quantizer: QuantizerLike
 
 
 class QuantizedTensorStorage:
@@ -67,7 +67,7 @@ class QuantizedTensorStorage:
     __slots__ = ()
 
     if TYPE_CHECKING:
-        _quantizer: Codec
+        _quantizer: QuantizerLike
         shape: Any
         dtype: Any
         device: Any
@@ -90,8 +90,8 @@ class QuantizedTensorStorage:
             register(cls)
 
     @property
-    def quantizer(self) -> Codec:
-        """Return the quantizer that describes the buffers; it is a value, safe to share."""
+    def quantizer(self) -> QuantizerLike:
+        """Return the quantizer that describes the buffers; it is immutable."""
         return self._quantizer
 
     @property
@@ -104,14 +104,17 @@ class QuantizedTensorStorage:
         return [getattr(self, slot.name) for slot in self._quantizer.slots]
 
     def get_usages(self) -> dict[str, bool]:
-        """Return, for "rowwise" and "columnwise", whether the direction exists."""
+        """Return a dict that tells whether "rowwise" and "columnwise" data exist."""
         return {"rowwise": self._quantizer.rowwise, "columnwise": self._quantizer.columnwise}
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain tensor, rounded once from float32.
 
         Args:
-            dtype: of the result; the nominal dtype if None.
+            dtype: dtype of the result; the nominal dtype if None.
+
+        Returns:
+            A tensor of the logical shape.
 
         Raises:
             DtypeError: ``dtype`` is not a dtype, or cannot hold the values.
@@ -122,7 +125,11 @@ class QuantizedTensorStorage:
         return DEQUANTIZE(self.buffers(), self._quantizer.canonical, self.shape, dtype)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drop a direction, or build one from the other where the bytes allow it, in place.
+        """Drop a direction in place, or build one from the other where that is exact.
+
+        Args:
+            rowwise: True to have rowwise data, False to drop them, None to leave them unchanged.
+            columnwise: the same for columnwise data.
 
         Raises:
             UnsupportedError: the requested direction needs the high-precision data.
@@ -151,11 +158,17 @@ class QuantizedTensorStorage:
             setattr(self, attribute, remaining.get(attribute))
         self._set_quantizer(new)
 
-    def _set_quantizer(self, quantizer: Codec) -> None:
+    def _set_quantizer(self, quantizer: QuantizerLike) -> None:
         self._quantizer = quantizer  # type: ignore[misc]
 
     def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Any:
-        """Requantize ``src`` into the existing buffers; see ``Quantizer.update_quantized``."""
+        """Quantize ``src`` into the existing buffers and return this object.
+
+        Args:
+            src: float32, bfloat16 or float16, of the logical shape.
+            noop_flag: as in ``Quantizer.update_quantized``.
+            **call: other arguments of ``Quantizer.update_quantized``.
+        """
         self._quantizer.update_quantized(src, self, noop_flag=noop_flag, **call)
         return self
 
@@ -203,7 +216,7 @@ class BareStorage(QuantizedTensorStorage):
     __slots__ = ("_dtype", "_quantizer", "_shape")
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, quantizer: Codec, **buffers: Tensor | None
+        self, shape: Shape, dtype: torch.dtype, quantizer: QuantizerLike, **buffers: Tensor | None
     ) -> None:
         if quantizer.spec is not self.spec or len(buffers) < len(quantizer.slots):
             refuse_buffers(type(self), quantizer, buffers)
@@ -220,7 +233,7 @@ class BareStorage(QuantizedTensorStorage):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the nominal dtype, which ``dequantize()`` gives."""
+        """Return the nominal dtype, which is the default dtype of ``dequantize()``."""
         return self._dtype
 
     @property
@@ -230,7 +243,7 @@ class BareStorage(QuantizedTensorStorage):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all buffers."""
+        """Return the total number of bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
@@ -276,7 +289,7 @@ def make_context(storage: QuantizedTensorStorage) -> Context:
 
 
 class _Known(NamedTuple):
-    """Cache what a checked flatten context says."""
+    """Cache the parts of a checked flatten context."""
 
     context: Context
     cls: Any
@@ -285,18 +298,19 @@ class _Known(NamedTuple):
 
 
 _KNOWN: dict[int, _Known] = {}
-"""Checked contexts by identity. A compiled graph passes the same object with every tensor, and
-hashing
-its value takes longer than making a tensor.
+"""Checked contexts by identity.
+
+A compiled graph passes the same object with every tensor, and hashing its value takes longer than
+making a tensor.
 """
 _MOST = 4096
 
 
 def _known(context: Context) -> _Known:
-    """Check a flatten context and return what it says, from a cache where possible.
+    """Return the parts of a flatten context after checking it; checked contexts are cached.
 
     Raises:
-        QTensorError: flattening does not make such a context.
+        QTensorError: ``context`` is not a flatten context.
     """
     known = _KNOWN.get(id(context))
     if known is not None and known.context is context:
@@ -316,8 +330,8 @@ def _known(context: Context) -> _Known:
     ):
         raise QTensorError(
             f"unflatten[{name}]: the context must hold a dtype, a quantizer and its scale layout; "
-            f"got {dtype!r}, {quantizer!r}, {layout!r}. "
-            "Use the context that __tensor_flatten__ returned."
+            f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ "
+            "returned."
         )
     note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
     if len(_KNOWN) >= _MOST:
@@ -330,15 +344,15 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
     """Return a storage or tensor from its inner buffers and flatten context.
 
     Raises:
-        QTensorError: flattening does not make such a context, or the buffers do not match it.
+        QTensorError: ``context`` is not a flatten context, or the buffers do not match it.
     """
     _, cls, names, note = _known(context)
     name, dtype, quantizer, _ = context
     if list(inner) != names or cls.spec is not quantizer.spec:
         raise QTensorError(
-            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; "
-            f"got {list(inner)} of {cls.spec.name}. "
-            "Pass the inner tensors that __tensor_flatten__ named."
+            f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; got "
+            f"{list(inner)} of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ "
+            "named."
         )
     if not issubclass(cls, Tensor):
         return cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
@@ -364,7 +378,7 @@ def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoRetur
 
 
 def describe(storage: Any) -> str:
-    """Return a repr made from metadata alone: it reads no data, so it never waits for a device."""
+    """Return a repr made from metadata alone, so that it never waits for a device."""
     quantizer = storage._quantizer
-    facts = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
-    return f"{type(storage).__name__}({facts}, quantizer={quantizer.canonical!r})"
+    metadata = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
+    return f"{type(storage).__name__}({metadata}, quantizer={quantizer.canonical!r})"

@@ -1,4 +1,4 @@
-"""Checks of what a tensor is made from: shapes, nominal dtypes, inner buffers."""
+"""Check the shape, nominal dtype and inner buffers of a new tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_shape(op: str, shape: Shape | int) -> tuple[int, ...]:
     """Return sizes as a tuple; a single size makes a 1-D shape, as in ``torch.empty(3)``.
 
     Raises:
-        QTensorError: sizes that are not integers, or negative.
+        QTensorError: a size is not an integer, or is negative.
     """
     # Torch itself checks symbolic sizes.
     if torch.compiler.is_compiling():
@@ -40,7 +40,7 @@ def check_nominal(op: str, dtype: object) -> None:
     """Refuse a dtype that cannot be the nominal dtype of a quantized tensor.
 
     Raises:
-        DtypeError: with the legal dtypes.
+        DtypeError: ``dtype`` is not floating; the message lists the legal dtypes.
     """
     if dtype not in FLOATING:
         legal = ", ".join(str(d).removeprefix("torch.") for d in FLOATING)
@@ -56,13 +56,14 @@ def check_buffers(
 
     Args:
         op: the calling op, for errors.
-        quantizer: the value that describes the buffers.
-        buffers: in slot order.
+        quantizer: describes the buffers.
+        buffers: inner buffers in slot order.
         shape: the logical shape.
         dtype: the nominal dtype.
 
     Raises:
-        QTensorError: another number of buffers, or one with another dtype, layout, shape or device.
+        QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, layout, shape
+            or device.
     """
     slots = quantizer.slots
     check_nominal(op, dtype)
@@ -89,7 +90,7 @@ def check_buffers(
 
 
 def _check_size(op: str, slot: Slot, buffer: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a buffer of another size than ``shape`` needs; scales of a part may lack padding."""
+    """Refuse a buffer whose shape does not fit ``shape``; scales of a part may lack padding."""
     most, size = buffer_shape(slot.dims, shape), tuple(buffer.shape)
     unpadded = tuple(dataclasses.replace(d, pad=1) for d in slot.dims)
     least = most if slot.swizzled else buffer_shape(unpadded, shape)

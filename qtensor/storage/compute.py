@@ -45,7 +45,7 @@ def gemm(
             same batch dims as ``a``.
         layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
         bias: added in float32, broadcastable to the product.
-        dtype: of the result; the nominal dtype of ``a`` if None.
+        dtype: dtype of the result; the nominal dtype of ``a`` if None.
         backend: "auto", or the name of a backend, which computes the product or raises:
             "cutlass", "scaled_mm", "dequant", "reference" (see ``qtensor.explain``). A product
             with a named backend has no gradient.
@@ -56,8 +56,8 @@ def gemm(
         (..., M, N) plain tensor of ``dtype``.
 
     Raises:
-        QTensorError: operands that do not fit, an operand without the usage that the layout
-            reads, or a backend that cannot compute the product.
+        QTensorError: the operands do not fit, an operand lacks the usage that the layout reads,
+            or the named backend cannot compute the product.
     """
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         rule = "the result's dtype must be a torch.dtype"
@@ -80,14 +80,14 @@ def gemm_operands(
     dtype: torch.dtype | None = None,
     in_handler: bool = True,
 ) -> Tensor:
-    """Multiply the buffers of two operands with the gemm op.
+    """Return the product of two operands, computed by the gemm op.
 
     Args:
-        a: as for ``gemm``.
-        b: as for ``gemm``.
-        layout: as for ``gemm``.
-        bias: as for ``gemm``.
-        dtype: as for ``gemm``.
+        a: (..., M, K), or (..., K, M) in layout NT; quantized or plain.
+        b: (N, K) in layout TN, (K, N) otherwise; quantized or plain.
+        layout: TN, NN or NT.
+        bias: broadcastable to (..., M, N), or None.
+        dtype: dtype of the result; the nominal dtype of ``a`` if None.
         in_handler: True inside ``__torch_dispatch__``, where the op may skip the dispatcher.
     """
     arguments = operands(a, b, layout, bias, dtype)
@@ -116,7 +116,7 @@ def explain(
     *,
     arch: str | None = None,
 ) -> Explanation:
-    """Return which backend computes ``gemm(a, b, layout, bias, dtype)``, and why no faster one does.
+    """Return the backend that computes ``gemm(a, b, layout, bias, dtype)``, with reasons.
 
     Args:
         a: as for ``gemm``; only formats and shapes count.
@@ -124,14 +124,14 @@ def explain(
         layout: as for ``gemm``.
         bias: as for ``gemm``.
         dtype: as for ``gemm``.
-        arch: "sm_90a" or another architecture, as if the operands were on such a GPU; None is the
-            device that they are on.
+        arch: explain for operands on a GPU of this architecture, for example "sm_90a". If None,
+            explain for the device of the operands.
 
     Returns:
         The backend, the kernel, and a reason for each backend. Its repr is a table.
 
     Raises:
-        QTensorError: operands that do not fit.
+        QTensorError: the operands do not fit.
     """
     from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in library/gemm.py
 
@@ -141,8 +141,8 @@ def explain(
     both = sides(
         (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
     )
-    place = left[0].device if arch is None else arch
-    return choice.explain(choice.problem_for(both, layout, result, bias, place))
+    target = left[0].device if arch is None else arch
+    return choice.explain(choice.problem_for(both, layout, result, bias, target))
 
 
 def operands(
@@ -282,4 +282,4 @@ COMPUTE: dict[str, Handler] = {
     "embedding": _embedding,
     "dequantize": _dequantize,
 }
-"""aten op name -> handler. Operands are decoded inside one op; the plain result is rounded once."""
+"""Handlers by aten op name. One op decodes the operands; the plain result is rounded once."""

@@ -30,14 +30,13 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``qtensor::quantize`` of a quantized tensor.
 
     If the tensor already has the requested quantizer, return its own buffers; otherwise quantize
-    its
-    values again.
+    its values again.
     """
     t, canonical = args[:2]
     if isinstance(t, QuantizedTensorStorage):
         own = t._quantizer
         if own.canonical == canonical and own.is_requantization_safe():
-            # A part gives copies: writes to the result must not reach factors of its whole.
+            # Copy the buffers of a part: a write to the result must not change shared factors.
             answer = torch.Tensor.detach if t._view_note is None else torch.clone
             return [answer(buffer) for buffer in t.buffers()]
         return func(plain(t), *args[1:], **kwargs)
@@ -79,17 +78,17 @@ _HANDLERS: dict[Any, Handler] = {
     QUANTIZE_: dequantized,
     AMAX: dequantized,
     RANDOM_SEED: dequantized,
-    # Each group gets factors of its own.
+    # The values are decoded, because each group gets separate factors.
     GROUPED_QUANTIZE: dequantized,
     LINEAR_FORWARD: _linear_forward,
 }
-"""Op -> handler; an op is added at its first call."""
+"""Handlers by op; an op is added at its first call."""
 
 
 def classify(func: Any) -> str:
-    """Return the class of an aten op as docs/op_matrix.md names it.
+    """Return the class of an aten op in docs/op_matrix.md.
 
-    One of ``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` and ``"raises"``.
+    It is ``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` or ``"raises"``.
     """
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten":
@@ -106,7 +105,7 @@ def classify(func: Any) -> str:
 def _resolve(func: Any) -> Handler:
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "qtensor":
-        # The library's other ops read values, like a norm of a quantized tensor.
+        # The library's other ops read values, for example to compute a norm.
         return dequantized
     kind = classify(func)
     if kind in ("exact", "computes"):
@@ -121,7 +120,7 @@ def _resolve(func: Any) -> Handler:
     if kind in ("in place", "dequantizes"):
         return dequantized
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        # Under inference mode composite ops arrive whole.
+        # In inference mode torch does not decompose composite ops before dispatch.
         return _decomposed
     return _refuse_collective if "c10d" in namespace else _refuse
 
@@ -131,7 +130,7 @@ def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _with_out(handler: Handler) -> Handler:
-    """Wrap a handler for the ``out=`` overload of an op: copy the result into ``out``."""
+    """Return a handler for the ``out=`` overload of an op, which copies the result into ``out``."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = kwargs["out"]
@@ -139,7 +138,7 @@ def _with_out(handler: Handler) -> Handler:
         if tuple(out.shape) != tuple(result.shape):
             rule = f"{func}: out must have the shape of the result"
             raise QTensorError(
-                f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Allocate it so."
+                f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Fix its shape."
             )
         return (
             copy_into(out, result)
@@ -151,7 +150,7 @@ def _with_out(handler: Handler) -> Handler:
 
 
 def _outside_inference(handler: Handler) -> Handler:
-    """Wrap a view handler: a view of a normal tensor is normal in inference mode too."""
+    """Return a view handler that leaves inference mode for views of normal tensors."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_inference_mode_enabled() and not args[0].is_inference():

@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def _constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Do nothing: ``__new__`` has built the tensor."""
+    """Do nothing, because ``__new__`` has built the tensor."""
 
 
-# torch takes the constructor of a subclass by its name alone.
+# torch recognises the constructor of a subclass by its name.
 _constructor.__name__ = "__init__"
 _constructor.__qualname__ = "QuantizedTensor.__init__"
 
@@ -43,7 +43,7 @@ def record_construction(
         tensor: the new quantized tensor.
         shape: its sizes, some of them symbolic.
         dtype: its nominal dtype.
-        canonical: the canonical text of its quantizer.
+        canonical: the canonical string of its quantizer.
         buffers: its inner buffers by constructor keyword.
     """
     _recorder()(tensor, tuple(shape), dtype, canonical, **buffers)

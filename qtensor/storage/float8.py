@@ -45,4 +45,7 @@ class Float8TensorStorage(BareStorage, spec=FLOAT8):
 
 
 class Float8Tensor(QuantizedTensor, spec=FLOAT8):
-    """FP8 as a tensor; buffers as in ``Float8TensorStorage``. Any shape, nothing is padded."""
+    """Wrap FP8 buffers as a tensor; see ``Float8TensorStorage`` for the buffers.
+
+    Any shape is legal, and nothing is padded.
+    """

@@ -12,7 +12,7 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _rowwise_factors(options: Any) -> tuple[Dim, ...]:
-    """Return 1D (ceil(K/128), up4(M)), which GEMMs read; 2D (ceil(M/128), up4(ceil(K/128)))."""
+    """Return dims: 1D (ceil(K/128), up4(M)); 2D (ceil(M/128), up4(ceil(K/128)))."""
     if options.block_scaling_dim == 1:
         return (Dim("k", per=128), Dim("m", pad=4))
     return (Dim("m", per=128), Dim("k", per=128, pad=4))
@@ -54,7 +54,7 @@ class Float8BlockwiseTensorStorage(BareStorage, spec=FLOAT8_BLOCKWISE):
 
 
 class Float8BlockwiseTensor(QuantizedTensor, spec=FLOAT8_BLOCKWISE):
-    """Blockwise FP8 as a tensor; buffers as in ``Float8BlockwiseTensorStorage``.
+    """Wrap blockwise FP8 buffers as a tensor; see ``Float8BlockwiseTensorStorage``.
 
-    Any shape is legal: ragged edges are padded for the amax only.
+    Any shape is legal: a partial block is padded only to compute its amax.
     """

@@ -1,8 +1,8 @@
-"""Move inner buffers as logical indexing asks: slices, views, transposes, concatenations.
+"""Slice, view, transpose and concatenate the inner buffers of quantized tensors.
 
-Every function takes a tensor or storage and returns buffers in slot order; the dims of the slots
-decide how each buffer moves. A result is exact, or an error names the rule. Slices of padded
-scales may be shorter than those of a fresh quantization: readers take the entries that they need.
+Every function takes a tensor or storage and returns buffers in slot order. The dims of a slot
+determine how its buffer changes. A result is exact, or an error names the rule. A slice of padded
+scales may be shorter than newly quantized scales; readers use only the entries that they need.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def normalize(dim: int, rank: int) -> int:
     """Return a dim index counted from the front.
 
     Raises:
-        IndexError: out of range.
+        IndexError: ``dim`` is out of range.
     """
     if not -rank <= dim < rank:
         raise IndexError(f"dim {dim} is out of range for a tensor with {rank} dims")
@@ -48,13 +48,13 @@ def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
     """Return the buffers of ``t[..., start:end, ...]``, as views where the bytes are contiguous.
 
     Args:
-        t: quantized, any rank above 0.
+        t: quantized tensor or storage, (d0, ..., dn).
         dim: counted from the front.
         start: in [0, size].
         end: in [start, size].
 
     Raises:
-        UnsupportedError: bounds that cut a block or a packed group.
+        UnsupportedError: the bounds cut a block or a packed group.
     """
     shape, is_last = t.shape, dim == len(t.shape) - 1
     total = shape[dim]
@@ -68,7 +68,7 @@ def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
         buffer = getattr(t, slot.name)
         for index, axis in enumerate(slot.dims):
             if axis.axis == "lead" and not is_last:
-                # Buffer dims before ``lead`` are single, so they shift the dim by one each.
+                # Each buffer dim before ``lead`` is a single one, so it shifts the dim by one.
                 buffer = buffer.narrow(index + dim, start, end - start)
             elif axis.axis == ("k" if is_last else "m"):
                 if not is_last and outer != 1:
@@ -103,21 +103,21 @@ def _slice_axis(
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
-    """Slice swizzled scales: whole rows of tiles are a view, columns of tiles a copy."""
+    """Return a slice of swizzled scales: rows of tiles are a view, columns of tiles a copy."""
     flipped = slot.dims[0].pad != TILE[0]
     shape = buffer.shape[::-1] if flipped else buffer.shape
     tiles = buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
     along = 0 if axis.pad == TILE[0] else 1
-    part = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
-    sizes = (part.shape[0] * TILE[0], part.shape[1] * TILE[1])
-    return part.reshape(sizes[::-1] if flipped else sizes)
+    selected = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
+    sizes = (selected.shape[0] * TILE[0], selected.shape[1] * TILE[1])
+    return selected.reshape(sizes[::-1] if flipped else sizes)
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
-    """Return the buffers of a view to ``shape``, which has as many elements as ``t``.
+    """Return the buffers of a view of ``t`` with ``shape``, which has as many elements.
 
     Raises:
-        UnsupportedError: a view that cuts rows inside a block.
+        UnsupportedError: the view cuts rows inside a block.
     """
     if is_empty(shape):
         return _view_empty(t, shape)
@@ -147,7 +147,7 @@ def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
 
 
 def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
-    """Merge or split the dims before the last; only ``lead`` dims of a buffer change."""
+    """Return the buffer of ``slot`` for a view that changes only the dims before the last."""
     buffer = getattr(t, slot.name)
     if "lead" not in [d.axis for d in slot.dims]:
         return buffer
@@ -155,7 +155,11 @@ def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
 
 
 def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
-    """Cut rows anew; each buffer must hold whole groups without padding between rows."""
+    """Return the buffer of ``slot`` for a view that changes the length of the rows.
+
+    Raises:
+        UnsupportedError: the buffer has partial groups, or padding between rows.
+    """
     buffer = getattr(t, slot.name)
     if all(d.axis == "one" for d in slot.dims):
         return buffer
@@ -184,7 +188,7 @@ Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
 
 
 def counterparts(spec: FormatSpec) -> dict[str, str]:
-    """Return, for each inner buffer's name, the name that it takes in the transposed tensor."""
+    """Return a dict from each inner buffer's name to its name in the transposed tensor."""
     row, column, both = (
         [b.name for b in spec.inner if b.usage == usage]
         for usage in ("rowwise", "columnwise", "both")
@@ -196,12 +200,11 @@ def counterparts(spec: FormatSpec) -> dict[str, str]:
 
 
 def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
-    """Describe how a 2-D tensor with this quantizer is transposed, by views alone.
+    """Return the views that transpose a 2-D tensor with this quantizer.
 
     Returns:
         The new quantizer, and for each of its slots the constructor keyword, the source buffer and
-        the
-        function that makes the view of it.
+        the function that makes the view of it.
     """
     target = quantizer.transposed()
     other = counterparts(quantizer.spec)
@@ -214,7 +217,7 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
         if moved not in (wanted, wanted[::-1]):
             fail(
                 f"transpose[{quantizer.format}]",
-                f"{slot.name} has no place for the dims of {source.name}",
+                f"{slot.name} cannot hold the dims of {source.name}",
                 f"{moved} for {wanted}",
                 "Override _transposed_options of the quantizer, or dequantize first",
                 UnsupportedError,
@@ -225,7 +228,7 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
 
 
 def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
-    """Return views of the buffers of a tensor with one factor, its dims in another order."""
+    """Return views of the buffers of ``t.permute(order)``, for a tensor with one factor."""
     result = []
     for slot in t._quantizer.slots:
         buffer = getattr(t, slot.name)
@@ -252,12 +255,17 @@ def select_column(t: Any, index: int) -> list[Tensor]:
 
 
 def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
-    """Return new buffers, as ``quantizer`` describes them, of ``t`` with its last two dims swapped.
+    """Return new buffers of ``t`` with its last two dims swapped.
 
-    With E = product of the dims before, A and B the last two: rows are (E A) before, (E B) after.
+    If ``t`` has shape (..., A, B) and E is the product of the leading dims, then the (M, K) view of
+    ``t`` is (E * A, B) and that of the result is (E * B, A).
+
+    Args:
+        t: quantized tensor or storage, (..., A, B).
+        quantizer: describes the new buffers.
 
     Raises:
-        UnsupportedError: groups that run across the last two dims.
+        UnsupportedError: a group runs across the last two dims.
     """
     shape = tuple(t.shape)
     outer = math.prod(shape[:-2])
@@ -288,7 +296,11 @@ def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
 
 
 def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
-    """Return a buffer as a matrix without padding; refuse groups that run across dims."""
+    """Return a buffer as a matrix without padding.
+
+    Raises:
+        UnsupportedError: a group runs across dims.
+    """
     rows, cols = rows_cols(shape)
     sizes = []
     for dim in slot.dims:
@@ -307,7 +319,7 @@ def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
 
 
 def _reverse_shape(buffer: Tensor) -> Tensor:
-    """Reverse the shape and keep the swizzled bytes."""
+    """Return a view of the same swizzled bytes with the shape reversed."""
     return buffer.view(buffer.shape[::-1])
 
 
@@ -315,7 +327,7 @@ def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
     """Return the buffers of the concatenation along ``dim`` of tensors with one quantizer.
 
     Raises:
-        QTensorError: parts that do not end at a block, or that have different shared factors.
+        QTensorError: a part does not end at a block, or the parts have different shared factors.
     """
     first = tensors[0]
     is_last = dim == first.ndim - 1
@@ -367,7 +379,11 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
 
 
 def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor:
-    """Return the factor that does not run along the dim; it must be the same in all parts."""
+    """Return the buffer that all parts share, because it does not run along the dim.
+
+    Raises:
+        QTensorError: the buffer differs between parts.
+    """
     first = buffers[0]
     for other in buffers[1:]:
         if not _same_memory(first, other) and not torch.equal(other, first):

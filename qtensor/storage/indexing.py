@@ -33,14 +33,14 @@ def read_element(t: Any, index: Any) -> Tensor:
     """Return one element of ``t`` as a plain 0-d tensor; its gradient reaches ``t``.
 
     Args:
-        t: quantized, (d0, ..., dn).
+        t: quantized tensor, (d0, ..., dn).
         index: one integer per dim.
     """
     parts = index if isinstance(index, tuple) else (index,)
     row = t
     if len(parts) > 1:
         try:
-            # Decode one row only, where a row can be taken out exactly.
+            # Decode only one row if a row can be selected exactly.
             row = torch.Tensor.__getitem__(t, parts[:-1])
         except UnsupportedError:
             return t.dequantize()[index]
@@ -57,7 +57,7 @@ def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
         op: the name of the calling op, for errors.
 
     Raises:
-        UnsupportedError: another dim, or rows that share codes or factors with other rows.
+        UnsupportedError: ``dim`` is not 0, or other rows share codes or factors with these rows.
     """
     quantizer = t._quantizer
     if t.ndim > 1 and dim == 0:
@@ -67,7 +67,7 @@ def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
             return with_buffers(t, buffers, shape, quantizer=quantizer.without_square_blocks())
     fail(
         f"{op}[{quantizer.format}]",
-        "rows along dim 0 can be picked where no other row shares their codes and factors",
+        "rows can be selected along dim 0 if no other row shares their codes or factors",
         f"dim {dim} of {tuple(t.shape)}, {quantizer.canonical}",
         "Call .dequantize() first",
         UnsupportedError,
@@ -75,14 +75,14 @@ def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
 
 
 def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``aten.index_select``: quantized rows, or an error."""
+    """Handle ``aten.index_select``: return quantized rows, or raise an error."""
     t, dim, index = args
     dim = geometry.normalize(dim, max(t.ndim, 1))
     return select_rows(t, dim, index.reshape(-1), "index_select")
 
 
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``aten.index``: integers along dim 0 give quantized rows, others plain values."""
+    """Handle ``aten.index``: return quantized rows for integers along dim 0, else plain values."""
     t, indices = args
     leaves = [i for i in indices if i is not None]
     if not isinstance(t, QuantizedTensorStorage) or any(

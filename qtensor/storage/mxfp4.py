@@ -1,4 +1,4 @@
-"""Define MXFP4 storage: E2M1 elements, one E8M0 factor for 32."""
+"""Define MXFP4 storage: E2M1 elements, one E8M0 factor for each block of 32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MXFP4 = FormatSpec(
 
 
 class MXFP4TensorStorage(BareStorage, spec=MXFP4):
-    """Bare MXFP4 buffers; two codes a byte along the blocks, the even index in the low nibble.
+    """Hold MXFP4 buffers; two codes in a byte along the blocks, the even index in the low nibble.
 
     Attributes:
         _rowwise_data: (*leading, ceil(K/2)) uint8.
@@ -37,7 +37,7 @@ class MXFP4TensorStorage(BareStorage, spec=MXFP4):
 
 
 class MXFP4Tensor(QuantizedTensor, spec=MXFP4):
-    """MXFP4 as a tensor; buffers as in ``MXFP4TensorStorage``.
+    """Wrap MXFP4 buffers as a tensor; see ``MXFP4TensorStorage`` for the buffers.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block.
+    Any shape is legal: a partial block is padded with zeros.
     """

@@ -1,4 +1,4 @@
-"""Define MXFP6 storage: E2M3 or E3M2 elements, one E8M0 factor for 32."""
+"""Define MXFP6 storage: E2M3 or E3M2 elements, one E8M0 factor for each block of 32."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _rowwise_codes(options: Any) -> tuple[Dim, ...]:
-    """Return dims: one code a byte, or packed along K, 4 codes in 3 bytes."""
+    """Return dims (*leading, K): one code in a byte, or 4 codes in 3 bytes packed along K."""
     return (LEAD, Dim("k", per=4, units=3)) if options.packed else (LEAD, K)
 
 
 def _columnwise_codes(options: Any) -> tuple[Dim, ...]:
-    """Return dims: one code a byte, or packed along M, as the blocks run."""
+    """Return dims (*leading, K): one code in a byte, or 4 codes in 3 bytes packed along M."""
     return (Dim("m", per=4, units=3), K) if options.packed else (LEAD, K)
 
 
@@ -37,10 +37,10 @@ MXFP6 = FormatSpec(
 
 
 class MXFP6TensorStorage(BareStorage, spec=MXFP6):
-    """Bare MXFP6 buffers.
+    """Hold MXFP6 buffers.
 
     Attributes:
-        _rowwise_data: (*leading, K) uint8, one code a byte; packed: (*leading, ceil(K/4) * 3).
+        _rowwise_data: (*leading, K) uint8, one code in a byte; packed: (*leading, ceil(K/4) * 3).
         _rowwise_scale_inv: (up128(M), up4(ceil(K/32))) uint8, E8M0 codes, zero padding.
         _columnwise_data: (*leading, K) uint8; packed: (ceil(M/4) * 3, K).
         _columnwise_scale_inv: (up4(ceil(M/32)), up128(K)) uint8.
@@ -50,7 +50,7 @@ class MXFP6TensorStorage(BareStorage, spec=MXFP6):
 
 
 class MXFP6Tensor(QuantizedTensor, spec=MXFP6):
-    """MXFP6 as a tensor; buffers as in ``MXFP6TensorStorage``.
+    """Wrap MXFP6 buffers as a tensor; see ``MXFP6TensorStorage`` for the buffers.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block.
+    Any shape is legal: a partial block is padded with zeros.
     """

@@ -1,4 +1,4 @@
-"""Define MXFP8 storage: E4M3 or E5M2 elements, one E8M0 factor for 32."""
+"""Define MXFP8 storage: E4M3 or E5M2 elements, one E8M0 factor for each block of 32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MXFP8TensorStorage(BareStorage, spec=MXFP8):
 
 
 class MXFP8Tensor(QuantizedTensor, spec=MXFP8):
-    """MXFP8 as a tensor; buffers as in ``MXFP8TensorStorage``.
+    """Wrap MXFP8 buffers as a tensor; see ``MXFP8TensorStorage`` for the buffers.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block.
+    Any shape is legal: a partial block is padded with zeros.
     """

@@ -1,4 +1,4 @@
-"""Define NVFP4 storage: E2M1 elements, E4M3 factors for 16, float32 maxima."""
+"""Define NVFP4 storage: E2M1 elements, an E4M3 factor for each block of 16, float32 maxima."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qtensor.storage.tensor import QuantizedTensor
 
 
 def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
-    """Return the dim of the codes: two a byte along the blocks.
+    """Return the packed dim of the codes: two codes in a byte.
 
-    The rotation mixes groups of 16, so a rotated side keeps whole groups.
+    The rotation mixes groups of 16, so rotated data have whole groups.
     """
-    side = "rowwise" if axis == "k" else "columnwise"
-    rotated = options.with_rht and options.rht_side == side
+    direction = "rowwise" if axis == "k" else "columnwise"
+    rotated = options.with_rht and options.rht_side == direction
     return Dim(axis, per=16, units=8) if rotated else Dim(axis, per=2)
 
 
@@ -52,7 +52,7 @@ NVFP4 = FormatSpec(
 
 
 class NVFP4TensorStorage(BareStorage, spec=NVFP4):
-    """Hold NVFP4 buffers; two codes a byte, the even index in the low nibble.
+    """Hold NVFP4 buffers; two codes in a byte, the even index in the low nibble.
 
     Attributes:
         _rowwise_data: (*leading, ceil(K/2)) uint8; rotated: (*leading, ceil(K/16) * 8).
@@ -68,7 +68,7 @@ class NVFP4TensorStorage(BareStorage, spec=NVFP4):
 
 
 class NVFP4Tensor(QuantizedTensor, spec=NVFP4):
-    """NVFP4 as a tensor; buffers as in ``NVFP4TensorStorage``.
+    """Wrap NVFP4 buffers as a tensor; see ``NVFP4TensorStorage`` for the buffers.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block.
+    Any shape is legal: a partial block is padded with zeros.
     """

@@ -1,4 +1,4 @@
-"""Handle aten ops that keep the subclass: the bytes stay exact, or the op raises."""
+"""Handle aten ops whose result is the subclass: the bytes stay exact, or the op raises."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_memory_format(op: str, t: Any, memory_format: torch.memory_format | None) -> None:
-    """Refuse the channels-last formats: buffers follow the logical shape in row-major order.
+    """Refuse channels-last formats, because buffers follow the logical shape in row-major order.
 
     Raises:
-        UnsupportedError: with the format.
+        UnsupportedError: ``memory_format`` is not row-major.
     """
     if memory_format not in _ROW_MAJOR:
         rule = "a quantized tensor is stored in contiguous_format"
@@ -45,13 +45,13 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Move the buffers to another device, or change the nominal dtype and no byte.
+    """Handle ``to``: move the buffers, and change the nominal dtype without changing a byte.
 
     An integer or bool dtype gives plain values.
 
     Raises:
-        DtypeError: a floating dtype that cannot be a nominal dtype, such as float8.
-        UnsupportedError: a channels-last memory format.
+        DtypeError: a floating dtype cannot be a nominal dtype, for example float8.
+        UnsupportedError: the memory format is channels-last.
     """
     t, dtype = args[0], kwargs.get("dtype")
     _check_memory_format("to", t, kwargs.get("memory_format"))
@@ -99,13 +99,13 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"cat[{first._quantizer.format}]",
                 "all parts must have one quantizer and nominal dtype",
                 [getattr(getattr(t, "_quantizer", None), "canonical", "plain") for t in tensors],
-                "Dequantize them first, or quantize them alike",
+                "Dequantize them first, or quantize them with one quantizer",
             )
     dim = geometry.normalize(dim, first.ndim)
     shape = (*first.shape[:dim], sum(t.shape[dim] for t in tensors), *first.shape[dim + 1 :])
     for t in tensors:
         if (*t.shape[:dim], *t.shape[dim + 1 :]) != (*first.shape[:dim], *first.shape[dim + 1 :]):
-            rule = f"all sizes but that of dim {dim} must be equal"
+            rule = f"all sizes except that of dim {dim} must be equal"
             fail("cat", rule, [tuple(t.shape) for t in tensors], "Fix the shapes")
     quantizer = first._quantizer
     block = quantizer.spec.block
@@ -147,4 +147,4 @@ PRESERVE: dict[str, Handler] = {
     "is_same_size": _same_size,
     **VIEWS,
 }
-"""aten op name -> handler. The result is the subclass, exact, or a QTensorError names the rule."""
+"""Handlers of exact ops by aten op name. A handler raises a QTensorError that names the rule."""

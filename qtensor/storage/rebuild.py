@@ -17,7 +17,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Nominal dtypes, and dtypes of plain GEMM operands."""
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""(op, args, kwargs) -> result: an entry of the dispatch tables."""
+"""Entry of a dispatch table: (op, args, kwargs) -> result."""
 
 
 def wrap(
@@ -28,14 +28,14 @@ def wrap(
     buffers: Sequence[Tensor],
     context: Any = None,
 ) -> Any:
-    """Make ``cls(...)`` without checks, in half the time.
+    """Return ``cls(...)`` without checks, in half the time.
 
     Args:
         cls: the tensor class.
         shape: the logical shape.
         dtype: the nominal dtype.
         quantizer: describes the buffers.
-        buffers: in slot order; extra tensors at the end are ignored.
+        buffers: inner buffers in slot order; extra tensors at the end are ignored.
         context: the flatten context, if there is one already.
     """
     t = _make(cls, shape, None, None, None, dtype, _STRIDED, buffers[0].device)
@@ -47,7 +47,7 @@ def wrap(
 
 
 def same(t: Any) -> Any:
-    """Return another tensor around the buffers of ``t``, with the same note about its whole."""
+    """Return another tensor with the buffers, quantizer and view note of ``t``."""
     quantizer, context = t._quantizer, t._context
     other = _make(type(t), t.shape, None, None, None, context[1], _STRIDED, t.device)
     for name, _ in quantizer.attributes:
@@ -66,11 +66,11 @@ def with_buffers(
     dtype: torch.dtype | None = None,
     quantizer: Any = None,
 ) -> Any:
-    """Return a tensor or storage of the class of ``t`` around other buffers.
+    """Return a tensor or storage of the class of ``t`` with other buffers.
 
     Args:
         t: a tensor or storage.
-        buffers: in the slot order of ``quantizer``.
+        buffers: the new buffers, in the slot order of ``quantizer``.
         shape: logical shape; that of ``t`` if None.
         dtype: nominal dtype; that of ``t`` if None.
         quantizer: describes the buffers; that of ``t`` if None.

@@ -13,7 +13,7 @@ def register(cls: type[Any]) -> None:
     """Register a storage or tensor class by its qualname.
 
     Raises:
-        QTensorError: another class has the name.
+        QTensorError: a class of another module has the name.
     """
     known = _CLASSES.get(cls.__qualname__)
     if known is not None and known.__module__ != cls.__module__:
@@ -30,7 +30,7 @@ def lookup(name: str) -> type[Any]:
     """Return the class with that name.
 
     Raises:
-        QTensorError: unknown; the message lists the known names.
+        QTensorError: no class has the name; the message lists the known names.
     """
     if name not in _CLASSES:
         raise QTensorError(

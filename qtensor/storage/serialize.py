@@ -1,4 +1,4 @@
-"""Copy, pickle and share quantized tensors as names and plain tensors, never as live objects."""
+"""Copy, pickle and share quantized tensors as names and plain tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.library.codec import parse
+from qtensor.registry import parse
 from qtensor.storage.checks import as_shape, check_buffers
 from qtensor.storage.registry import lookup
 
@@ -29,24 +29,24 @@ def rebuild(
 ) -> Any:
     """Return the tensor or storage that ``reduce`` took apart.
 
-    A file may hold anything, so every argument is checked before an object is made.
+    The arguments may come from a file, so each of them is checked before an object is made.
 
     Args:
         name: qualname of the class.
         shape: the logical shape.
         dtype: the nominal dtype.
-        canonical: text of the quantizer.
-        buffers: by constructor keyword.
-        requires_grad: of the tensor; storages ignore it.
-        is_parameter: whether the tensor is a ``torch.nn.Parameter``.
-        attributes: other attributes that were set on the object.
+        canonical: canonical string of the quantizer.
+        buffers: inner buffers by constructor keyword.
+        requires_grad: True if the tensor requires grad; storages ignore it.
+        is_parameter: True if the tensor is a ``torch.nn.Parameter``.
+        attributes: other attributes of the object.
 
     Raises:
-        QTensorError: an unknown class or quantizer, or buffers that do not fit the quantizer.
+        QTensorError: the class or quantizer is unknown, or the buffers do not fit the quantizer.
     """
     if not isinstance(name, str) or not isinstance(canonical, str):
         got = f"{name!r} and {canonical!r}"
-        fail(_OP, "a class and a quantizer are named by text", got, _FIX)
+        fail(_OP, "the names of the class and of the quantizer must be strings", got, _FIX)
     cls: Any = lookup(name)
     quantizer = parse(canonical)
     op, keywords = f"{_OP}[{name}]", quantizer.keywords
@@ -70,7 +70,11 @@ def rebuild(
 
 
 def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
-    """Set attributes of one's own on ``tensor``; those that make up the tensor are refused."""
+    """Set additional attributes on ``tensor``.
+
+    Raises:
+        QTensorError: the class already uses one of the names.
+    """
     names = list(attributes) if isinstance(attributes, dict) else [type(attributes)]
     own = _own_names(tensor)
     if not all(isinstance(n, str) and n not in own and not hasattr(tensor, n) for n in names):
@@ -85,7 +89,7 @@ def _own_names(t: Any) -> set[str]:
 
 
 def state(t: Any) -> tuple[Any, ...]:
-    """Return the arguments with which ``rebuild`` makes an equal tensor or storage."""
+    """Return the arguments of ``rebuild`` that make an equal tensor or storage."""
     buffers = {slot.keyword: getattr(t, slot.name) for slot in t._quantizer.slots}
     own = _own_names(t)
     attributes = {k: v for k, v in getattr(t, "__dict__", {}).items() if k not in own}
@@ -97,22 +101,22 @@ def state(t: Any) -> tuple[Any, ...]:
         buffers,
         bool(getattr(t, "requires_grad", False)),
         bool(getattr(t, "_is_param", False)),
-        # Left out where there are none, so that files do not grow.
+        # An empty dict is left out, so that files do not grow.
         *((attributes,) if attributes else ()),
     )
 
 
 def reduce(t: Any) -> tuple[Any, ...]:
-    """Return what ``__reduce_ex__`` must: ``rebuild`` and its arguments."""
+    """Return ``rebuild`` and its arguments, for ``__reduce_ex__``."""
     saved = list(state(t))
     if getattr(t, "_view_note", None) is not None:
-        # A part is saved on its own: to share bytes with its whole it would need the note too.
+        # A part is saved as a tensor of its own. Sharing bytes would also require the view note.
         saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
     return rebuild, tuple(saved)
 
 
 def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy with buffers and attributes of its own, for ``__deepcopy__``."""
+    """Return a copy that shares no buffer or attribute with ``t``, for ``__deepcopy__``."""
     if id(t) in memo:
         return memo[id(t)]
     saved = list(state(t))

@@ -10,9 +10,9 @@ from torch.compiler import is_exporting
 
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.layout import Shape
-from qtensor.library.codec import Codec, parse
 from qtensor.library.define import watched
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
+from qtensor.registry import QuantizerLike, parse
 from qtensor.storage.assignment import install
 from qtensor.storage.base import (
     Context,
@@ -35,7 +35,7 @@ _STRIDED = torch.strided
 
 
 def _decoded(t: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-    """Dequantize ``t``; skip autograd and dispatch (20 us) where they would change nothing."""
+    """Return the values of ``t``, without autograd and dispatch (20 us) where neither is needed."""
     if (
         torch.compiler.is_compiling()
         or watched()
@@ -46,8 +46,8 @@ def _decoded(t: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
     return plain(t, dtype)
 
 
-def _facts(t: Tensor) -> str:
-    """Return the properties of ``t`` that a compiled graph depends on, as text."""
+def _traced_properties(t: Tensor) -> str:
+    """Return a string of the properties of ``t`` on which a compiled graph depends."""
     flags = "requires_grad" * t.requires_grad + "inference" * t.is_inference()
     return f"{t.dtype}{list(t.shape)}{list(t.stride())}{t.device}{flags}"
 
@@ -80,7 +80,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     _context: Context
     _view_note: ViewNote | None = None
-    """Set on a part of a tensor; writes need it to leave the rest of the whole unchanged."""
+    """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
 
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""
@@ -99,24 +99,24 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         cls: type[QuantizedTensor],
         shape: Any,
         dtype: torch.dtype | None = None,
-        quantizer: Codec | str | None = None,
+        quantizer: QuantizerLike | str | None = None,
         *,
         requires_grad: bool = False,
         **buffers: Any,
     ) -> QuantizedTensor:
-        """Wrap buffers that are given by constructor keyword.
+        """Make a tensor around buffers.
 
         Args:
             cls: the tensor class.
             shape: the logical shape; or a tensor of this class, to make a parameter around its
                 buffers.
             dtype: the nominal dtype.
-            quantizer: the value that describes the buffers, or its canonical text.
-            requires_grad: of the new tensor.
-            **buffers: by constructor keyword.
+            quantizer: describes the buffers; a quantizer or its canonical string.
+            requires_grad: True if the new tensor requires grad.
+            **buffers: the inner buffers by constructor keyword.
 
         Raises:
-            QTensorError: the buffers are not those that the quantizer describes.
+            QTensorError: the quantizer describes other buffers.
         """
         if quantizer is None or dtype is None:
             return _as_parameter(cls, shape, requires_grad)
@@ -126,7 +126,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             refuse_buffers(cls, quantizer, buffers)
         try:
             device = buffers[quantizer.keywords[0]].device
-            # By place: names take torch 0.2 us to match.
+            # Positional arguments: torch takes 0.2 us to match names.
             self = _make(
                 cls, shape, None, None, None, dtype, _STRIDED, device, False, requires_grad
             )
@@ -142,19 +142,19 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self,
         shape: Any,
         dtype: torch.dtype | None = None,
-        quantizer: Codec | str | None = None,
+        quantizer: QuantizerLike | str | None = None,
         *,
         requires_grad: bool = False,
         **buffers: Any,
     ) -> None:
-        """Tell ``torch.export`` of the construction; ``__new__`` has set every attribute."""
+        """Record the construction for ``torch.export``; ``__new__`` has set every attribute."""
         if is_exporting() and quantizer is not None:
             canonical = quantizer if isinstance(quantizer, str) else quantizer.canonical
             record_construction(self, shape, dtype, canonical, buffers)
 
-    def _set_quantizer(self, quantizer: Codec) -> None:
+    def _set_quantizer(self, quantizer: QuantizerLike) -> None:
         self._quantizer = quantizer
-        layout = quantizer.scale_layout + (self._view_note.text() if self._view_note else "")
+        layout = quantizer.scale_layout + (self._view_note.suffix() if self._view_note else "")
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -173,8 +173,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Return a plain tensor: the gradient of a quantized tensor is plain.
 
         AOTAutograd (torch 2.11 to 2.13) accepts any result that can be flattened, and a plain
-        tensor with
-        no inner tensors can be. tests/test_compile_autograd.py watches this on every torch version.
+        tensor with no inner tensors can be. tests/test_compile_autograd.py watches this on every
+        torch version.
         """
         gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
@@ -184,7 +184,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Return the values as a plain tensor; the gradient passes unchanged.
 
         Args:
-            dtype: of the result; the nominal dtype if None.
+            dtype: dtype of the result; the nominal dtype if None.
+
+        Returns:
+            A tensor of the logical shape.
 
         Raises:
             DtypeError: ``dtype`` is not a dtype, or cannot hold the values.
@@ -195,7 +198,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all buffers, not of the nominal dtype."""
+        """Return the total number of bytes of all buffers, whatever the nominal dtype."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
@@ -208,8 +211,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Take over the buffers of another tensor of this class, or become a plain tensor.
 
         Raises:
-            QTensorError: another quantized class or shape, for which torch would leave the buffers
-                stale.
+            QTensorError: ``value`` has another quantized class or another shape.
         """
         if (
             not isinstance(value, QuantizedTensor)
@@ -241,8 +243,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """Return the part of the tensor that ``index`` addresses.
 
         One integer per dim addresses one element. Its value is a plain 0-d tensor, a copy: writing
-        to it
-        does not change this tensor. Every other index follows torch's rules and docs/op_matrix.md.
+        to it does not change this tensor. Every other index follows torch's rules and
+        docs/op_matrix.md.
         """
         if is_element(index, self.ndim):
             return read_element(self, index)
@@ -285,7 +287,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._refuse_memory("dlpack", "Export t.buffers(), or t.dequantize()")
 
     def data_ptr(self) -> int:
-        """Raise an error: the bytes lie in several inner buffers, each with its own address.
+        """Raise an error: each inner buffer has its own address.
 
         Libraries that write raw memory, such as safetensors, stop here instead of saving wrong
         bytes.
@@ -308,7 +310,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._refuse_memory("storage", "Use t.buffers() for the bytes")
 
     def _refuse_memory(self, op: str, fix: str) -> NoReturn:
-        rule = "a quantized tensor is not one block of memory, its bytes lie in its inner buffers"
+        rule = "a quantized tensor is not one block of memory; its inner buffers hold its bytes"
         fail(f"{op}[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
 
     def _refuse_elementwise(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +326,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     apply_ = map_ = map2_ = _refuse_elementwise
 
     def share_memory_(self) -> QuantizedTensor:
-        """Move every buffer to shared memory."""
+        """Move every buffer to shared memory and return this tensor."""
         for buffer in self.buffers():
             buffer.share_memory_()
         return self
@@ -342,7 +344,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """Return the key of this tensor for AOTAutograd's cache."""
         name, dtype, quantizer, layout = self._context
-        tensors = " ".join(map(_facts, (self, *self.buffers())))
+        tensors = " ".join(map(_traced_properties, (self, *self.buffers())))
         return f"{name}:{dtype}:{quantizer.canonical}:{layout}:{tensors}:{fingerprint()}"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

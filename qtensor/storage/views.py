@@ -44,7 +44,7 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     """Return ``t.narrow(dim, start, end - start)``; ``dim`` is counted from the front.
 
     Raises:
-        UnsupportedError: bounds that cut a block or a packed group.
+        UnsupportedError: the bounds cut a block or a packed group.
     """
     total = t.shape[dim]
     shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
@@ -55,12 +55,12 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         square = quantizer.spec.block[1]
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
-    part = with_buffers(t, buffers, shape, quantizer=quantizer)
+    sliced = with_buffers(t, buffers, shape, quantizer=quantizer)
     if start == 0 and end == total:
-        return inherit_note(part, t)
+        return inherit_note(sliced, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
     shared = [s.name for s in t._quantizer.slots if not any(d.axis in axes for d in s.dims)]
-    return note_part(part, t, shared)
+    return note_part(sliced, t, shared)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         picked = with_buffers(t, geometry.select_column(t, index % total), shape)
         return note_part(picked, t, ["_scale_inv"])
     if dim == t.ndim - 1:
-        rule = "the last dim, along which factors run, cannot be dropped"
+        rule = "the last dim cannot be dropped, because factors run along it"
         fail(
             f"select[{t._quantizer.format}]",
             rule,
@@ -83,8 +83,8 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             UnsupportedError,
         )
     index = index % total
-    part = slice_tensor(t, dim, index, index + 1)
-    return view_tensor(part, (*t.shape[:dim], *t.shape[dim + 1 :]), "select")
+    selected = slice_tensor(t, dim, index, index + 1)
+    return view_tensor(selected, (*t.shape[:dim], *t.shape[dim + 1 :]), "select")
 
 
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -111,12 +111,12 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
     """Return a view of ``t`` with ``shape``; one size may be -1.
 
     Raises:
-        QTensorError: another number of elements, or a view that cuts rows inside a block.
+        QTensorError: the number of elements differs, or the view cuts rows inside a block.
     """
     shape = tuple(shape)
     unknown = sum(isinstance(n, int) and n == -1 for n in shape)
     if unknown > 1 or (unknown and 0 in shape):
-        rule = "at most one size may be -1, and no other 0 beside it"
+        rule = "at most one size may be -1, and only if no size is 0"
         fail(f"{op}[{t._quantizer.format}]", rule, shape, "Name the sizes")
     if unknown:
         known = math.prod(n for n in shape if not (isinstance(n, int) and n == -1))
@@ -124,7 +124,7 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
     if math.prod(shape) != t.numel():
         fail(
             f"{op}[{t._quantizer.format}]",
-            "the number of elements must stay",
+            "the number of elements must not change",
             f"{tuple(t.shape)} to {shape}",
             "Choose another shape",
         )
@@ -132,7 +132,7 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
     if quantizer.two_dimensional and rows_cols(shape)[1] != rows_cols(t.shape)[1]:
         quantizer = quantizer.without_square_blocks()
     viewed = with_buffers(t, geometry.view_buffers(t, shape, op), shape, quantizer=quantizer)
-    # Reordered buffers may have to be copied.
+    # A view with other rows may need a copy of a reordered buffer.
     return note_part(viewed, t, ())
 
 
@@ -165,7 +165,7 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def transpose_tensor(t: Any) -> Any:
-    """Return the transpose of a 2-D tensor: the directions change places, no byte moves."""
+    """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
     quantizer, moves = t._quantizer.transpose_plan
     named = {}
     for keyword, source, turn in moves:
@@ -202,7 +202,11 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reorder(t: Any, order: list[int], op: str) -> Any:
-    """Reorder dims: in any way with one factor for the tensor, otherwise only the last two."""
+    """Return ``t.permute(order)``; per-block formats can only swap the last two dims.
+
+    Raises:
+        UnsupportedError: factors run along the last dim, and ``order`` moves another dim.
+    """
     if sorted(order) != list(range(t.ndim)):
         fail(
             f"{op}[{t._quantizer.format}]",
@@ -225,7 +229,7 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
             quantizer = quantizer.without_square_blocks()
         turned = with_buffers(t, geometry.transpose_each(t, quantizer), shape, quantizer=quantizer)
         return inherit_note(turned, t, ViewNote(is_copy=True))
-    rule = "only the last two dims may change places where factors run along the last"
+    rule = "only the last two dims may be swapped, because factors run along the last"
     fail(
         f"{op}[{t._quantizer.format}]",
         rule,
@@ -236,11 +240,10 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle expand: the same shape gives the tensor, more rows give plain values.
+    """Handle expand: return the tensor for its own shape, and plain values for more rows.
 
-    Factors cannot be repeated without a copy. matmul asks for both forms: the first before it
-    folds,
-    the second where a batch is not contiguous.
+    Factors cannot be repeated without a copy. ``matmul`` calls the first form before it folds a
+    batch, and the second form if a batch is not contiguous.
     """
     t = args[0]
     sizes = args[1]
@@ -265,4 +268,4 @@ VIEWS: dict[str, Handler] = {
     "permute": _permute,
     "expand": _expand,
 }
-"""aten op name -> handler."""
+"""Handlers of view ops by aten op name."""

@@ -16,23 +16,32 @@ from qtensor.storage.base import QuantizedTensorStorage, ViewNote
 
 
 def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the dequantized values inside dispatch, where there is no autograd.
+    """Return the dequantized values of ``t`` without a gradient, for use inside dispatch.
 
     Args:
-        t: a tensor or storage.
-        dtype: of the result; the nominal dtype if None.
+        t: quantized tensor or storage.
+        dtype: dtype of the result; the nominal dtype if None.
+
+    Returns:
+        A plain tensor of the logical shape.
     """
     return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
 def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
-    """Mark ``part`` as taken from ``whole``; the buffers ``shared`` also serve other values."""
+    """Return ``part`` with a note that it is a part of ``whole``.
+
+    Args:
+        part: a view of ``whole``.
+        whole: the tensor from which ``part`` was taken.
+        shared: names of the buffers that also belong to values outside ``part``.
+    """
     is_copy = any(
         getattr(part, slot.name).untyped_storage()._cdata
         != getattr(whole, slot.name).untyped_storage()._cdata
         for slot in part._quantizer.slots
     )
-    # There is nothing of an empty part to reach.
+    # A write to an empty part changes nothing, so it need not reach the whole.
     is_copy = is_copy and not is_empty(part.shape)
     if not is_copy and part.numel() == whole.numel():
         return inherit_note(part, whole)
@@ -40,7 +49,7 @@ def note_part(part: Any, whole: Any, shared: Sequence[str]) -> Any:
 
 
 def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
-    """Give ``part`` the note of ``whole``, joined with ``note``."""
+    """Return ``part`` with the note of ``whole``, joined with ``note``."""
     old = whole._view_note
     if old is not None and note is not None:
         shared = tuple(dict.fromkeys(old.shared + note.shared))
@@ -49,13 +58,13 @@ def inherit_note(part: Any, whole: Any, note: ViewNote | None = None) -> Any:
     if note is not None:
         part._view_note = note
         name, dtype, quantizer, _ = part._context
-        # In the context, so that it crosses compile boundaries.
-        part._context = (name, dtype, quantizer, quantizer.scale_layout + note.text())
+        # The context carries the note across compile boundaries.
+        part._context = (name, dtype, quantizer, quantizer.scale_layout + note.suffix())
     return part
 
 
 def copy_into(dst: Any, src: Any) -> Any:
-    """Handle ``dst.copy_(src)``: bytes between equal quantizers, values otherwise."""
+    """Handle ``dst.copy_(src)``: copy bytes between equal quantizers, quantize values otherwise."""
     if not isinstance(dst, QuantizedTensorStorage):
         return dst.copy_(plain(src))
     if tuple(dst.shape) != tuple(src.shape):
@@ -74,10 +83,10 @@ def copy_into(dst: Any, src: Any) -> Any:
 
 
 def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
-    """Copy into a part that shares factors with its whole.
+    """Copy into a part that shares factors with the whole tensor, and return the part.
 
-    Bytes are copied if the factors are equal; otherwise the values are encoded with the factors of
-    ``dst``. The device makes the choice, so that it traces and never waits.
+    Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
+    ``dst``. The device compares the factors, so that the call can be traced and never waits.
     """
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
     for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
@@ -88,10 +97,10 @@ def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
 
 
 def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
-    """Return buffers of ``values``, encoded with the tensor-wide factors that ``dst`` shares."""
+    """Return the buffers of ``values``, encoded with the tensor-wide factors of ``dst``."""
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
-    factors = quantizer.kept_factors(named) if shared or quantizer.needs_scale else {}
+    factors = quantizer.stored_factors(named) if shared or quantizer.needs_scale else {}
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
     return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
 
@@ -101,7 +110,7 @@ def _check_reaches(dst: Any) -> None:
     if note is not None and note.is_copy:
         fail(
             f"copy_[{dst._quantizer.format}]",
-            "a part whose scales are a copy cannot be written through to the whole",
+            "a write to a part cannot reach the whole tensor if the scales of the part are a copy",
             dst._quantizer.canonical,
             "Clone it to write into the copy, or keep the whole with swizzled=False",
             UnsupportedError,
@@ -109,7 +118,7 @@ def _check_reaches(dst: Any) -> None:
 
 
 def _common(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Crop both to their common size: scales of a slice are shorter than padded ones."""
+    """Return both buffers cropped to their common size; scales of a slice may lack padding."""
     if to.shape == source.shape:
         return to, source
     sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, source.shape, strict=True))
@@ -122,9 +131,14 @@ def _copy_buffer(to: Tensor, source: Tensor) -> None:
 
 
 def requantize_(dst: Any, values: Tensor) -> Any:
-    """Write values into a quantized tensor through its own quantizer.
+    """Quantize values into an existing tensor and return the tensor.
 
-    A part keeps the factors that it shares with the rest, so that values outside it do not change.
+    If ``dst`` is a part of a tensor, its shared factors stay, so that values outside it do not
+    change.
+
+    Args:
+        dst: quantized tensor.
+        values: floating or integer tensor of the shape of ``dst``.
     """
     _check_reaches(dst)
     if values.dtype not in INPUT_DTYPES:

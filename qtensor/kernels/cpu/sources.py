@@ -125,12 +125,13 @@ def small_calls_build_spec() -> BuildSpec:
     flags = (
         "-std=c++20",
         "-O2",
-        "-w",
+        "-Wall",
+        "-Wextra",
         f"-DQT_TORCH={torch.__version__}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    unit = Unit(FOLDER / "small_calls.cpp", flags, "small_calls", include)
+    unit = Unit(FOLDER / "small_calls.cpp", flags, "small_calls", system_include=include)
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
     return BuildSpec("small_calls", (unit,), find_cxx, (), libraries, "small CPU calls", 8.0)
 

@@ -42,15 +42,15 @@ def library() -> Any:
         if not is_built(spec):
             return None
         handle = ctypes.CDLL(str(build(spec)))
-        handle.qt_take.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
-        handle.qt_wants.argtypes = (ctypes.c_char_p,)
-        handle.qt_learn.argtypes = (ctypes.c_char_p, _POINTER, _POINTER, _SIZE, _SIZE)
+        handle.qt_register_op.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
+        handle.qt_wants_program.argtypes = (ctypes.c_char_p,)
+        handle.qt_remember.argtypes = (ctypes.c_char_p, _POINTER, _POINTER, _SIZE, _SIZE)
     except (QTensorError, OSError, AttributeError):
         # The Python kernels give the same bytes.
         return None
     run = ctypes.cast(kernels.run, _POINTER).value
     for name in PLANNERS:
-        handle.qt_take(name.encode(), run, name in _PACKS_FIRST)
+        handle.qt_register_op(name.encode(), run, name in _PACKS_FIRST)
     return handle
 
 
@@ -67,7 +67,7 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
         if not first.is_cpu:
             return
         handle = library()
-        if handle is None or not handle.qt_wants(label):
+        if handle is None or not handle.qt_wants_program(label):
             return
         made = list(outputs) if isinstance(outputs, list) else [outputs]
         lesson = plan(Arguments(args._asdict()), made, parse)
@@ -77,7 +77,7 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
         cleared = sum(1 << i for i in lesson.cleared)
         address = sources.buffer_info()[0]
         program = lesson.program
-        if handle.qt_learn(label, program.address, address, len(lesson.addresses), cleared) == 0:
+        if handle.qt_remember(label, program.address, address, len(lesson.addresses), cleared) == 0:
             _OWNED.append(program)
 
     return observe
@@ -87,9 +87,9 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
 def left_to_python() -> Iterator[None]:
     """Make C++ answer nothing inside the region: for tests and benchmarks that compare the two ways."""
     handle = library()
-    before = 0 if handle is None else handle.qt_serve(0)
+    before = 0 if handle is None else handle.qt_enable(0)
     try:
         yield
     finally:
         if handle is not None:
-            handle.qt_serve(before)
+            handle.qt_enable(before)

@@ -1,6 +1,7 @@
-// Answers calls of ops whose program is known, without Python. For every other call the op's Python kernel runs, and a call
-// that comes for the second time is planned there (kernels/cpu/small_calls/). This file is compiled against torch's headers,
-// in a library of its own: the other kernels do not need them.
+// Answers small calls of ops without entering Python, with programs that Python planned for the same
+// description of a call. Every other call runs the op's Python kernel; when a description comes for the
+// second time, Python plans a program for it (kernels/cpu/small_calls/). This file is compiled against
+// torch's headers into a library of its own, so that the other kernels do not need those headers.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -20,63 +21,76 @@ using i64 = int64_t;
 
 namespace {
 
-constexpr size_t MOST = 4096;       // descriptions that an op remembers
-constexpr i64 LARGEST = 1 << 19;    // elements of a first tensor above which a call is not described
-constexpr uintptr_t ALIGNED = 16;
-using Run = int (*)(const void* program, const void* addresses);
+constexpr size_t MAX_DESCRIPTIONS = 4096;  // of each op
+constexpr i64 MAX_ELEMENTS = 1 << 19;      // of the first tensor; a call with a larger one is not described
+constexpr uintptr_t ALIGNMENT = 16;
+using RunProgram = int (*)(const void* program, const void* addresses);
 
-// ---- what answers.py hands over
-// The source of an address of a program: `offset` bytes behind a tensor of the call, or behind output -1 - tensor.
-struct Address {
+// ---- what answers.py passes
+// Where an address of a program comes from: `offset` bytes after the start of tensor number `tensor` of the
+// call, or of output number -1 - `tensor`.
+struct AddressSource {
     i64 tensor, offset;
 };
-struct Lesson {
+struct CallProgram {
     const void* program;
-    std::vector<Address> addresses;
-    i64 cleared;  // bit i: output i starts as zeros
+    std::vector<AddressSource> addresses;
+    i64 cleared_outputs;  // bit i: output i starts as zeros
 };
 
-// ---- what is remembered of a call
+// ---- what is remembered for a description
 struct Output {
     std::vector<i64> size, stride;
     at::ScalarType dtype;
 };
-struct Known {
-    Lesson lesson;
+struct Answer {
+    CallProgram call;
     std::vector<Output> outputs;
-    bool alone;  // the op returns a tensor, not a list
+    bool returns_tensor;  // the op returns a tensor, not a list
 };
 
 struct Op {
     std::string name;
-    Run run;
-    bool packs_first;  // a first tensor that is not contiguous is made contiguous
+    RunProgram run;
+    bool packs_first;  // a first tensor that is not contiguous is copied
     std::shared_mutex mutex;
-    std::unordered_map<std::string, std::unique_ptr<Known>> known;  // null: no program takes such a call
-    std::unordered_set<size_t> met;                                 // hashes of descriptions that came once
+    std::unordered_map<std::string, std::unique_ptr<Answer>> answers;  // null: no program serves such a call
+    std::unordered_set<size_t> seen_once;                              // hashes of descriptions
 };
 
-// A call that waits for the lesson of its Python kernel.
-struct Question {
+// A call whose Python kernel may pass a program.
+struct ProgramRequest {
     const Op& op;
-    std::optional<Lesson> lesson;
+    std::optional<CallProgram> received;
 };
 
-std::atomic<bool> serving{true};
-thread_local Question* asked = nullptr;  // by the innermost call whose Python kernel runs in this thread
+std::atomic<bool> enabled{true};
+// The request of the innermost call whose Python kernel runs in this thread, or null.
+thread_local ProgramRequest* current_request = nullptr;
 
-// The description of a call (everything that its program depends on) and the addresses of its tensors in order. An address is
-// that of the tensor's first element, whatever storage it lies in, and is read anew at each call.
-struct Call {
+// The description of a call, which is everything that its program depends on, and the addresses of its
+// tensors in order. An address is that of the tensor's first element, wherever its storage begins; it is read
+// again at each call.
+struct CallDescription {
     std::string key;
-    std::vector<const void*> at;
-    at::Tensor packed;
+    std::vector<const void*> addresses;
+    at::Tensor packed;  // the contiguous copy of the first tensor, if there is one
 
-    Call() { key.reserve(384), at.reserve(12); }
+    CallDescription() {
+        key.reserve(384);
+        addresses.reserve(12);
+    }
 
-    void word(i64 value) { key.append((const char*)&value, sizeof value); }
-    bool tensor(const at::Tensor& t, bool pack) {
-        if (!t.defined()) return nothing();
+    void add_number(i64 value) { key.append((const char*)&value, sizeof value); }
+    void add_absent_tensor() {
+        key.push_back('n');
+        addresses.push_back(nullptr);
+    }
+    bool add_tensor(const at::Tensor& t, bool pack) {
+        if (!t.defined()) {
+            add_absent_tensor();
+            return true;
+        }
         if (!t.is_cpu() || t.layout() != at::kStrided || t.is_neg() || t.is_conj()) return false;
         const at::Tensor* source = &t;
         if (!t.is_contiguous()) {
@@ -87,138 +101,153 @@ struct Call {
         key.push_back('t');
         key.push_back(char(t.scalar_type()));
         key.push_back(char(t.dim()));
-        for (i64 size : t.sizes()) word(size);
-        // A program may read numbers of four bytes within a tensor of bytes: another alignment is another description.
+        for (const i64 size : t.sizes()) add_number(size);
         const void* address = source->const_data_ptr();
-        key.push_back(char(reinterpret_cast<uintptr_t>(address) % ALIGNED));
-        at.push_back(address);
+        // Memory that the caller has freed has no address. An absent tensor has none either: Python tells
+        // them apart.
+        if (!address) return false;
+        // A program may read four-byte numbers in a tensor of bytes, so the alignment belongs to the
+        // description.
+        key.push_back(char(reinterpret_cast<uintptr_t>(address) % ALIGNMENT));
+        addresses.push_back(address);
         return true;
     }
-    bool nothing() {
-        key.push_back('n');
-        at.push_back(nullptr);
-        return true;
-    }
-    bool argument(const IValue& v, bool pack) {
-        if (v.isTensor()) return tensor(v.toTensor(), pack);
-        if (v.isNone()) return nothing();
-        if (v.isString()) {
-            const std::string& text = v.toStringRef();
+    bool add_argument(const IValue& value, bool pack) {
+        if (value.isTensor()) return add_tensor(value.toTensor(), pack);
+        if (value.isNone()) {
+            add_absent_tensor();
+        } else if (value.isString()) {
+            const std::string& text = value.toStringRef();
             key.push_back('s');
-            word(i64(text.size()));
+            add_number(i64(text.size()));
             key.append(text);
-        } else if (v.isInt()) {
+        } else if (value.isInt()) {
             key.push_back('i');
-            word(v.toInt());
-        } else if (v.isBool()) {
-            key.push_back(v.toBool() ? '1' : '0');
-        } else if (v.isIntList()) {
+            add_number(value.toInt());
+        } else if (value.isBool()) {
+            key.push_back(value.toBool() ? '1' : '0');
+        } else if (value.isIntList()) {
+            const auto numbers = value.toIntList();
             key.push_back('I');
-            const auto list = v.toIntList();
-            word(i64(list.size()));
-            for (const i64 value : list) word(value);
-        } else if (v.isTensorList()) {
+            add_number(i64(numbers.size()));
+            for (const i64 number : numbers) add_number(number);
+        } else if (value.isTensorList()) {
+            const auto tensors = value.toTensorList();
             key.push_back('T');
-            const auto list = v.toTensorList();
-            word(i64(list.size()));
-            for (size_t i = 0; i < list.size(); i++)
-                if (!tensor(list.get(i), false)) return false;
+            add_number(i64(tensors.size()));
+            for (size_t i = 0; i < tensors.size(); i++) {
+                if (!add_tensor(tensors.get(i), false)) return false;
+            }
         } else {
             return false;
         }
         return true;
     }
-    bool describe(at::ArrayRef<IValue> arguments, bool packs_first) {
-        if (arguments[0].isTensor() && arguments[0].toTensor().numel() > LARGEST) return false;
-        for (size_t i = 0; i < arguments.size(); i++)
-            if (!argument(arguments[i], packs_first && i == 0)) return false;
+    // Returns false for a call that no program serves.
+    bool add_arguments(at::ArrayRef<IValue> arguments, bool packs_first) {
+        if (arguments[0].isTensor() && arguments[0].toTensor().numel() > MAX_ELEMENTS) return false;
+        for (size_t i = 0; i < arguments.size(); i++) {
+            if (!add_argument(arguments[i], packs_first && i == 0)) return false;
+        }
         return true;
     }
 };
 
-// The outputs; false where the program has no kernel.
-bool answer(const Op& op, const Known& known, const Call& call, std::vector<at::Tensor>& outputs) {
-    const Lesson& lesson = known.lesson;
-    std::vector<const char*> made;
-    made.reserve(known.outputs.size()), outputs.reserve(known.outputs.size());
-    for (const Output& o : known.outputs) {
-        at::Tensor t = at::Tensor(at::detail::empty_strided_cpu(o.size, o.stride, o.dtype));
+// Allocates the outputs and runs the program. Returns false if the program has no kernel or no memory.
+bool compute(const Op& op, const Answer& answer, const CallDescription& description,
+             std::vector<at::Tensor>& outputs) {
+    const CallProgram& call = answer.call;
+    std::vector<const char*> output_addresses;
+    output_addresses.reserve(answer.outputs.size());
+    outputs.reserve(answer.outputs.size());
+    for (const Output& output : answer.outputs) {
+        at::Tensor t(at::detail::empty_strided_cpu(output.size, output.stride, output.dtype));
         void* data = t.mutable_data_ptr();
-        if (lesson.cleared >> outputs.size() & 1) memset(data, 0, t.nbytes());
-        made.push_back((const char*)data);
+        if (call.cleared_outputs >> outputs.size() & 1) memset(data, 0, t.nbytes());
+        output_addresses.push_back((const char*)data);
         outputs.push_back(std::move(t));
     }
     std::vector<const void*> addresses;
-    addresses.reserve(lesson.addresses.size());
-    for (const Address& a : lesson.addresses) {
-        const char* at = a.tensor < 0 ? made[size_t(-1 - a.tensor)] : (const char*)call.at[size_t(a.tensor)];
-        addresses.push_back(at ? at + a.offset : nullptr);
+    addresses.reserve(call.addresses.size());
+    for (const AddressSource& source : call.addresses) {
+        const char* start = source.tensor < 0 ? output_addresses[size_t(-1 - source.tensor)]
+                                              : (const char*)description.addresses[size_t(source.tensor)];
+        addresses.push_back(start ? start + source.offset : nullptr);
     }
-    return op.run(lesson.program, addresses.data()) == 0;
+    return op.run(call.program, addresses.data()) == 0;
 }
 
-// A lesson and the outputs that the Python kernel has made.
-std::unique_ptr<Known> learned(Lesson lesson, const IValue& outputs) {
-    auto known = std::make_unique<Known>(Known{std::move(lesson), {}, outputs.isTensor()});
-    const auto list = known->alone ? std::vector{outputs.toTensor()} : outputs.toTensorVector();
-    for (const at::Tensor& t : list) known->outputs.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
-    return known;
+// Returns a program together with the shapes of the outputs that the Python kernel has returned.
+std::unique_ptr<Answer> new_answer(CallProgram call, const IValue& outputs) {
+    auto answer = std::make_unique<Answer>(Answer{std::move(call), {}, outputs.isTensor()});
+    const auto tensors = answer->returns_tensor ? std::vector{outputs.toTensor()} : outputs.toTensorVector();
+    for (const at::Tensor& t : tensors) {
+        answer->outputs.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
+    }
+    return answer;
 }
 
-// Sets `asked` while a Python kernel runs; a null question keeps an inner call from answering that of an outer one.
-struct Asking {
-    Question* before = asked;
-    explicit Asking(Question* question) { asked = question; }
-    ~Asking() { asked = before; }
+// Sets `current_request` while a Python kernel runs. A null request keeps an inner call from answering the
+// request of an outer call.
+struct RequestScope {
+    ProgramRequest* const outer = current_request;
+    explicit RequestScope(ProgramRequest* request) { current_request = request; }
+    ~RequestScope() { current_request = outer; }
 };
 
-class Kernel : public c10::OperatorKernel {
+class SmallCallKernel : public c10::OperatorKernel {
     Op& op_;
 
-   public:
-    explicit Kernel(Op& op) : op_(op) {}
+public:
+    explicit SmallCallKernel(Op& op) : op_(op) {}
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
         const size_t count = handle.schema().arguments().size();
-        Call call;
-        const bool described = serving && call.describe(torch::jit::last(*stack, count), op_.packs_first);
-        if (!described) return by_python(handle, *stack, nullptr);
-        const Known* known = nullptr;
-        bool wanted = false;  // the description is neither known nor refused, and came before
+        CallDescription description;
+        const auto arguments = torch::jit::last(*stack, count);
+        if (!enabled || !description.add_arguments(arguments, op_.packs_first)) {
+            return run_python_kernel(handle, *stack, nullptr);
+        }
+        const Answer* answer = nullptr;
+        bool wants_program = false;  // the description has no entry yet, and came before
         {
             std::shared_lock lock(op_.mutex);
-            const auto entry = op_.known.find(call.key);
-            if (entry != op_.known.end())
-                known = entry->second.get();
-            else
-                wanted = op_.known.size() < MOST && came_before(call.key);
+            const auto entry = op_.answers.find(description.key);
+            if (entry != op_.answers.end()) {
+                answer = entry->second.get();  // entries are never removed
+            } else {
+                wants_program = op_.answers.size() < MAX_DESCRIPTIONS && came_before(description.key);
+            }
         }
-        if (known) {
+        if (answer) {
             std::vector<at::Tensor> outputs;
-            if (answer(op_, *known, call, outputs)) {
+            if (compute(op_, *answer, description, outputs)) {
                 torch::jit::drop(*stack, count);
-                torch::jit::push(*stack, known->alone ? IValue(std::move(outputs[0])) : IValue(std::move(outputs)));
+                torch::jit::push(*stack, answer->returns_tensor ? IValue(std::move(outputs[0]))
+                                                                : IValue(std::move(outputs)));
                 return;
             }
         }
-        Question question{op_, {}};
-        by_python(handle, *stack, wanted ? &question : nullptr);
-        if (!wanted) return;
-        auto fresh = question.lesson ? learned(std::move(*question.lesson), stack->back()) : nullptr;
+        ProgramRequest request{op_, {}};
+        run_python_kernel(handle, *stack, wants_program ? &request : nullptr);
+        if (!wants_program) return;
+        auto fresh = request.received ? new_answer(std::move(*request.received), stack->back()) : nullptr;
         std::unique_lock lock(op_.mutex);
-        op_.known.emplace(std::move(call.key), std::move(fresh));
+        op_.answers.emplace(std::move(description.key), std::move(fresh));
     }
 
-   private:
-    static void by_python(const c10::OperatorHandle& handle, torch::jit::Stack& stack, Question* question) {
-        const Asking asking(question);
+private:
+    static void run_python_kernel(const c10::OperatorHandle& handle, torch::jit::Stack& stack,
+                                  ProgramRequest* request) {
+        const RequestScope scope(request);
         handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, stack);
     }
-    // A shape that never comes again is not worth a program.
+    // Returns whether a description is at least the second of its kind: one that comes once is not worth a
+    // program.
     bool came_before(const std::string& key) {
         static std::mutex mutex;
         std::scoped_lock lock(mutex);
-        if (op_.met.size() >= MOST) op_.met.clear();
-        return !op_.met.insert(std::hash<std::string>{}(key)).second;
+        if (op_.seen_once.size() >= MAX_DESCRIPTIONS) op_.seen_once.clear();
+        return !op_.seen_once.insert(std::hash<std::string>{}(key)).second;
     }
 };
 
@@ -226,36 +255,37 @@ class Kernel : public c10::OperatorKernel {
 
 extern "C" {
 
-// Calls of an op of qtensor on a CPU come here first from now on.
-void qt_take(const char* name, const void* run, int packs_first) {
+// Registers the kernel of an op of qtensor on the CPU. A second call for the same op has no effect.
+void qt_register_op(const char* name, const void* run, int packs_first) {
     static std::mutex mutex;
-    static auto* taken = new std::unordered_map<std::string, Op>;  // never freed: calls may come at the end of the process
+    // Never freed: calls may come at the end of the process.
+    static auto* ops = new std::unordered_map<std::string, Op>;
     std::scoped_lock lock(mutex);
-    const auto [entry, fresh] = taken->try_emplace(name);
-    if (!fresh) return;
+    const auto [entry, is_new] = ops->try_emplace(name);
+    if (!is_new) return;
     Op& op = entry->second;
     op.name = name;
-    op.run = (Run)run;
+    op.run = (RunProgram)run;
     op.packs_first = packs_first != 0;
-    auto* library = new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(op)));
+    auto* library =
+        new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SmallCallKernel>(op)));
 }
 
-// Whether the call whose Python kernel runs is one of this op, and wants a program.
-int qt_wants(const char* name) {
-    return asked && asked->op.name == name;
-}
+// Returns whether the call whose Python kernel runs is one of this op and needs a program.
+int qt_wants_program(const char* name) { return current_request && current_request->op.name == name; }
 
-// Hands over the program of the call whose Python kernel runs. The program stays where it is. 0: it is remembered.
-int qt_learn(const char* name, const void* program, const void* addresses, i64 count, i64 cleared) {
-    if (!qt_wants(name)) return 1;
-    const Address* address = (const Address*)addresses;
-    asked->lesson = Lesson{program, {address, address + count}, cleared};
+// Remembers the program of the call whose Python kernel runs. The caller keeps the program's memory alive.
+// Returns 0 if the program is remembered.
+int qt_remember(const char* name, const void* program, const void* addresses, i64 count,
+                i64 cleared_outputs) {
+    if (!qt_wants_program(name)) return 1;
+    const auto* first = (const AddressSource*)addresses;
+    current_request->received = CallProgram{program, {first, first + count}, cleared_outputs};
     return 0;
 }
 
-// Whether remembered programs serve; if not, every call goes to the Python kernels. Returns what was set before.
-int qt_serve(int on) {
-    return serving.exchange(on != 0);
-}
+// Sets whether remembered programs serve; if not, every call runs its Python kernel. Returns the former
+// setting.
+int qt_enable(int on) { return enabled.exchange(on != 0); }
 }
