@@ -315,7 +315,9 @@ def test_regrouping_the_last_dim_is_exact_or_named(
         try:
             want = q.dequantize().view(shape)
         except RuntimeError:
-            with pytest.raises(qtensor.QTensorError, match=r"view\[.*number of elements must not change"):
+            with pytest.raises(
+                qtensor.QTensorError, match=r"view\[.*number of elements must not change"
+            ):
                 q.view(shape)
             continue
         refused = refusal(lambda s=shape: q.view(s))
