@@ -106,7 +106,7 @@ __all__ = [
     "to_tensor_proto",
 ]
 
-# Every op is registered here, so that a program saved elsewhere finds the ops that it names.
+# Import every module that registers ops, so that a saved program finds its ops.
 for _name in (
     "activation",
     "delayed",
@@ -148,7 +148,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'qtensor' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    # Stored as a global, so that the next access does not come here.
+    # The global makes the next access skip this function.
     value = globals()[name] = module if name in ("ops", "recipes") else getattr(module, name)
     return value
 

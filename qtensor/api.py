@@ -1,4 +1,4 @@
-"""Quantize and dequantize in one line."""
+"""Define the functions that quantize and dequantize in one line."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
     """Return the quantizer of a format.
 
     Args:
-        fmt: a format id, or a quantizer, some of whose options ``options`` then replace.
-        **options: as in the quantizer's class docstring: ``rowwise``, ``columnwise``, ``dtype``,
-            ``scale_mode`` and others.
+        fmt: a format id, or a quantizer.
+        **options: options of the format, for example ``rowwise``, ``columnwise``, ``dtype`` or
+            ``scale_mode``; the docstring of the quantizer's class lists them. They replace the
+            options of a quantizer ``fmt``.
 
     Returns:
-        A frozen value: hashable, equal by value.
+        An immutable object, which is hashable and compares by value.
 
     Raises:
-        QTensorError: unknown format or option; the message lists the known ones.
+        QTensorError: the format or an option is unknown; the message lists the known ones.
     """
     if isinstance(fmt, Quantizer):
         return type(fmt)(**{**fmt.changed_options(), **options}) if options else fmt
@@ -54,18 +55,18 @@ def quantizer(fmt: Format, **options: Any) -> Quantizer:
             ArgumentTypeError,
         )
     cls = quantizer_class(fmt)
-    # Dynamo warns about a cache in traced code, so it builds the value without one.
+    # Dynamo warns about a cache in traced code, so a traced call does not use the cache.
     if not torch.compiler.is_compiling():
         try:
             return _built(cls, **options)
         except TypeError:
-            pass  # An option has no hash, or the error is raised again below.
+            pass  # An option has no hash, or the line below raises the error again.
     return cls(**options)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _built(cls: type[Quantizer], **options: Any) -> Quantizer:
-    """Return a cached quantizer; ``typed``, because ``1`` is not a legal value for ``True``."""
+    """Return a cached quantizer; ``typed`` tells ``1`` from the legal ``True``."""
     return cls(**options)
 
 
@@ -76,7 +77,7 @@ def _pop_call(options: dict[str, Any]) -> dict[str, Any]:
 
 @compile_constant
 def _canonical(fmt: str, *options: tuple[str, bool | str]) -> str | None:
-    """Return the canonical text as a constant of a compiled region; None if eager code raises."""
+    """Return the canonical string as a constant in compiled code; None if eager code raises."""
     try:
         return quantizer(fmt, **dict(options)).canonical
     except QTensorError:
@@ -84,7 +85,7 @@ def _canonical(fmt: str, *options: tuple[str, bool | str]) -> str | None:
 
 
 def _canonical_of(fmt: str, options: dict[str, Any]) -> str | None:
-    """Return the canonical text, or None if an option is a number, which may be symbolic."""
+    """Return the canonical string, or None if an option is a number, which may be symbolic."""
     for value in options.values():
         if type(value) is not bool and type(value) is not str:
             return None
@@ -92,20 +93,20 @@ def _canonical_of(fmt: str, options: dict[str, Any]) -> str | None:
 
 
 def quantize(x: Tensor, fmt: Format, **options: Any) -> QuantizedTensor:
-    """Quantize a tensor: ``qtensor.quantize(x, "nvfp4")``.
+    """Return a quantized tensor, for example ``qtensor.quantize(x, "nvfp4")``.
 
     Args:
-        x: 0-d to n-d; float32, bfloat16 or float16; any strides; any device. A tensor that is
-            quantized in another way is dequantized first.
+        x: any shape, strides and device; float32, bfloat16 or float16. A tensor with another
+            quantizer is dequantized first.
         fmt: a format id (see ``formats``) or a quantizer.
-        **options: the format's options, and the arguments of the call: ``out``, ``scale``,
-            ``generator``, ``amax_reduction_group``, ``noop_flag`` (see ``Quantizer.quantize``).
+        **options: options of the format, and arguments of ``Quantizer.quantize``: ``out``,
+            ``scale``, ``generator``, ``amax_reduction_group`` and ``noop_flag``.
 
     Returns:
-        A tensor subclass with the shape and dtype of ``x``. Gradients pass straight through.
+        A tensor subclass with the shape and dtype of ``x``. Its gradient is the gradient of ``x``.
 
     Raises:
-        QTensorError: bad format, option, dtype or argument.
+        QTensorError: a format, option, dtype or argument is wrong.
     """
     call = _pop_call(options) if options else {}
     if is_compiling() and isinstance(fmt, str) and "out" not in call:
@@ -126,10 +127,10 @@ def dequantize(
     """Return the values of a quantized tensor or storage as a plain tensor.
 
     Args:
-        q: quantized, any shape; a plain tensor is copied.
-        dtype: of the result; the nominal dtype if None.
-        out: write into this plain tensor of the same shape instead and return it; the values take
-            its dtype.
+        q: quantized tensor or storage of any shape; a plain tensor is copied.
+        dtype: dtype of the result; the nominal dtype if None.
+        out: plain tensor of the same shape, in which the values are written and which is returned;
+            its dtype replaces ``dtype``.
 
     Raises:
         QTensorError: ``out`` has another shape, or ``q`` is not a tensor.

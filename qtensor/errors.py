@@ -1,4 +1,4 @@
-"""Define the library's errors; every message states the rule, the value seen and the way out."""
+"""Define the library's errors; every message states the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DtypeError(ArgumentTypeError):
 
 
 class UnsupportedError(QTensorError, NotImplementedError):
-    """Signal an operation that does not exist here; the message names an alternative."""
+    """Signal an operation that the library does not have; the message names an alternative."""
 
 
 class BuildError(QTensorError):
@@ -26,7 +26,7 @@ class BuildError(QTensorError):
 
 
 class CompilerNotFound(BuildError):
-    """Signal that no compiler runs; the message names the places that were tried."""
+    """Signal that no compiler runs; the message lists the paths that were tried."""
 
 
 def fail(
@@ -35,9 +35,9 @@ def fail(
     """Raise ``error`` with the message "op: rule; got values. Fix.".
 
     Args:
-        op: the operation, with the format in brackets where one is involved: ``quantize[mxfp8]``.
+        op: the operation, with the format in brackets if there is one: ``quantize[mxfp8]``.
         rule: the condition that must hold.
-        got: the values seen.
+        got: the values that broke the rule.
         fix: a sentence, without its full stop, that tells the caller how to proceed.
         error: the class to raise.
 
@@ -55,7 +55,7 @@ def check(
     fix: str,
     error: type[QTensorError] = QTensorError,
 ) -> None:
-    """Call ``fail`` with the other arguments unless ``condition`` holds.
+    """Raise the error of ``fail`` if ``condition`` is false.
 
     Raises:
         QTensorError: ``condition`` is false.

@@ -29,7 +29,7 @@ class Element:
     max: float
     """Largest finite magnitude."""
     dtype: torch.dtype | None = None
-    """The torch dtype with these codes, where one exists."""
+    """The torch dtype with these codes, or None."""
 
     @property
     def bits(self) -> int:
@@ -64,15 +64,15 @@ class Dim:
     """
 
     axis: Literal["lead", "m", "k", "one"]
-    """``lead``: the leading dims, unflattened. ``m``: their product. ``k``: the last dim. ``one``:
-    a single entry.
+    """``lead``: the separate leading dims. ``m``: their product. ``k``: the last dim. ``one``: one
+    entry.
     """
     per: int = 1
     """Logical elements that share one group of entries (block size, or codes in a packed group)."""
     units: int = 1
     """Entries of a group (3 for packed FP6: 4 codes in 3 bytes)."""
     pad: int = 1
-    """The dimension is rounded up to a multiple of this; the padding is zero."""
+    """The number of entries is rounded up to a multiple of this; the padding is zero."""
 
 
 LEAD = Dim("lead")
@@ -93,7 +93,7 @@ class Buffer:
     usage: Usage
     dims: Callable[[Any], tuple[Dim, ...]]
     tiled: bool = False
-    """Scales that the ``swizzled`` option stores in 128x4 tiles."""
+    """True for scales that the ``swizzled`` option stores in 128x4 tiles."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,12 @@ class FormatSpec:
     elements: tuple[Element, ...]
     """Legal elements, the default first."""
     block: tuple[int, int] | None
-    """(rows, columns) that share one factor, rowwise; None: the whole tensor or a whole row."""
+    """Rowwise (rows, columns) that share one factor; None: the whole tensor or a whole row."""
     scale: Literal["float32", "e8m0", "e4m3"]
     """The element of a stored factor."""
     inner: tuple[Buffer, ...]
     transpose_shares_bytes: bool = False
-    """Columnwise data are the rowwise bytes transposed, whatever the options (per-tensor scaling).
-    """
+    """True if columnwise data are always the transposed rowwise bytes (per-tensor scaling)."""
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ class FormatSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Describe a buffer that a given quantizer fills: the spec's buffer with options applied."""
+    """Describe a buffer that a quantizer fills: a buffer of the spec, with options applied."""
 
     name: str
     dtype: torch.dtype
@@ -130,9 +129,9 @@ class Slot:
     keyword: str
     """The constructor keyword: the name without its underscore."""
     logical: bool
-    """The buffer has the logical shape."""
+    """True if the buffer has the logical shape."""
     padded: bool
-    """Whether the buffer can have padding, which must be zero."""
+    """True if the buffer can have padding, which must be zero."""
 
 
 def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:

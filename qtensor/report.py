@@ -1,4 +1,4 @@
-"""Report how much a quantization lost: signal to noise, errors, saturation, worst blocks."""
+"""Report the error of a quantization: signal to noise, saturation and the worst blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qtensor.storage.rebuild import with_buffers
 
 WORST = 5
 CHUNK = 1 << 18
-"""Elements that are compared at a time."""
+"""Number of elements that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,34 @@ class BlockError:
 class ErrorReport:
     """Hold the result of ``error_report``; ``str()`` gives a table.
 
-    Only values that are finite before and after count as errors.
+    Errors are measured only for values that are finite before and after quantization.
     """
 
     quantizer: str
-    """Canonical string."""
+    """Canonical string of the quantizer."""
     shape: tuple[int, ...]
     bits_per_value: float
-    """Bits of all buffers for each value, factors and padding included."""
+    """Bits of all buffers, with factors and padding, divided by the number of values."""
     sqnr_db: float
     """10 log10(sum x^2 / sum (x - q)^2).
 
-    inf where nothing is lost, NaN where no value is finite before and after.
+    It is inf if there is no error, and NaN if no value is finite before and after.
     """
     max_abs_error: float
-    """Largest absolute error; NaN, like the relative one, where no value is finite before and
-    after.
-    """
+    """Largest absolute error; NaN if no value is finite before and after."""
     max_rel_error: float
-    """Largest relative error of values that are not zero."""
+    """Largest relative error of non-zero values; NaN if no value is finite before and after."""
     saturated: float
     """Share of values beyond the largest code of their block.
 
-    NaN for rotated data, where a factor does not belong to one element.
+    It is NaN for rotated data, because no factor belongs to one element.
     """
     flushed_to_zero: float
     """Share of non-zero values that became zero."""
     not_finite: int
     """Values that are NaN or inf, before or after."""
     scale_min: float
-    """Smallest decode factor of an element, tensor-wide factor included."""
+    """Smallest decode factor of an element, multiplied by the tensor-wide factor."""
     scale_max: float
     worst_blocks: tuple[BlockError, ...]
     """The blocks with the lowest signal to noise ratio, worst first."""
@@ -109,7 +107,17 @@ class _Sums:
     scale_max: float = -math.inf
 
     def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
-        """Count a chunk; return the absolute errors, float64, 0 where a value is not finite."""
+        """Add a chunk of rows to the totals and return its absolute errors.
+
+        Args:
+            x: original values, (rows, K).
+            decoded: dequantized values, (rows, K) float32.
+            factor: decode factor of each element, (rows, K) float32.
+            largest: largest magnitude of the element.
+
+        Returns:
+            (rows, K) float64, 0 for values that are not finite.
+        """
         finite = x.isfinite() & decoded.isfinite()
         values = torch.where(finite, x, 0).double()
         error = (values - torch.where(finite, decoded, 0)).abs_()
@@ -119,7 +127,7 @@ class _Sums:
         self.noise += error.square().sum().item()
         self.max_abs = max(self.max_abs, error.max().item())
         self.max_rel = max(self.max_rel, torch.where(nonzero, error / magnitude, 0).max().item())
-        # The factor itself is rounded: a value beyond by less than that is not saturated.
+        # The factor itself is rounded, so a value within that rounding is not saturated.
         bound = factor.double() * (largest * (1 + 2.0**-20))
         self.saturated += int((x.double().abs() > bound).sum())
         self.flushed += int((nonzero & (decoded == 0)).sum())
@@ -132,14 +140,14 @@ class _Sums:
 
 
 def error_report(x: Tensor, q: Any) -> ErrorReport:
-    """Compare a tensor with its quantized form.
+    """Return the differences between a tensor and its quantized form.
 
     Args:
-        x: the original, floating, any shape.
+        x: the original floating tensor, of any shape.
         q: the quantized tensor or storage, of the same shape.
 
     Returns:
-        The measures; their ``str()`` is a table.
+        The measured errors; ``str()`` of the report is a table.
 
     Raises:
         QTensorError: ``q`` is not quantized, or the shapes differ.
@@ -173,7 +181,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
     factor = decode_factors(q).reshape(rows, cols)
     block = q._quantizer.value_block or (1, max(cols, 1))
     sums, worst = _Sums(), _Worst(block)
-    # Chunks that stay in cache: full-size float64 temporaries cost more than the arithmetic.
+    # Small chunks stay in cache; full-size float64 temporaries cost more than the arithmetic.
     step = max(block[0], CHUNK // max(cols, 1) // block[0] * block[0])
     for start in range(0, rows if cols else 0, step):
         chunk = slice(start, start + step)
@@ -198,10 +206,13 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
 
 
 def decode_factors(q: Any) -> Tensor:
-    """Return the product of all factors of each element: the value that a code of 1.0 decodes to.
+    """Return the product of all factors of each element, which is the decoded value of code 1.0.
+
+    Args:
+        q: quantized tensor or storage.
 
     Returns:
-        float32 of the logical shape; NaN for rotated data.
+        A float32 tensor of the logical shape; NaN for rotated data.
     """
     element = q._quantizer.element
     buffers = []
@@ -209,13 +220,13 @@ def decode_factors(q: Any) -> Tensor:
         is_codes = slot.name.endswith(("_data", "_transpose"))
         buffers.append(_fill_with_ones(buffer, slot.dims, element) if is_codes else buffer)
     if not q._quantizer.factors_are_local:
-        # The factors are those before the rotation back, which mixes elements.
+        # The factors apply before the inverse rotation, which mixes elements.
         return torch.full(q.shape, math.nan, device=q.device)
     return with_buffers(q, buffers).dequantize(torch.float32)
 
 
 def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tensor:
-    """Return codes of 1.0 in the packing of ``buffer``."""
+    """Return a buffer of codes of 1.0, of the shape and packing of ``buffer``."""
     one = code_values(element).index(1.0)
     packed = next((i for i, d in enumerate(dims) if d.units == 3), None)
     if packed is not None:
@@ -248,7 +259,13 @@ class _Worst:
         self.blocks: list[BlockError] = []
 
     def add(self, x: Tensor, error: Tensor, row: int) -> None:
-        """Look at a chunk of rows that starts at ``row``."""
+        """Add the worst blocks of a chunk of rows.
+
+        Args:
+            x: original values, (rows, K).
+            error: absolute errors, (rows, K) float64.
+            row: first row of the chunk.
+        """
         values = torch.where(x.isfinite(), x, 0).double()
         signal = to_blocks(values, *self.block).square().sum((1, 3))
         errors = to_blocks(error, *self.block)

@@ -1,9 +1,9 @@
 """Check qtensor on several torch versions and write the table of ``docs/torch_versions.md``.
 
-Each version gets a virtual environment of its own, with that torch and qtensor's other
-dependencies. There ``scripts/torch_smoke.py`` runs every case; the bytes of a case must equal those
-of the first version listed, and those of the case's eager mode. A build of torch for CUDA takes
-several GB per version and serves as well as one for a CPU::
+Each version gets its own virtual environment with that torch and qtensor's other dependencies. In
+it, ``scripts/torch_smoke.py`` runs every case. The bytes of a case must equal those of the first
+version, and those of the case in eager mode. A build of torch for CUDA takes several GB per version
+and gives the same results as a build for the CPU::
 
     python scripts/check_torch_versions.py --folder /path/with/space --output docs/torch_versions.md
     python scripts/check_torch_versions.py --versions 2.13.0 2.15.0     # prints the table
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("2.13.0", "2.11.0", "2.12.1", "2.14.1", "2.15.0")
-"""The version of development first: it makes the digests that the others must equal."""
+"""The first is the development version; the digests of the others must equal its digests."""
 REQUIREMENTS = ("numpy", "einops", "filelock", "setuptools")
 MODES = ("aot_eager", "inductor", "compiled autograd", "torch.export", "AOTInductor")
 """Endings of the case names whose bytes must equal those of the same case in eager mode."""
@@ -33,7 +33,7 @@ Results = dict[str, str]
 
 
 def environment(version: str, folder: Path) -> Path:
-    """Return the Python of a version's environment, which is made where it is missing."""
+    """Return the Python of a version's environment, which is made if absent."""
     root = folder / f"torch-{version}"
     python = root / "bin" / "python"
     if not python.exists():
@@ -50,7 +50,7 @@ def run(python: Path) -> Results:
     """Return the outcome of every case under one Python.
 
     Raises:
-        RuntimeError: the process printed no line at all.
+        RuntimeError: the process printed no line.
     """
     variables = {
         **os.environ,
@@ -118,7 +118,7 @@ def report(all_results: dict[str, Results]) -> tuple[str, int]:
 HEAD = """# torch versions
 
 Written by `python scripts/check_torch_versions.py --output docs/torch_versions.md` on {machine},
-Python {python}. Each column is one torch version in an environment of its own. A cell counts the
+Python {python}. Each column is one torch version in its own environment. A cell counts the
 cases that pass. A case passes if it raises nothing, gives the bytes that it gives on torch {first},
 and, in a compiled mode, the bytes of eager mode. The cases are in `scripts/torch_smoke.py`; a row
 stands for all formats or recipes.
@@ -130,7 +130,9 @@ def main() -> int:
     """Run the check, print the table and return the exit status: 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="VERSION")
-    parser.add_argument("--folder", type=Path, help="keeps the environments; default: temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="store the environments here; default: temporary"
+    )
     parser.add_argument("--output", type=Path, help="write the page of the documentation here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="qtensor-torch-") as temporary:
@@ -152,7 +154,7 @@ def main() -> int:
 
 
 NOTES = "## Notes"
-"""Where the part of the page begins that people write; the script keeps it."""
+"""Heading of the handwritten section of the page, which the script preserves."""
 
 if __name__ == "__main__":
     sys.exit(main())

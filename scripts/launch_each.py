@@ -14,9 +14,9 @@ from qtensor.cutlass_gemm.autotune import random_tensors
 from qtensor.cutlass_gemm.launch import Kernel, Launcher
 
 SIZES = (160, 272, 656)
-"""(M, N, K) that no tile divides.
+"""(M, N, K), not multiples of any tile.
 
-Rows are multiples of 16 bytes, except in FP4, which rounds K up.
+Rows are multiples of 16 bytes. FP4 needs a larger K, which ``main`` rounds up.
 """
 
 

@@ -57,7 +57,7 @@ def values(*shape: int, seed: int = 1) -> Tensor:
 
 
 def leaves(result: Any) -> Iterator[Tensor | str]:
-    """Yield the plain tensors of a result, with texts for everything else."""
+    """Yield the plain tensors of a result, and strings for all other objects."""
     if isinstance(result, qtensor.QuantizedTensor):
         yield f"{type(result).__name__}{tuple(result.shape)}"
         yield from result.buffers()
@@ -98,7 +98,7 @@ def quantized(name: str, columnwise: bool = False, seed: int = 1) -> Any:
 
 
 def quantize(name: str) -> list[Any]:
-    """Quantize and decode with rowwise data alone and with both directions."""
+    """Return quantized and decoded tensors, with rowwise data only and with both directions."""
     results = [quantized(name), quantized(name, columnwise=True)]
     return [*results, *(q.dequantize() for q in results)]
 
@@ -130,7 +130,7 @@ def aten_ops(name: str) -> list[Any]:
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Return a function as it is for "eager", and compiled to one graph for a compiler."""
+    """Return ``function``, compiled to one graph unless ``backend`` is "eager"."""
     if backend == "eager":
         return function
     torch._dynamo.reset()

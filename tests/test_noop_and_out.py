@@ -174,7 +174,7 @@ def test_out_refuses_to_drop_a_gradient(case: FormatCase) -> None:
     message = (
         f"quantize[{case.name}]: out= does not support automatic differentiation; got an input "
         "that "
-        "requires grad. Pass x.detach(), call under torch.no_grad(), or leave out= away."
+        "requires grad. Pass x.detach(), call under torch.no_grad(), or drop out=."
     )
     for source in (x, x * 1):
         with pytest.raises(qtensor.QTensorError, match=re.escape(message)):

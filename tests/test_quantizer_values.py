@@ -163,7 +163,7 @@ MALFORMED = {
     "mxfp9": "the format must be a registered one; got 'mxfp9'. Choose one of: fp8, fp8_delayed",
     "mxfp8 ": "the format must be a registered one; got 'mxfp8 '",
     "mxfp8(swizzle=True)": (
-        "options must be the format's; got swizzle. Choose among: rowwise, columnwise"
+        "the option must be one of the format's; got swizzle. Choose among: rowwise, columnwise"
     ),
     "mxfp8(rowwise=yes)": "quantizer[mxfp8]: rowwise must be a bool; got 'yes'",
     "mxfp8(rowwise=1)": "quantizer[mxfp8]: rowwise must be a bool; got '1'",
@@ -309,7 +309,7 @@ def test_a_users_own_quantizer() -> None:
 
 def test_a_quantizer_class_needs_a_format_id() -> None:
     with pytest.raises(
-        qtensor.QTensorError, match=r"a quantizer class needs a format id of its own.*Add format ="
+        qtensor.QTensorError, match=r"a quantizer class needs its own format id.*Add format ="
     ):
 
         class Nameless(qtensor.MXFP8Quantizer):

@@ -129,7 +129,7 @@ def test_formats_without_tiles_say_plain(case: FormatCase) -> None:
     assert case.quantize(torch.randn(3, 40)).scale_layout == "plain"
     with pytest.raises(
         qtensor.QTensorError,
-        match=r"options must be the format's; got swizzled\. Choose among: rowwise",
+        match=r"the option must be one of the format's; got swizzled\. Choose among: rowwise",
     ):
         case.quantizer(swizzled=True)
 

@@ -208,7 +208,7 @@ class GroupedLinear(QuantizedModule):
         biases = self._named("bias") if self.use_bias else ()
         args = self._args(input, m_splits, () if self.return_bias else biases)
         if is_first_microbatch is not None and args.plan.weight:
-            self._use_kept_weights(args, is_first_microbatch, skip_weight_update)
+            self._use_group_workspaces(args, is_first_microbatch, skip_weight_update)
         state = self._states["weight"]
         out, workspace, amaxes = run_grouped_linear(args)
         if workspace:
@@ -331,7 +331,7 @@ class GroupedLinear(QuantizedModule):
         # Aliases, so that the caller may change main_grad between forward and backward.
         return GroupedWgrad(tuple([w.main_grad.data for w in weights]), overwrite)
 
-    def _use_kept_weights(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
+    def _use_group_workspaces(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
         """Use the quantized weights of an earlier microbatch, or store those of this call."""
         state = self._states["weight"]
         if first and noop is None:

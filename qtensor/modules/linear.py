@@ -227,7 +227,7 @@ class LinearBase(QuantizedModule):
         return own_part(whole, self.weight.shape[: whole.ndim], self._rank)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """Return the initial values of a quantized weight, on the CPU; None if not kept."""
+        """Return the initial values of a quantized weight, on the CPU; None without them."""
         return getattr(self.weight, "_high_precision_init_val", None)
 
     def clear_high_precision_init_val(self) -> None:

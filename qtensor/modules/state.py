@@ -121,7 +121,7 @@ class DelayedState:
         # Compared as numbers: Dynamo before torch 2.13 cannot trace `!=` of tuples.
         if group is not None or algorithm >= 0 or factor >= 0:
             rows, new_scale = self._by_caller(key, length, largest, group)
-        text = options.amax_compute_algo if algorithm < 0 else ""
+        algorithm_name = options.amax_compute_algo if algorithm < 0 else ""
         scales, ticket = DELAYED_BEGIN(
             self.scale,
             self.history,
@@ -131,7 +131,7 @@ class DelayedState:
             step,
             True,
             length,
-            text,
+            algorithm_name,
             options.margin,
             largest,
             rows,
@@ -182,7 +182,7 @@ class DelayedState:
         return self.merged()
 
     def load(self, scale: Tensor, history: Tensor) -> None:
-        """Take the state of a checkpoint, which ``check_checkpoint`` has checked."""
+        """Load scales (3 * groups,) and a history (rows, 3 * groups) that passed the checks."""
         with torch.no_grad():
             self.scale.copy_(scale)
             own = torch.zeros_like(self.history)
@@ -191,7 +191,7 @@ class DelayedState:
 
     @property
     def used(self) -> bool:
-        """Whether a step has begun, or a checkpoint brought the scales. No device is waited for."""
+        """Whether a step has begun or a checkpoint was loaded. Reading it waits for no device."""
         return bool(int(self.steps[0]))
 
 
@@ -295,7 +295,7 @@ class LinearState:
                 self.delayed_state = DelayedState(self.device, self.groups)
 
     def renew_key(self) -> None:
-        """Take a new key and token, for a new layer or a copy of one."""
+        """Assign a new key and new counters, for a new layer or a copy of a layer."""
         self.key = next(_KEYS)
         self.token, self.draws = counter(), counter()
         self.report = torch.tensor([self.key, 0], device="cpu")
@@ -314,7 +314,7 @@ class LinearState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         delayed = state["delayed"]
-        # Pickles of earlier versions have the state of delayed scaling alone.
+        # Pickles of earlier versions have only the state of delayed scaling.
         groups = state.get("groups") or len(delayed.scale) // 3
         self.__init__(state.get("device"), groups)  # type: ignore[misc]
         self.delayed_state = delayed

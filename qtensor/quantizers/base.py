@@ -45,15 +45,14 @@ _FORMAT_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Quantizer(FormatMethods):
     """Hold the options of a format as a value: hashable, equal by value, a compile-time constant.
 
-    Live state (process groups, generators, delayed-scaling scales) is never inside: it comes as
-    arguments of the call.
+    A quantizer holds no live state. Process groups, generators and the scales of delayed scaling
+    are arguments of a call.
 
     Attributes:
         rowwise: produce data whose blocks run along the last dim.
         columnwise: produce data whose blocks run along the leading dims.
-        columnwise_value: with both usages, dequantize the columnwise data. Transposing sets it, so
-            that a transposed tensor keeps its values where the directions are quantized
-            independently.
+        columnwise_value: with both usages, dequantize the columnwise data. A transpose sets this
+            option, so that values stay equal if the directions are quantized independently.
     """
 
     rowwise: bool = True
@@ -66,17 +65,17 @@ class Quantizer(FormatMethods):
     tensor_cls: ClassVar[type[QuantizedTensor]]
     storage_cls: ClassVar[type[QuantizedTensorStorage]]
     per_tensor: ClassVar[bool] = False
-    """One factor serves the whole tensor, so a GEMM can apply it at its end."""
+    """True if the whole tensor has one factor, which a GEMM can apply at its end."""
     returns_amax: ClassVar[bool] = False
-    """The quantize op returns the amax after the buffers (delayed scaling)."""
+    """True if the quantize op returns the amax after the buffers (delayed scaling)."""
     needs_scale: ClassVar[bool] = False
-    """A call must pass ``scale=`` (delayed scaling)."""
+    """True if a call must pass ``scale=`` (delayed scaling)."""
     stochastic_rounding: ClassVar[bool] = False
-    """Whether a call draws random bytes; a field of the formats that have it as an option."""
+    """True if a call draws random bytes; some formats have a field with this name."""
 
     _option_names: ClassVar[tuple[str, ...]] = ("rowwise", "columnwise", "columnwise_value")
     canonical: ClassVar[str]
-    """The value as text, ``format(option=value,...)``, which crosses an op boundary."""
+    """The canonical string, ``format(option=value,...)``, which is an argument of ops."""
     slots: ClassVar[tuple[Slot, ...]]
     """The buffers that this quantizer fills, in slot order."""
     keywords: ClassVar[tuple[str, ...]]
@@ -96,7 +95,7 @@ class Quantizer(FormatMethods):
         if "format" not in cls.__dict__:
             fail(
                 f"class {cls.__qualname__}",
-                "a quantizer class needs a format id of its own, by which ops find it",
+                "a quantizer class needs its own format id, by which ops find the class",
                 "none",
                 'Add format = "my_format" to the class body',
             )
@@ -145,14 +144,14 @@ class Quantizer(FormatMethods):
         return changed
 
     def _default(self, name: str, value: Any) -> Any:
-        """Return the value of an option that is not given; ``value`` is the field's default."""
+        """Return the default of an option; ``value`` is the default of its field."""
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return parse, (self.canonical,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return this object: a value needs no copy, and equal objects compare faster in guards."""
+        """Return this object: it is immutable, and guards compare identical objects faster."""
         return self
 
     @classmethod
@@ -162,14 +161,14 @@ class Quantizer(FormatMethods):
 
     @functools.cached_property
     def element(self) -> Element:
-        """Return the element that the ``dtype`` option names, or the format's first."""
+        """Return the element named by the ``dtype`` option, or the first element of the format."""
         name = getattr(self, "dtype", None)
         return self.spec.elements[0] if name is None else find_element(self.spec.elements, name)
 
     # ---- values
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
-        """Return a new value with the same options and other usages."""
+        """Return a quantizer with the same options and other usages."""
         row = self.rowwise if rowwise is None else rowwise
         column = self.columnwise if columnwise is None else columnwise
         if row == self.rowwise and column == self.columnwise:
@@ -177,7 +176,7 @@ class Quantizer(FormatMethods):
         return dataclasses.replace(self, rowwise=row, columnwise=column)
 
     def transposed(self) -> Self:
-        """Return the quantizer of a transposed tensor: the usages change places."""
+        """Return the quantizer of a transposed tensor; it swaps the usages."""
         return dataclasses.replace(self, **self._transposed_options())
 
     @property
@@ -186,14 +185,14 @@ class Quantizer(FormatMethods):
         return False
 
     def without_square_blocks(self) -> Self:
-        """Return the quantizer of rows that were cut across square blocks; each row has factors."""
+        """Return the quantizer of rows that were cut across square blocks."""
         return self
 
     @property
     def value_block(self) -> tuple[int, int] | None:
-        """Return the (rows, columns) that share a factor; None: the whole tensor, or a row.
+        """Return the (rows, columns) that share a factor of the data that ``dequantize`` reads.
 
-        The data are those that ``dequantize`` reads.
+        None means that the whole tensor, or a whole row, shares a factor.
         """
         block = self.spec.block
         if block is None or self.two_dimensional:
@@ -226,19 +225,20 @@ class Quantizer(FormatMethods):
         """Return the buffers that a decode reads: ``"_rowwise"`` or ``"_columnwise"``.
 
         Args:
-            columnwise: the preferred side; that of the values if None.
+            columnwise: True to prefer columnwise data, False to prefer rowwise data, None for the
+                data that hold the values.
         """
         wanted = self.columnwise_value if columnwise is None else columnwise
         return "_columnwise" if self.columnwise and (wanted or not self.rowwise) else "_rowwise"
 
     def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        """Return op arguments that make an encode use the tensor-wide factors of ``buffers``."""
+        """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
         return {}
 
     def is_requantization_safe(self) -> bool:
         """Return True if quantizing the same data again gives the same bytes.
 
-        Delayed scaling and random rounding do not.
+        Delayed scaling and stochastic rounding give other bytes.
         """
         return not (self.needs_scale or self.stochastic_rounding)
 
@@ -258,27 +258,27 @@ class Quantizer(FormatMethods):
         amax_reduction_group: Any = None,
         noop_flag: Tensor | None = None,
     ) -> QuantizedTensor:
-        """Quantize a tensor.
+        """Return a quantized tensor.
 
         Args:
-            x: any shape; float32, bfloat16 or float16; any strides. A tensor that has this
-                quantizer already gives a tensor around its own buffers, as ``.to()`` does when
-                there is nothing to convert.
+            x: any shape; float32, bfloat16 or float16; any strides. If ``x`` already has this
+                quantizer, the result shares its buffers.
             out: write into this tensor or storage instead of making a new one; it must have this
                 quantizer and shape. As with every ``out=``, an input that requires grad is refused.
             scale: float32 (1,), the stored encode factor; required by delayed scaling, refused by
                 others.
-            generator: for stochastic rounding: a ``torch.Generator``, or an int64 tensor (1,) used
-                as the seed itself, which crosses a compile boundary. Default: the device's
-                generator.
+            generator: for stochastic rounding: a ``torch.Generator``, or the seed as an int64
+                tensor (1,), which can be an argument of a compiled function. Default: the
+                device's generator.
             amax_reduction_group: a process group over which tensor-wide maxima are reduced first.
-            noop_flag: with ``out``: a tensor of one element; non-zero leaves every byte unchanged.
+            noop_flag: with ``out``: a tensor of one element. If the element is not zero, no byte
+                changes.
 
         Returns:
             A tensor subclass of the shape and dtype of ``x`` (or ``out``).
 
         Raises:
-            QTensorError: bad dtype, layout or argument.
+            QTensorError: an argument has a wrong dtype, layout or value.
         """
         if out is not None:
             call = {
@@ -296,7 +296,7 @@ class Quantizer(FormatMethods):
         return quantized(self, x, scale, generator, amax_reduction_group)[0]
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[QuantizedTensor, Tensor]:
-        """Quantize with delayed scaling and return the amax too.
+        """Return the tensor that delayed scaling makes, and its amax.
 
         Args:
             x: any shape; float32, bfloat16 or float16.
@@ -337,16 +337,17 @@ class Quantizer(FormatMethods):
     def assemble(
         self, buffers: Sequence[Tensor], shape: Shape | int, dtype: torch.dtype, bare: bool = False
     ) -> QuantizedTensorStorage:
-        """Return a tensor (or bare storage) around existing buffers.
+        """Return a tensor or bare storage with existing buffers.
 
         Args:
-            buffers: all of them, in slot order.
+            buffers: all inner buffers, in slot order.
             shape: the logical shape.
             dtype: the nominal dtype.
-            bare: return a storage, which is not a tensor.
+            bare: True to return a storage instead of a tensor.
 
         Raises:
-            QTensorError: another number of buffers, or one of another dtype, shape or device.
+            QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, shape or
+                device.
         """
         shape = as_shape(f"assemble[{self.format}]", shape)
         check_buffers(f"assemble[{self.format}]", self, buffers, shape, dtype)
@@ -358,7 +359,7 @@ class Quantizer(FormatMethods):
     def _assemble(
         self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Return a tensor around buffers that an op has allocated, without checks."""
+        """Return a tensor with buffers that an op has allocated, without checks."""
         return assembled(self, buffers, shape, dtype)
 
     def update_quantized(
@@ -371,29 +372,30 @@ class Quantizer(FormatMethods):
         generator: torch.Generator | Tensor | None = None,
         amax_reduction_group: Any = None,
     ) -> QuantizedTensorStorage:
-        """Requantize ``src`` into the buffers of ``dst``, outside autograd.
+        """Quantize ``src`` into the buffers of ``dst`` without a gradient, and return ``dst``.
 
         Args:
             src: float32, bfloat16 or float16, of the shape of ``dst``.
             dst: a whole tensor or storage with this quantizer.
-            noop_flag: one element, read on the device; non-zero leaves every byte of ``dst``
-                unchanged.
+            noop_flag: a tensor of one element, read on the device. If the element is not zero, no
+                byte of ``dst`` changes.
             scale: as in ``quantize``; by default the factor that ``dst`` holds.
             generator: as in ``quantize``.
             amax_reduction_group: as in ``quantize``.
 
         Raises:
-            QTensorError: another shape or quantizer, or buffers of a part; ``dst`` is unchanged.
+            QTensorError: ``dst`` has another shape or quantizer, or is a part of a tensor. It stays
+                unchanged.
         """
         check_call(self, src, scale, noop_flag, dst)
         name = f"update_quantized[{self.format}]"
-        got = getattr(dst, "_quantizer", None)
-        if got != self:
+        quantizer = getattr(dst, "_quantizer", None)
+        if quantizer != self:
             fail(
                 name,
                 "the destination must hold this quantizer's buffers",
-                getattr(got, "canonical", type(dst).__name__),
-                "Pass a tensor that this quantizer made, or leave out= away",
+                getattr(quantizer, "canonical", type(dst).__name__),
+                "Pass a tensor that this quantizer made, or drop out=",
             )
         if getattr(dst, "_view_note", None) is not None:
             fail(
@@ -407,7 +409,7 @@ class Quantizer(FormatMethods):
                 name,
                 "shapes must be equal",
                 f"{tuple(src.shape)} into {tuple(dst.shape)}",
-                "Quantize anew",
+                "Quantize into a new tensor",
             )
         if noop_flag is not None and (
             not isinstance(noop_flag, torch.Tensor) or noop_flag.numel() != 1
@@ -424,7 +426,7 @@ class Quantizer(FormatMethods):
         seed, amax = prepare(self, src, generator, amax_reduction_group)
         QUANTIZE_(src, self.canonical, dst.buffers(), scale, amax, seed, noop_flag)
         if isinstance(dst, torch.Tensor):
-            # The op sees the buffers alone; autograd must see that the tensor changed.
+            # The op changes only the buffers; autograd must know that the tensor changed.
             torch.autograd.graph.increment_version(dst)
         return dst
 
@@ -442,7 +444,7 @@ class Quantizer(FormatMethods):
     def alloc_tensors(
         self, shape: Shape, *, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """Return uninitialised buffers (padding zero) by attribute."""
+        """Return uninitialised buffers by attribute; padding is zero."""
         tensors = alloc_slots(self.slots, shape, torch.device(device or "cpu"))
         return {slot.name: tensor for slot, tensor in zip(self.slots, tensors, strict=True)}
 
@@ -460,17 +462,17 @@ class Quantizer(FormatMethods):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """Return a tensor with uninitialised buffers, to be filled by ``quantize(x, out=)``.
+        """Return a tensor with uninitialised buffers, which ``quantize(x, out=)`` can fill.
 
         Args:
             shape: the logical shape.
             dtype: the nominal dtype.
-            device: of the buffers; the CPU if None.
-            requires_grad: of the tensor.
+            device: device of the buffers; the CPU if None.
+            requires_grad: True if the tensor requires grad.
 
         Raises:
-            DtypeError: a nominal dtype that is not floating.
-            QTensorError: sizes that are not integers, or negative.
+            DtypeError: the nominal dtype is not floating.
+            QTensorError: a size is not an integer, or is negative.
         """
         op = f"make_empty[{self.format}]"
         check_nominal(op, dtype)

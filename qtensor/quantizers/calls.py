@@ -1,4 +1,4 @@
-"""Prepare a call of a quantizer: checks, the seed, the reduced maxima."""
+"""Prepare a call of a quantizer: check arguments, make the seed, reduce maxima."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_call(
     """Refuse arguments that a call of ``quantizer`` cannot use.
 
     Raises:
-        QTensorError: with the rule and the fix.
+        QTensorError: an argument is missing, has a wrong type, or does not apply.
     """
     if (
         scale is None
@@ -75,14 +75,14 @@ def refuse_gradient(quantizer: Any, x: Any) -> None:
             f"quantize[{quantizer.format}]",
             "out= does not support automatic differentiation",
             "an input that requires grad",
-            "Pass x.detach(), call under torch.no_grad(), or leave out= away",
+            "Pass x.detach(), call under torch.no_grad(), or drop out=",
         )
 
 
 def prepare(
     quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None, group: Any
 ) -> tuple[Tensor | None, list[Tensor] | None]:
-    """Return the seed and the reduced maxima of a call, None where the op needs none."""
+    """Return the seed (1,) and the reduced maxima of a call; None for those that the op ignores."""
     seed = amax = None
     if quantizer.stochastic_rounding:
         seed = _seed(quantizer, x, generator)
@@ -92,7 +92,7 @@ def prepare(
             f"quantize[{quantizer.format}]",
             rule,
             quantizer.canonical,
-            "Drop it, or ask for stochastic_rounding=True",
+            "Drop it, or set stochastic_rounding=True",
         )
     if group is not None and quantizer.needs_scale:
         rule = "delayed scaling takes its factor from scale="
@@ -133,7 +133,10 @@ def _seed(quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None)
 
 
 def _reduce_max(amax: Tensor, group: Any) -> Tensor:
-    """Return the maximum over a process group, by the functional collective, which traces."""
+    """Return the maximum of ``amax`` over a process group, of the same shape.
+
+    The functional collective can be traced.
+    """
     check(
         torch.distributed.is_available() and torch.distributed.is_initialized(),
         "quantize",
@@ -145,5 +148,5 @@ def _reduce_max(amax: Tensor, group: Any) -> Tensor:
     # Imported here: torch.distributed's functional collectives take 0.1 s.
     from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
 
-    # A maximum over ranks may lose a NaN; inf means the same scale.
+    # A maximum over ranks may lose a NaN. An inf gives the same scale as a NaN.
     return all_reduce(amax.nan_to_num(nan=math.inf, posinf=math.inf), "max", group)

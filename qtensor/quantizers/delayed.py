@@ -18,10 +18,18 @@ AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 def delayed_scaling_state(
     length: int, count: int, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return fresh state: amax history (length, count), zeros, and scale (count,), ones; float32.
+    """Return the initial state of delayed scaling for ``count`` tensors.
+
+    Args:
+        length: number of steps in the amax history.
+        count: number of tensors.
+        device: device of the state; the default device if None.
+
+    Returns:
+        The amax history, zeros (length, count), and the scales, ones (count,); float32.
 
     Raises:
-        QTensorError: a length or count below 1.
+        QTensorError: ``length`` or ``count`` is below 1.
     """
     check(
         length > 0 and count > 0,
@@ -42,21 +50,21 @@ def delayed_scaling_update(
     margin: int = 0,
     dtype: str | torch.dtype = "e4m3",
 ) -> tuple[Tensor, Tensor]:
-    """The step between iterations (docs/numerics.md, delayed scaling).
+    """Return the state of delayed scaling for the next step (docs/numerics.md).
 
     Args:
-        history: (length, n) float32; row 0 holds the maxima of the step just run.
+        history: (length, n) float32; row 0 holds the maxima of the last step.
         scale: (n,) float32 encode factors in use.
         algorithm: "max" over the history, "most_recent" (row 0), or a callable (length, n) -> (n,).
         margin: the new factor is divided by ``2 ** margin``.
         dtype: the element, "e4m3" or "e5m2".
 
     Returns:
-        New history (rolled by -1, row 0 zero) and new factors: the old one where the amax is 0
-        or not finite. The inputs are unchanged.
+        The new history (length, n), rolled by -1 with row 0 zero, and the new factors (n,). A
+        factor stays the same if its amax is 0 or not finite. The inputs are unchanged.
 
     Raises:
-        QTensorError: unknown algorithm or shapes that do not fit.
+        QTensorError: the algorithm is unknown, or the shapes do not fit.
     """
     check(
         history.ndim == 2 and scale.shape == history.shape[1:],
@@ -88,10 +96,14 @@ def delayed_scaling_update(
 
 
 def record_amax_(history: Tensor, amax: Tensor) -> Tensor:
-    """Compute ``history[0] = max(history[0], amax)`` in place; history (length, n), amax (n,).
+    """Update row 0 of the history to ``max(history[0], amax)`` in place and return the history.
+
+    Args:
+        history: (length, n) float32.
+        amax: (n,) float32 maxima of the current step.
 
     Raises:
-        QTensorError: shapes that do not fit.
+        QTensorError: the shapes do not fit.
     """
     check(
         history.ndim == 2 and amax.shape == history.shape[1:],

@@ -19,7 +19,9 @@ from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
 
 @dataclass(frozen=True, kw_only=True)
 class _Float8(Quantizer, abstract=True):
-    """Hold what the FP8 quantizers without blocks share. Any shape is legal and nothing is padded.
+    """Define the base of the FP8 quantizers without blocks.
+
+    Any shape is legal, and nothing is padded.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
@@ -57,7 +59,7 @@ class _Float8(Quantizer, abstract=True):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Return the buffers of one direction from those of the other; both hold the same codes."""
+        """Return the buffers of ``usage``; both directions hold the same codes."""
         if usage == "columnwise":
             data = buffers["_data"]
             return {
@@ -89,7 +91,7 @@ class _CurrentScaling(_Float8, abstract=True):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write codes and decode scales; ``scale`` replaces the scales from the amax."""
+        """Write the codes and the decode factors; ``scale`` replaces the factor from the amax."""
         if scale is None:
             maximum = amax[0] if amax else self.amax(x)[0]
             scale = fp8_scale(maximum, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
@@ -110,10 +112,10 @@ class Float8CurrentScalingQuantizer(_CurrentScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Quantizer(_Float8):
-    """Quantize to FP8 with delayed scaling: the call passes the factor, the amax is returned.
+    """Quantize to FP8 with delayed scaling, where the caller passes the factor.
 
-    ``q(x, scale=scale)`` returns the tensor, ``q.quantize_with_amax(x, scale=scale)`` the amax as
-    well. The caller owns the state (scale, amax history) as tensors: see
+    ``q(x, scale=scale)`` returns the tensor. ``q.quantize_with_amax(x, scale=scale)`` returns the
+    tensor and its amax. The caller owns the scale and the amax history as tensors; see
     ``qtensor.delayed_scaling_update``.
     """
 
@@ -160,7 +162,7 @@ class Float8RowwiseQuantizer(_CurrentScaling):
         check_choice(self, "axis", (-1, 0))
 
     def _transposed_options(self) -> dict[str, Any]:
-        """Return the options that a transpose changes; the axis is one of them."""
+        """Return the options that a transpose changes, among them the axis."""
         return {**super()._transposed_options(), "axis": 0 if self.axis == -1 else -1}
 
     def amax(self, x: Tensor) -> list[Tensor]:

@@ -23,14 +23,14 @@ from qtensor.storage.float8_blockwise import (
 class Float8BlockQuantizer(Quantizer):
     """Quantize to FP8 with a float32 factor for each block.
 
-    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: ragged edges
-    are padded with zeros for the amax and cropped. Columnwise 1D data quantize the transpose on
-    their own; columnwise 2D data are the rowwise ones transposed.
+    Blocks are 1x128 (activations, gradients) or 128x128 (weights). Any shape is legal: a partial
+    block is padded with zeros to compute its amax. With 1-D blocks, columnwise data come from
+    quantizing the transpose of the input; with 2-D blocks, they are the transposed rowwise data.
 
     Attributes:
         dtype: "e4m3" (default) or "e5m2", or the torch dtype.
-        block_scaling_dim: 1 for 1x128, 2 for 128x128.
-        force_pow_2_scales: floor the factors to powers of two (default).
+        block_scaling_dim: 1 for 1x128 blocks, 2 for 128x128 blocks.
+        force_pow_2_scales: round the factors down to powers of two (default).
         amax_epsilon: lower bound of the amax.
     """
 
@@ -65,13 +65,13 @@ class Float8BlockQuantizer(Quantizer):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write codes and factors of each usage."""
+        """Write the codes and factors of each usage from ``x``."""
         matrix = as_matrix(x)
         for direction, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
             if f"{direction}_data" not in out:
                 continue
             data, factors = out[f"{direction}_data"], out[f"{direction}_scale_inv"]
-            # Stored 1D factors are (blocks along K, M): the transpose of the block grid.
+            # 1-D factors are stored as (blocks along K, M), the transpose of the block grid.
             grid = factors.t() if self.block_scaling_dim == 1 else factors
             codes = data.view(source.shape)
             float8.quantize_blocks_(
@@ -101,7 +101,7 @@ class Float8BlockQuantizer(Quantizer):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Return one direction as the other transposed (2D blocks), or None (1D blocks)."""
+        """Return the buffers of ``usage``, the other direction transposed; None for 1-D blocks."""
         if self.block_scaling_dim == 1:
             return None
         rows, cols = rows_cols(shape)

@@ -11,7 +11,7 @@ from qtensor.layout import Shape
 
 
 class FormatMethods:
-    """Encode, decode and derive buffers; a format's quantizer overrides what it supports."""
+    """Declare how a format encodes, decodes and derives buffers; its quantizer overrides these."""
 
     format: ClassVar[str]
     """The id of the format."""
@@ -38,7 +38,7 @@ class FormatMethods:
         )
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """Return the maxima that decide tensor-wide factors; none where all factors are local."""
+        """Return the maxima that decide tensor-wide factors; [] if all factors are local."""
         return []
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
@@ -48,5 +48,5 @@ class FormatMethods:
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Return buffers of ``usage``, made exactly from those of the other direction, or None."""
+        """Return buffers of ``usage``, made exactly from the other direction, or None."""
         return None

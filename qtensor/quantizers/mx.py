@@ -1,4 +1,4 @@
-"""Define what the MX quantizers share."""
+"""Define the base class of the MX quantizers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ SCALE_MODES = ("rceil", "floor", "ceil", "even")
 class MXQuantizer(Quantizer, abstract=True):
     """Quantize in blocks of 32 with an E8M0 factor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped again. A block
+    Any shape is legal: a partial block is padded with zeros, and the result is cropped. A block
     with a NaN or inf decodes to NaN.
 
     Attributes:
         dtype: the element, by name or as a torch dtype.
-        scale_mode: how the factor is rounded: "rceil", "floor" (the OCP text), "ceil" or "even".
-        with_2d_quantization: 32x32 blocks; rowwise and columnwise data are then the same codes.
+        scale_mode: rounding of the factor: "rceil", "floor" (the OCP specification), "ceil" or
+            "even".
+        with_2d_quantization: use 32x32 blocks; rowwise and columnwise data then have equal codes.
         swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
     """
 
@@ -69,7 +70,7 @@ class MXQuantizer(Quantizer, abstract=True):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write codes and factors of each usage, each from the high-precision input."""
+        """Write the codes and factors of each usage from ``x``."""
         matrix = as_matrix(x)
         for direction, block in (("_rowwise", (1, mx.BLOCK)), ("_columnwise", (mx.BLOCK, 1))):
             if f"{direction}_data" not in out:
@@ -85,7 +86,7 @@ class MXQuantizer(Quantizer, abstract=True):
                 square = mx.encode_(
                     codes, matrix, (mx.BLOCK, mx.BLOCK), self.element, self.scale_mode
                 )
-                # One factor a block, repeated along the dim that a 1-D block does not span.
+                # A square block has one factor, which each of its 1-D blocks repeats.
                 rows, cols = (matrix.shape[0], square.shape[1]), (square.shape[0], matrix.shape[1])
                 scales = spread(
                     square, block[1], block[0], rows if direction == "_rowwise" else cols
@@ -99,11 +100,11 @@ class MXQuantizer(Quantizer, abstract=True):
             )
 
     def _codes_per_group(self) -> tuple[int, int]:
-        """Return (codes, bytes) of a packed group."""
+        """Return the number of codes and of bytes in a packed group."""
         return (1, 1)
 
     def _pack(self, codes: Tensor, direction: str) -> Tensor:
-        """Pack codes (M, K) into stored bytes, along the blocks."""
+        """Return (M, K) codes packed into bytes along the blocks of a direction."""
         packers = {(2, 1): pack_pairs, (4, 3): pack_quads}
         pack = packers.get(self._codes_per_group())
         if pack is None:
@@ -111,7 +112,7 @@ class MXQuantizer(Quantizer, abstract=True):
         return pack(codes) if direction == "_rowwise" else pack(codes.t()).t()
 
     def _values(self, data: Tensor, direction: str, shape: tuple[int, int]) -> Tensor:
-        """Decode stored bytes to float32 element values (M, K)."""
+        """Return the float32 element values (M, K) of stored bytes."""
         group = self._codes_per_group()
         along_rows = direction == "_columnwise"
         count = shape[0] if along_rows else shape[1]
@@ -145,7 +146,7 @@ class MXQuantizer(Quantizer, abstract=True):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Return one direction from the other (2D blocks), or None (1-D blocks)."""
+        """Return the buffers of ``usage``, made from the other direction; None for 1-D blocks."""
         if not self.with_2d_quantization:
             return None
         source = "_columnwise" if usage == "rowwise" else "_rowwise"

@@ -10,7 +10,10 @@ from qtensor.storage.mxfp4 import MXFP4, MXFP4Tensor, MXFP4TensorStorage
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4Quantizer(MXQuantizer):
-    """MXFP4: E2M1 elements, two a byte, one E8M0 factor for 32 (options: ``MXQuantizer``)."""
+    """Quantize to MXFP4: E2M1 elements, two in a byte, one E8M0 factor for 32.
+
+    ``MXQuantizer`` describes the options.
+    """
 
     dtype: str = "e2m1"
 

@@ -10,9 +10,13 @@ from qtensor.storage.mxfp8 import MXFP8, MXFP8Tensor, MXFP8TensorStorage
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8Quantizer(MXQuantizer):
-    """MXFP8: E4M3 or E5M2 elements, one E8M0 factor for 32 (options: ``MXQuantizer``).
+    """Quantize to MXFP8: E4M3 or E5M2 elements, one E8M0 factor for 32.
 
-    ``dtype`` is "e4m3" (default) or "e5m2", or the torch dtype. ``scale_mode`` defaults to "rceil".
+    ``MXQuantizer`` describes the other options.
+
+    Attributes:
+        dtype: "e4m3" (default) or "e5m2", or the torch dtype.
+        scale_mode: as in ``MXQuantizer``; the default is "rceil".
     """
 
     dtype: str = "e4m3"

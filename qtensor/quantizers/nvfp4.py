@@ -27,25 +27,25 @@ SIDES = ("_rowwise", "_columnwise")
 class NVFP4Quantizer(Quantizer):
     """Quantize to NVFP4: E2M1 elements, an E4M3 factor for 16, a float32 factor for the tensor.
 
-    Any shape is legal: ragged edges are padded with zeros inside a block and cropped. NaN becomes
-    0, because the element has no NaN; inf counts as the largest finite float32. Columnwise data
-    quantize the transpose.
+    Any shape is legal: a partial block is padded with zeros, and the result is cropped. NaN becomes
+    0, because the element has no NaN. An inf counts as the largest finite float32. Columnwise data
+    come from quantizing the transpose of the input.
 
     Attributes:
-        with_2d_quantization: 16x16 blocks; either direction is then the other transposed.
-        with_rht: rotate one side's data by a random Hadamard transform of 16 along its blocks.
-            Decoding rotates back.
-        rht_side: the side: "columnwise" (along M, for wgrad), or "rowwise", as in a transposed
-            tensor. Where that usage is absent, nothing is rotated.
-        with_random_sign_mask: with the rotation's random signs; False leaves all of them +1.
+        with_2d_quantization: use 16x16 blocks; one direction is then the other transposed.
+        with_rht: rotate the data of one direction along its blocks, by a random Hadamard transform
+            of size 16. Decoding rotates back.
+        rht_side: the rotated direction: "columnwise" (along M, for wgrad), or "rowwise", as in a
+            transposed tensor. If that usage is absent, nothing is rotated.
+        with_random_sign_mask: use the random signs of the rotation; False makes every sign +1.
         stochastic_rounding: round at random with ``generator=`` of the call; the mean over draws
             is the value.
-        row_scaled: one float32 factor for each row (columnwise: column) instead of one in all.
+        row_scaled: use a float32 factor for each row (columnwise: for each column) instead of one
+            for the tensor.
         use_4over6: map each block's maximum to 6 or to 4, whichever has the smaller error.
-        e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 means
-            that default. ``dataclasses.replace(q, use_4over6=True)`` passes on the number that
-            ``q`` has; ``qtensor.quantizer(q, use_4over6=True)`` passes on the options that were
-            given, and computes the default again.
+        e4m3_max: largest factor of a block: 448, or 256 (the default with ``use_4over6``). 0 stands
+            for the default. ``dataclasses.replace(q, use_4over6=True)`` keeps the number of ``q``;
+            ``qtensor.quantizer(q, use_4over6=True)`` computes the default again.
         err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
         swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
     """
@@ -90,7 +90,7 @@ class NVFP4Quantizer(Quantizer):
                     )
 
     def _default(self, name: str, value: Any) -> Any:
-        """Return the default of an option; that of ``e4m3_max`` depends on ``use_4over6``."""
+        """Return the default of an option; for ``e4m3_max``, it depends on ``use_4over6``."""
         if name == "e4m3_max":
             return 256.0 if self.use_4over6 else 448.0
         return value
@@ -117,7 +117,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def factors_are_local(self) -> bool:
-        """Return False if the direction that decodes is rotated."""
+        """Return False if the data that ``dequantize`` reads are rotated."""
         return not self._rotated(self.side())
 
     def _rotated(self, direction: str) -> bool:
@@ -141,7 +141,7 @@ class NVFP4Quantizer(Quantizer):
         )
 
     def _sources(self, x: Tensor) -> dict[str, Tensor]:
-        """Return, for each direction, the float32 matrix that it quantizes, without NaN."""
+        """Return the float32 matrix, without NaN, that each direction quantizes."""
         matrix = as_matrix(x).float()
         sources = {}
         for direction, source in (("_rowwise", matrix), ("_columnwise", matrix.t())):
@@ -154,11 +154,11 @@ class NVFP4Quantizer(Quantizer):
         return sources
 
     def amax(self, x: Tensor) -> list[Tensor]:
-        """Return a float32 maximum for each usage, after the rotation."""
+        """Return the float32 maxima of each usage after the rotation; see ``amax_shapes``."""
         return [nvfp4.amax(source, self.row_scaled) for source in self._sources(x).values()]
 
     def amax_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        """Return (1,) for each usage; row-scaled (M,) and (K,)."""
+        """Return (1,) for each usage; if row-scaled, (M,) for rowwise and (K,) for columnwise."""
         rows, cols = rows_cols(shape)
         sizes = ((rows, self.rowwise), (cols, self.columnwise))
         return [(size if self.row_scaled else 1,) for size, wanted in sizes if wanted]
@@ -171,7 +171,7 @@ class NVFP4Quantizer(Quantizer):
         amax: list[Tensor] | None,
         seed: Tensor | None,
     ) -> None:
-        """Write codes, factors and maxima of each usage."""
+        """Write the codes, factors and maxima of each usage from ``x``."""
         sources = self._sources(x)
         reduced = dict(zip(sources, amax, strict=True)) if amax else {}
         shared = None
@@ -225,7 +225,7 @@ class NVFP4Quantizer(Quantizer):
         data = buffers[f"{direction}_data"].reshape(lines, ceil_div(count, 2))
         scales = read_scales(buffers[f"{direction}_scale_inv"], self.swizzled)
         values = decode_pairs(data, E2M1, count)
-        # 2D factors are stored once a row, so they decode as 1x16 blocks.
+        # A 16x16 block stores its factor once in each row, so it decodes as 1x16 blocks.
         values = nvfp4.decode(values, scales, buffers[f"_amax{direction}"], 1, self.e4m3_max)
         if self._rotated(direction):
             values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :length]
@@ -234,7 +234,7 @@ class NVFP4Quantizer(Quantizer):
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
     ) -> dict[str, Tensor] | None:
-        """Return one direction as the other transposed (2D blocks), or None (1-D blocks)."""
+        """Return the buffers of ``usage``, the other direction transposed; None for 1-D blocks."""
         if not self.with_2d_quantization:
             return None
         source, target = (

@@ -1,4 +1,4 @@
-"""Check what all quantizers share: types of options, live state, usages."""
+"""Check options of all quantizers: their types, their values and the usages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> No
     """Refuse options that the format does not have.
 
     Raises:
-        ArgumentTypeError: an argument of the call; the message says where it goes.
-        QTensorError: any other name; the message lists the options.
+        ArgumentTypeError: the option is an argument of a call; the message says so.
+        QTensorError: the option is unknown; the message lists the options.
     """
     for name in options:
         if name in CALL_ARGUMENTS:
@@ -40,7 +40,7 @@ def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> No
         if name not in names:
             fail(
                 f"quantizer[{format_name}]",
-                "options must be the format's",
+                "the option must be one of the format's",
                 name,
                 f"Choose among: {', '.join(names)}",
             )
@@ -50,9 +50,8 @@ def check_options(quantizer: Any) -> None:
     """Refuse options that are not plain values, have the wrong type, or leave no usage.
 
     Raises:
-        ArgumentTypeError: a tensor, process group or other object; the message says where live
-            state goes.
-        QTensorError: a wrong type of value, or no usage.
+        ArgumentTypeError: an option is a tensor, a process group or another object.
+        QTensorError: an option has a wrong type or value, or no usage is left.
     """
     name = f"quantizer[{quantizer.format}]"
     for field in dataclasses.fields(quantizer):
@@ -101,7 +100,7 @@ def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
     """Refuse a value of ``option`` that is not in ``legal``.
 
     Raises:
-        QTensorError: with the legal values.
+        QTensorError: the value is not legal; the message lists the legal values.
     """
     value = getattr(quantizer, option)
     if value not in legal:
@@ -118,7 +117,7 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
     """Return the format's element with that name or torch dtype.
 
     Raises:
-        QTensorError: another name; the message lists the legal ones.
+        QTensorError: there is no such element; the message lists the legal names.
     """
     name = _TORCH_ELEMENTS.get(name, str(name)) if isinstance(name, torch.dtype) else name
     for element in elements:
@@ -129,5 +128,5 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
 
 
 def canonical_value(value: Any) -> str:
-    """Return an option as the canonical text writes it."""
+    """Return the value of an option in the syntax of canonical strings."""
     return f"{value!r}" if isinstance(value, float) else f"{value}"

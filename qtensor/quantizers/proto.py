@@ -1,4 +1,4 @@
-"""Describe tensors without data: what an op will return, before there is anything to compute."""
+"""Describe tensors without data, for example the result of an op before it runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class TensorProto:
     Attributes:
         shape: logical shape; sizes may be symbolic.
         dtype: nominal dtype.
-        quantizer: None for a plain tensor; a format's id or canonical text is parsed. The value
-            belongs to the proto: ``update_usage`` replaces it.
-        requires_grad: of the tensor that ``create_tensor`` makes.
-        device: where its buffers are made.
+        quantizer: None for a plain tensor; a format id or canonical string is parsed.
+            ``update_usage`` replaces it.
+        requires_grad: True if the tensor that ``create_tensor`` makes requires grad.
+        device: device of the buffers.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class TensorProto:
         """Change the usages of this description; the caller's quantizer stays as it is.
 
         Raises:
-            QTensorError: a plain tensor, or no usage left.
+            QTensorError: the tensor is plain, or no usage is left.
         """
         if self.quantizer is None:
             fail(
@@ -81,11 +81,11 @@ class TensorProto:
         self.quantizer = self.quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def inner_names(self) -> list[str]:
-        """Return the names of the inner buffers in slot order; none for a plain tensor."""
+        """Return the names of the inner buffers in slot order; [] for a plain tensor."""
         return [slot.name for slot in self.quantizer.slots] if self.quantizer is not None else []
 
     def create_metadata(self) -> Context | None:
-        """Return the flatten context of the tensor; None for a plain one."""
+        """Return the flatten context of the tensor; None for a plain tensor."""
         if self.quantizer is None:
             return None
         return self.quantizer.create_metadata(
@@ -93,16 +93,19 @@ class TensorProto:
         )
 
     def create_inner_tensors(self) -> list[Tensor]:
-        """Return uninitialised buffers in slot order (padding zero), or the plain tensor itself."""
+        """Return uninitialised buffers in slot order, with zero padding, or one plain tensor."""
         if self.quantizer is None:
             return [torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)]
         return list(self.quantizer.alloc_tensors(self.shape, device=self.device).values())
 
     def assemble(self, flat: Sequence[Tensor]) -> Tensor:
-        """Return a tensor around buffers in slot order.
+        """Return a tensor of this description with the given buffers.
+
+        Args:
+            flat: inner buffers in slot order, or one plain tensor.
 
         Raises:
-            QTensorError: another number of buffers than this describes.
+            QTensorError: the number of buffers is wrong.
         """
         expected = len(self.inner_names()) or 1
         check(
@@ -110,7 +113,7 @@ class TensorProto:
             "TensorProto.assemble",
             f"{expected} buffers are needed: {', '.join(self.inner_names()) or 'the tensor'}",
             len(flat),
-            "Pass what create_inner_tensors returns",
+            "Pass the list that create_inner_tensors returns",
         )
         tensor = (
             flat[0]
@@ -120,15 +123,15 @@ class TensorProto:
         return tensor.requires_grad_() if self.requires_grad else tensor
 
     def create_tensor(self) -> Tensor:
-        """Return an uninitialised tensor of this description; traces under ``torch.compile``."""
+        """Return an uninitialised tensor of this description; ``torch.compile`` can trace this."""
         return self.assemble(self.create_inner_tensors())
 
 
 def to_tensor_proto(t: Tensor | QuantizedTensorStorage) -> TensorProto:
-    """Return the description of a plain tensor, a quantized one or a bare storage.
+    """Return the description of a plain tensor, a quantized tensor or a bare storage.
 
     Raises:
-        ArgumentTypeError: something else.
+        ArgumentTypeError: ``t`` is neither a tensor nor a storage.
     """
     if not isinstance(t, torch.Tensor | QuantizedTensorStorage):
         fail(

@@ -89,7 +89,9 @@ def function_number(function: Callable[..., Any]) -> int:
 
 
 def _forget_function(identity: int, number: int) -> None:
-    del _NUMBERS[identity], FUNCTIONS[number]
+    # With defaults, because two threads may have numbered the same function.
+    _NUMBERS.pop(identity, None)
+    FUNCTIONS.pop(number, None)
 
 
 class ReadOnlyDict(dict[str, Any]):
