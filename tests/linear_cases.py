@@ -11,7 +11,6 @@ from formats import FormatCase
 from torch import Tensor
 
 from qtensor.library.codec import parse
-from qtensor.library.linear import backward_text, forward_text
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -37,15 +36,14 @@ def forward_arguments(
     kept: tuple[str, str] = ("columnwise", "columnwise"),
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
     bias: Tensor | None = None,
-    packed: bool = False,
 ) -> tuple[Any, ...]:
-    """Return the arguments of ``linear_forward`` for (M, N, K) and dtypes of its tensors."""
+    """Arguments of ``linear_forward`` for sizes (M, N, K); dtypes of input, weight and result."""
     m, n, k = sizes
     x, weight = ordinary((m, k), dtypes[0], seed=1), ordinary((n, k), dtypes[1], seed=2)
     texts = [kept_text(q, usage) for usage in kept]
     scales, seed = call_values(q)
-    plan = forward_text(q.canonical, texts[0], q.canonical, texts[1], dtypes[2], packed)
-    return (x, weight, bias, plan, scales, seed, seed)
+    sides = (x, q.canonical, texts[0], weight, q.canonical, texts[1])
+    return (*sides, bias, dtypes[2], scales, seed, seed)
 
 
 def backward_arguments(
@@ -64,10 +62,10 @@ def backward_arguments(
     count = len(parse(text).slots)
     x = found[:count] if wanted[1] else []
     weight = found[count : 2 * count] if wanted[0] else []
-    texts = text if wanted[1] else "", text if wanted[0] else ""
-    plan = backward_text(q.canonical, *texts, dtypes[1], dtypes[2], wanted[2], False)
+    scales, seed = call_values(q)
+    saved = (x, text, [m, k], weight, text, [n, k])
     dy = ordinary((m, n), dtypes[0], seed=3)
-    return (dy, [*x, *weight], k, plan, *call_values(q))
+    return (dy, q.canonical, *saved, dtypes[1], dtypes[2], wanted[2], scales, seed)
 
 
 def packed_forward_arguments(
@@ -78,7 +76,7 @@ def packed_forward_arguments(
     bias: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Return arguments of a packed ``linear_forward``; dtypes of input and weight."""
-    return forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias, packed=True)
+    return (*forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias), True)
 
 
 def packed_backward_arguments(
@@ -87,14 +85,14 @@ def packed_backward_arguments(
     wanted: tuple[bool, bool, bool] = (True, True, True),
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
 ) -> tuple[Any, ...]:
-    """Return the arguments of a packed ``linear_backward`` for dtypes of dy and grad_weight."""
+    """Return arguments of a packed ``linear_backward``; dtypes of dy and of the weight's gradient."""
     (m, n, k), (of_input, of_weight, of_bias) = sizes, wanted
     kept = ("columnwise" if of_weight else "", "columnwise" if of_input else "")
     saved = torch.ops.qtensor.linear_forward(*packed_forward_arguments(q, sizes, kept))[1]
     x, weight = (kept_text(q, usage) for usage in kept)
     dy = ordinary((m, n), dtypes[0], seed=3)
-    plan = backward_text(q.canonical, x, weight, *dtypes, of_bias, True)
-    return (dy, [saved], k, plan, *call_values(q))
+    operands = ([saved], x, [m, k], [], weight, [n, k])
+    return (dy, q.canonical, *operands, *dtypes, of_bias, *call_values(q), True)
 
 
 def linear_forward(case: FormatCase) -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: its folder, its substitute, and listing and removing kernels."""
+"""Where compiled kernels are kept: which folder, what stands in for it, what is listed and removed."""
 
 import ctypes
 import grp

@@ -1,4 +1,4 @@
-"""If an allocation fails inside a kernel, the reference computes the same bytes."""
+"""An allocation that fails inside a kernel: no process ends, and the reference computes the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small calls behave like large calls for modes, the profiler, autograd and subclasses."""
+"""Small calls of a user: padding, modes, profiler, traces, autograd and subclasses see what they see of large ones."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from formats import BY_NAME
 
 import qtensor
-from qtensor.library.linear import backward_text, forward_text
 
 OPS = torch.ops.qtensor
 STOCHASTIC = "nvfp4(stochastic_rounding=True)"
@@ -145,9 +144,8 @@ def test_quantize_refuses_buffers_of_another_tensor():
 def test_a_linear_op_keeps_no_buffers_of_another_format():
     """The kernels would write bytes of codes into memory for half as many."""
     x = torch.randn(32, 64)
-    plan = forward_text("mxfp8", "mxfp4", "mxfp8", "", torch.float32, False)
     with pytest.raises(qtensor.QTensorError, match="only buffers of the quantizer"):
-        OPS.linear_forward(x, x, None, plan)
+        OPS.linear_forward(x, "mxfp8", "mxfp4", x, "mxfp8", "", None, torch.float32)
 
 
 # ---- seeds -------------------------------------------------------------------------------------
@@ -165,11 +163,19 @@ def calls_without_a_seed():
         "norm_quantize": lambda: OPS.norm_quantize(
             *(x, None, None, "rmsnorm", 1e-5, False, torch.float32), *quantized
         ),
-        "linear_forward": lambda: OPS.linear_forward(
-            x, x, None, forward_text(STOCHASTIC, "", "nvfp4", "", torch.float32, False)
-        ),
+        "linear_forward": lambda: OPS.linear_forward(*(
+            x,
+            STOCHASTIC,
+            "",
+            x,
+            "nvfp4",
+            "",
+            None,
+            torch.float32,
+        )),
         "linear_backward": lambda: OPS.linear_backward(
-            x, [], 0, backward_text(STOCHASTIC, "", "", torch.float32, torch.float32, True, False)
+            *(x, STOCHASTIC, [], "", (0,), [], "", (0,)),
+            *(torch.float32, torch.float32, True),
         ),
     }
 
@@ -196,3 +202,88 @@ def test_a_seed_is_one_number():
     for seed in (torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(0)):
         with pytest.raises(qtensor.QTensorError, match="seed must hold 1 value"):
             OPS.quantize(x, STOCHASTIC, None, None, seed)
+
+
+# ---- calls that the fuzz found -----------------------------------------------------------------
+
+
+def test_a_required_tensor_is_not_none():
+    with pytest.raises(TypeError, match="x must be a tensor; got None"):
+        OPS.quantize(None, "mxfp8")
+    with pytest.raises(TypeError, match="draws must be a tensor"):
+        OPS.draw_seeds_(torch.ones(1), None, 2)
+
+
+def test_dequantize_needs_all_buffers():
+    buffers = qtensor.quantize(torch.randn(4, 32), "mxfp4").buffers()
+    with pytest.raises(qtensor.QTensorError, match="has 2 buffers; got 1"):
+        OPS.dequantize(buffers[:1], "mxfp4", (4, 32), torch.float32)
+
+
+def test_linear_backward_of_nothing_returns_nothing():
+    arguments = torch.randn(4, 32), "mxfp8", [], "", (4, 16), [], "", (32, 16)
+    for _ in range(4):
+        assert OPS.linear_backward(*arguments, torch.float32, torch.float32, False) == []
+
+
+@pytest.mark.parametrize("p", [-0.5, 1.5, float("inf"), float("nan")])
+def test_dropout_refuses_what_is_not_a_probability(p):
+    with pytest.raises(qtensor.QTensorError, match="p must be from 0 to 1"):
+        OPS.dropout(torch.ones(4), p, torch.ones(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("report", [torch.ones(1, dtype=torch.int64), torch.ones(2)])
+def test_the_report_of_gradients_is_two_numbers(report):
+    with pytest.raises(qtensor.QTensorError, match=r"report must be int64 of shape \(2,\)"):
+        OPS.report_accumulated_(report)
+
+
+def test_split_sizes_of_meta_tensors_are_meta():
+    """A tensor on the CPU would hold memory that nothing wrote."""
+    assert OPS.split_sizes(meta(2, dtype=torch.int64), 7, "layer").is_meta
+
+
+def test_the_number_of_groups_is_checked_before_memory_is_taken():
+    """One output for each of 2^62 groups filled all memory."""
+    x, many = torch.randn(4, 32), 1 << 62
+    splits = torch.tensor([2, 2])
+    with pytest.raises(qtensor.QTensorError, match="group sizes"):
+        OPS.grouped_bias_grad(x, [], splits, many)
+    with pytest.raises(qtensor.QTensorError, match="group sizes"):
+        OPS.listed_sizes([2, 2], many, 4, "layer")
+
+
+def test_grouped_ops_check_their_lists():
+    x, buffers = torch.randn(4, 32), OPS.grouped_quantize(torch.randn(4, 32), "mxfp8", [4], None, 1)
+    ragged, plain = (buffers[:1], "mxfp8", (4, 32)), ([x], "", (4, 32))
+    groups = [4], None, 1
+    with pytest.raises(qtensor.QTensorError, match="must have 2 buffers; got 1"):
+        OPS.grouped_gemm(*ragged, [x], "", (4, 32), *groups, "TN", torch.float32)
+    with pytest.raises(qtensor.QTensorError, match="must be a matrix"):
+        OPS.grouped_gemm([x], "", (4,), [x], "", (4, 32), *groups, "TN", torch.float32)
+    with pytest.raises(qtensor.QTensorError, match="wanted must hold indices"):
+        OPS.grouped_wgrad(*plain, *plain, *groups, [1], torch.float32)
+    with pytest.raises(qtensor.QTensorError, match="must have 2 buffers"):
+        OPS.grouped_wgrad_accumulate_([torch.zeros(32, 32)], *plain, *ragged, *groups, [0], [False])
+
+
+def test_a_grouped_scale_has_a_value_for_each_group():
+    with pytest.raises(qtensor.QTensorError, match="scale must be a vector of 2 values"):
+        OPS.grouped_quantize(torch.ones(4, 32), "fp8_delayed", [2, 2], None, 2, torch.ones(1))
+
+
+def test_linear_ops_take_matrices():
+    x, weight = torch.randn(4, 32), torch.randn(16, 32)
+    rest = torch.float32, torch.float32, False
+    for pair in ((x[0], weight), (x[0, 0], weight), (x, weight[0])):
+        with pytest.raises(qtensor.QTensorError, match="must be matrices"):
+            OPS.linear_forward(pair[0], "mxfp8", "", pair[1], "mxfp8", "", None, torch.float32)
+    kept = qtensor.quantizer("mxfp8", columnwise=True).quantize(weight).buffers()[2:]
+    text = "mxfp8(rowwise=False,columnwise=True)"
+    with pytest.raises(qtensor.QTensorError, match="kept operands must be matrices"):
+        OPS.linear_backward(torch.randn(4, 16), "mxfp8", [], "", (), kept, text, (16,), *rest)
+
+
+def test_gemm_of_plain_tensors_needs_both():
+    with pytest.raises(TypeError, match="a and b must be tensors"):
+        OPS.gemm_tensor(None, torch.ones(2, 2), "TN")

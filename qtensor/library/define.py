@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.errors import ArgumentTypeError, fail
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
@@ -107,23 +107,33 @@ def _device_check(name: str, arguments: type[Any]) -> Callable[[Any], None]:
         for i, field in enumerate(arguments._fields)
         if "Tensor" in str(arguments.__annotations__[field])
     ]
+    optional = {field for field, kind in arguments.__annotations__.items() if "None" in str(kind)}
+    required = [(i, field) for i, field, _ in kinds if field not in optional]
     single = tuple(i for i, field, many in kinds if not many and field not in ON_THE_CPU)
     lists = tuple(i for i, field, many in kinds if many and field not in ON_THE_CPU)
     counters = tuple(i for i, field, _ in kinds if field in ON_THE_CPU)
 
+    needed = frozenset(i for i, _ in required)
+
     def all_on_the_cpu(args: Any) -> bool:
         for i in single:
-            if args[i] is not None and not args[i].is_cpu:
+            if args[i] is None:
+                if i in needed:
+                    return False
+            elif not args[i].is_cpu:
                 return False
         for i in lists:
             for tensor in args[i] or ():
                 if not tensor.is_cpu:
                     return False
-        return all([args[i] is None or args[i].is_cpu for i in counters])
+        return all([i not in needed if args[i] is None else args[i].is_cpu for i in counters])
 
     def check_devices(args: Any) -> None:
         if all_on_the_cpu(args):
             return
+        for i, field in required:
+            if args[i] is None:
+                fail(name, f"{field} must be a tensor", None, "Pass one", ArgumentTypeError)
         values = [args[i] for i in single] + [t for i in lists for t in args[i] or ()]
         states = [args[i] for i in counters if args[i] is not None]
         if any(t is not None and t.is_meta for t in values) or any(t.is_meta for t in states):

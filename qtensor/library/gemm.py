@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.errors import check, fail
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
 from qtensor.library.checks import check_buffers
@@ -190,9 +190,10 @@ LIBRARY.define(
 def _gemm_plain(
     a: Tensor, b: Tensor, layout: str, dtype: torch.dtype | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """For two plain tensors. A subclass answers the op in its dispatch table instead."""
-    if layout not in LAYOUTS:
-        refuse_layout(layout)
+    """Multiply two plain tensors. A subclass answers the op in its dispatch table instead."""
+    if a is None or b is None:
+        fail("gemm", "a and b must be tensors", None, "Pass both", ArgumentTypeError)
+    check_layout(layout)
     check_operands(None, a.shape, None, b.shape, layout)
     return GEMM([a], "", a.shape, [b], "", b.shape, layout, dtype or a.dtype, bias)
 

@@ -140,6 +140,9 @@ class ReportAccumulatedArgs(NamedTuple):
 
 def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
     state = args.report.data
+    if state.shape != (2,) or state.dtype is not torch.int64:
+        got = f"{state.dtype} {tuple(state.shape)}"
+        fail("report_accumulated_", "report must be int64 of shape (2,)", got, "Pass such a tensor")
     listener = _LISTENERS.get(int(state[0]))
     if listener is not None:
         listener()

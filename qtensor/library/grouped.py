@@ -16,12 +16,19 @@ from qtensor.errors import check
 from qtensor.layout import Shape
 from qtensor.library.checks import check_seed
 from qtensor.library.codec import parse
-from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op, no_outputs
-from qtensor.library.gemm import GemmArgs, output_shape
+from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op
+from qtensor.library.gemm import GemmArgs, check_layout, output_shape
 from qtensor.library.gradient import OPERANDS, GemmAccumulateArgs, PostponeWgradArgs
 from qtensor.library.norm import BiasGradArgs, check_tensor
 from qtensor.library.quantize import check_input
-from qtensor.library.ragged import alloc_flat, check_sizes, group_buffers, read_sizes
+from qtensor.library.ragged import (
+    alloc_flat,
+    check_groups,
+    check_ragged,
+    check_sizes,
+    group_buffers,
+    read_sizes,
+)
 
 Pair = tuple[list[Tensor], str, Shape, list[Tensor], str, Shape]
 """Buffers, canonical text and shape of both operands of a product."""
@@ -41,7 +48,8 @@ class SplitSizesArgs(NamedTuple):
 
 
 def _split_sizes_alloc(args: SplitSizesArgs) -> Tensor:
-    return torch.empty(args.splits.shape, dtype=torch.int64, device="cpu")
+    device = "meta" if args.splits.device.type == "meta" else "cpu"
+    return torch.empty(args.splits.shape, dtype=torch.int64, device=device)
 
 
 def _split_sizes_fill(out: Tensor, args: SplitSizesArgs) -> None:
@@ -69,7 +77,7 @@ class ListedSizesArgs(NamedTuple):
 
 
 def _listed_sizes_alloc(args: ListedSizesArgs) -> Tensor:
-    return torch.empty(args.groups, dtype=torch.int64, device="cpu")
+    return torch.empty(len(args.sizes), dtype=torch.int64, device="cpu")
 
 
 def _listed_sizes_fill(out: Tensor, args: ListedSizesArgs) -> None:
@@ -100,6 +108,7 @@ An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op
 
 def _read_groups(op: str, args: Any) -> list[int]:
     """Return the sizes of the groups as numbers, one for each group."""
+    check_groups(op, args.sizes, args.splits, args.groups)
     known = read_sizes(args.sizes, args.splits)
     rule = f"there must be {args.groups} group sizes, one for each group, none negative"
     fits = len(known) == args.groups > 0 and all(type(n) is int and n >= 0 for n in known)
@@ -125,7 +134,12 @@ class GroupedQuantizeArgs(NamedTuple):
 def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
     codec = parse(args.quantizer)
     check_input(args.x, codec.format)
+    check_groups("grouped_quantize", args.sizes, args.splits, args.groups)
     check_seed("grouped_quantize", codec, args.seed, args.groups)
+    rule = f"scale must be a vector of {args.groups} values"
+    fits = args.scale is None or args.scale.shape == (args.groups,)
+    check(fits, "grouped_quantize", rule, getattr(args.scale, "shape", None), "Pass such a scale")
+    check(args.x.ndim == 2, "grouped_quantize", "x must be a matrix", args.x.shape, "Reshape it")
     outputs = alloc_flat(
         codec, args.x.shape, args.sizes if args.splits is None else None, args.groups, args.x.device
     )
@@ -144,7 +158,7 @@ def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
             if codec.returns_amax:
                 out = [*out, outputs[-1][i : i + 1]]
             factor = None if args.scale is None else args.scale[i : i + 1]
-            number = None if args.seed is None else args.seed[i : i + 1]
+            number = None if args.seed is None else args.seed.reshape(-1)[i : i + 1]
             BODIES["quantize_"](rows, args.quantizer, out, factor, None, number)
 
 
@@ -179,6 +193,12 @@ class GroupedGemmArgs(NamedTuple):
 
 
 def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
+    check_groups("grouped_gemm", args.sizes, args.splits, args.groups)
+    check_ragged("grouped_gemm", args.a, args.a_quantizer, args.a_shape)
+    check_layout(args.layout)
+    rule = "b must be matrices, and layout TN or NN"
+    fits = len(args.b_shape) == 2 and args.layout != "NT"
+    check(fits, "grouped_gemm", rule, f"{args.b_shape}, {args.layout}", "Pass their shape")
     return torch.empty(
         output_shape(args.a_shape, args.b_shape, args.layout),
         dtype=args.dtype,
@@ -258,7 +278,23 @@ class GroupedWgradArgs(NamedTuple):
     dtype: torch.dtype
 
 
+def _check_wgrad(op: str, args: Any) -> None:
+    """Refuse two ragged operands whose number of groups, buffers or dims is wrong."""
+    check_groups(op, args.sizes, args.splits, args.groups)
+    check_ragged(op, args.a, args.a_quantizer, args.a_shape)
+    check_ragged(op, args.b, args.b_quantizer, args.b_shape)
+
+
+def _check_wanted(op: str, args: Any) -> None:
+    """Refuse indices of groups that do not exist."""
+    rule = f"wanted must hold indices from 0 to {args.groups - 1}"
+    fits = all([0 <= i < args.groups for i in args.wanted])
+    check(fits, op, rule, args.wanted, "Name groups that exist")
+
+
 def _wgrad_alloc(args: GroupedWgradArgs) -> list[Tensor]:
+    _check_wgrad("grouped_wgrad", args)
+    _check_wanted("grouped_wgrad", args)
     shape = (args.a_shape[1], args.b_shape[1])
     return [torch.empty(shape, dtype=args.dtype, device=args.a[0].device) for _ in args.wanted]
 
@@ -296,6 +332,11 @@ class GroupedWgradAccumulateArgs(NamedTuple):
     overwrite: list[bool]
 
 
+def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
+    _check_wgrad("grouped_wgrad_accumulate_", args)
+    _check_wanted("grouped_wgrad_accumulate_", args)
+
+
 def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
     with below_autograd():
         pairs = _pairs(args)
@@ -306,7 +347,7 @@ def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
     f"grouped_wgrad_accumulate_(Tensor(a!)[] out, {OPERANDS}, {GROUPS}, int[] wanted, bool[] overwrite) -> ()",
     GroupedWgradAccumulateArgs,
-    no_outputs,
+    _accumulate_check,
     _accumulate_fill,
 )
 """``out_j += a_i.T @ b_i``, or ``=`` where ``overwrite`` says so, for the groups i in ``wanted``."""
@@ -328,6 +369,10 @@ class PostponeGroupedWgradArgs(NamedTuple):
     groups: int
 
 
+def _postpone_check(args: PostponeGroupedWgradArgs) -> None:
+    _check_wgrad("postpone_grouped_wgrad_", args)
+
+
 def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
     for pair in _pairs(args):
         FILLS["postpone_wgrad_"](None, PostponeWgradArgs(args.token, args.key, *pair))
@@ -336,7 +381,7 @@ def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
 GROUPED_POSTPONE = leaf_op(
     f"postpone_grouped_wgrad_(Tensor(a!) token, int key, {OPERANDS}, {GROUPS}) -> ()",
     PostponeGroupedWgradArgs,
-    no_outputs,
+    _postpone_check,
     _postpone_fill,
 )
 """``postpone_wgrad_`` of each group, the first one first."""
@@ -356,6 +401,7 @@ class GroupedBiasGradArgs(NamedTuple):
 
 def _bias_grad_alloc(args: GroupedBiasGradArgs) -> list[Tensor]:
     check_tensor("grouped_bias_grad", "dy", args.dy)
+    check_groups("grouped_bias_grad", args.sizes, args.splits, args.groups)
     return [
         torch.empty(args.dy.shape[-1:], dtype=args.dy.dtype, device=args.dy.device)
         for _ in range(args.groups)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import check
+from qtensor.library.checks import check_one
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.norm import check_tensor
 from qtensor.reference.arithmetic import row_sums, square_root
@@ -143,6 +144,8 @@ class DropoutArgs(NamedTuple):
 
 def _dropout_alloc(args: DropoutArgs) -> Tensor:
     check_tensor("dropout", "x", args.x)
+    check(0 <= args.p <= 1, "dropout", "p must be from 0 to 1", args.p, "Pass a probability")
+    check_one("dropout", "seed", args.seed, torch.int64)
     return _empty(args.x)
 
 

@@ -102,6 +102,48 @@ def read_sizes(sizes: Sequence[int], splits: Tensor | None) -> list[int]:
     return list(sizes) if splits is None else splits.tolist()
 
 
+def check_groups(op: str, sizes: Shape, splits: Tensor | None, groups: int) -> None:
+    """Refuse sizes of another number than ``groups``, before anything is allocated for them.
+
+    Args:
+        op: for the message.
+        sizes: rows of each group; [] with ``splits``.
+        splits: int64 (groups,), or None.
+        groups: number of groups.
+
+    Raises:
+        QTensorError: the message names the rule.
+    """
+    if splits is None:
+        fits, got = len(sizes) == groups > 0, str(list(sizes))
+    else:
+        fits = splits.shape == (groups,) and splits.dtype is torch.int64 and groups > 0
+        got = f"splits {splits.dtype} {tuple(splits.shape)}"
+    rule = f"there must be {groups} group sizes, one for each group, none negative"
+    if not fits:
+        fail(op, rule, got, "Pass sizes, or int64 splits")
+
+
+def check_ragged(op: str, buffers: Sequence[Tensor], quantizer: str, shape: Shape) -> None:
+    """Refuse flat buffers whose number is not that of the quantizer, and shapes of no matrix.
+
+    Args:
+        op: for the message.
+        buffers: flat ones in slot order, or (quantizer "") one plain matrix.
+        quantizer: canonical text.
+        shape: logical shape (M, K).
+
+    Raises:
+        QTensorError: the message names the rule.
+    """
+    count = len(parse(quantizer).slots) if quantizer else 1
+    if len(shape) != 2:
+        fail(op, "a ragged operand must be a matrix", tuple(shape), "Pass its shape (M, K)")
+    if len(buffers) != count:
+        rule = f"a ragged operand of {quantizer or 'plain values'} must have {count} buffers"
+        fail(op, rule, len(buffers), "Pass them in slot order")
+
+
 def is_partition(sizes: Sequence[int], rows: int) -> bool:
     """Whether no size is negative and they sum to the rows."""
     return not any([size < 0 for size in sizes]) and sum(sizes) == rows

@@ -251,6 +251,8 @@ def _pointers(site: Site, buffers: Sequence[Tensor]) -> list[int] | None:
     None if a buffer is not that of a whole tensor: a part has no padding, and the kernels write and
         read padding.
     """
+    if len(buffers) < len(site.slots):
+        return None
     pointers = [0] * 9
     for slot, position, size, dtype in site.slots:
         buffer = buffers[slot]

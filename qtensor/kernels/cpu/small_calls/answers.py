@@ -63,13 +63,12 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
     plan = PLANNERS[name]
 
     def observe(outputs: Any, args: Any) -> None:
-        first = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        if not first.is_cpu:
+        made = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if not made or not made[0].is_cpu:
             return
         handle = library()
         if handle is None or not handle.qt_wants_program(label):
             return
-        made = list(outputs) if isinstance(outputs, list) else [outputs]
         lesson = plan(Arguments(args._asdict()), made, parse)
         if lesson is None:
             return

@@ -28,7 +28,6 @@ from qtensor.kernels.cpu.small_calls.program import (
     serves,
 )
 from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
-from qtensor.linear_plans import backward_plan, forward_plan
 
 Parse = Callable[[str], Any]
 """Canonical text -> quantizer."""
@@ -205,8 +204,7 @@ def _matrix(
 def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
     """Plan ``linear_forward``: x (M, K) and weight (N, K) to [product (M, N), kept buffers, amaxes]."""
     x, weight, bias, scales = call.x, call.weight, call.bias, call.scales
-    plan = forward_plan(call.plan)
-    quantizers = [parse(canonical) for canonical in (plan.x_quantizer, plan.weight_quantizer)]
+    quantizers = [parse(text) for text in (call.x_quantizer, call.weight_quantizer)]
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         return None
     sizes = (x.shape[0], weight.shape[0], x.shape[1])
@@ -214,7 +212,7 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
     sites = [site for site in served if site is not None]
     if not available() or not _fits(*sizes) or len(sites) < 2:
         return None
-    if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, plan.dtype)):
+    if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, call.dtype)):
         return None
     if bias is not None and (bias.dtype not in DTYPES or tuple(bias.shape) != (sizes[1],)):
         return None
@@ -226,7 +224,7 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         return None
     builder = Builder()
     x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [builder.given() for _ in range(8)]
-    slots = [parse(text).slots if text else () for text in (plan.x_kept, plan.weight_kept)]
+    slots = [parse(text).slots if text else () for text in (call.x_kept, call.weight_kept)]
     kept = [{slot.name: builder.given() for slot in group} for group in slots]
     amax_at = [builder.given() if q.returns_amax else 0 for q in quantizers]
     sides = ((x_at, x.dtype, x_seed), (w_at, weight.dtype, w_seed))
@@ -238,12 +236,12 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         source = Source(at, dtype)
         matrices.append(builder.quantize(quantizers[i], sites[i], source, kept[i], values))
     added = None if bias is None else Source(bias_at, bias.dtype)
-    result = Result("TN", sizes, Source(out_at, plan.dtype), added)
+    result = Result("TN", sizes, Source(out_at, call.dtype), added)
     builder.multiply(matrices[0], matrices[1], result)
     addresses = [call.at("x"), call.at("weight"), call.at("bias")]
     addresses += [call.at("scales"), call.at("scales", 4), call.at("x_seed")]
     addresses.append(call.at("weight_seed"))
-    if not plan.packed:
+    if not call.packed:
         addresses += _outputs(range(len(outputs)))
         padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
         return Lesson(builder.build(), addresses, padded)
@@ -264,44 +262,40 @@ def _packing(
 
 
 def plan_linear_backward(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``linear_backward``.
-
-    It turns dy (M, N) and the kept operands into [gradient of x (M, K), gradient of the weight
-    (N, K), gradient of the bias (N,), amax].
-    """
-    dy, columns, plan = call.dy, call.columns, backward_plan(call.plan)
-    quantizer = parse(plan.quantizer)
+    """Plan ``linear_backward``: dy (M, N) and the kept operands to [dgrad (M, K), wgrad (N, K), bias gradient (N,), amax]."""
+    dy, quantizer = call.dy, parse(call.quantizer)
     site = serves(quantizer, tuple(dy.shape))
     if not available() or site is None or dy.dtype not in DTYPES:
         return None
     if quantizer.needs_scale and not _scale_is_there(call.scales, 2):
         return None
-    if not _is_one(call.seed, torch.int64):
+    kept = _kept(call, parse)
+    if kept is None or not _is_one(call.seed, torch.int64):
         return None
     rows, width = dy.shape
-    operands: list[tuple[Any, Shape] | None] = [
-        (parse(canonical), (first, columns)) if canonical else None
-        for canonical, first in ((plan.x_kept, rows), (plan.weight_kept, width))
-    ]
-    kept_addresses = _kept_addresses(call, operands)
-    if kept_addresses is None:
-        return None
     builder = Builder()
     dy_source = Source(builder.given(), dy.dtype)
     values = {"scale": builder.given(), "seed": builder.given()}
-    addresses = [call.at("dy"), call.at("scales", 8), call.at("seed"), *kept_addresses]
+    addresses = [call.at("dy"), call.at("scales", 8), call.at("seed")]
     matrices: list[ProgramMatrix | None] = []
-    for operand in operands:
-        own = None if operand is None else serves(*operand)
-        if operand is not None and (own is None or not _fits(rows, width, columns)):
+    for operand, first in zip(kept, (width, rows), strict=True):
+        matrices.append(None)
+        if operand is None:
+            continue
+        other, shape, buffers = operand
+        own = serves(other, shape)
+        if own is None or shape[0] != first or not _fits(rows, width, shape[1]):
             return None
-        matrices.append(None if operand is None else builder.operand(operand[0], own))
-    x, weight = matrices
-    dtypes = ([plan.dtype] if weight else []) + ([plan.weight_dtype] if x else [])
+        if buffers is not None and not _holds(buffers, own):
+            return None
+        matrices[-1] = builder.operand(other, own)
+    addresses += _kept_addresses(call, kept)
+    weight, x = matrices
+    dtypes = ([call.dtype] if weight else []) + ([call.weight_dtype] if x else [])
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
     results = [Source(builder.given(), dtype) for dtype in dtypes]
-    bias_at = builder.given() if plan.bias else 0
+    bias_at = builder.given() if call.bias else 0
     if quantizer.returns_amax:
         values["amax"] = builder.given()
     if not quantizer.needs_scale:
@@ -312,43 +306,56 @@ def plan_linear_backward(call: Arguments, outputs: list[Tensor], parse: Parse) -
         site = serves(quantizer, tuple(dy.shape)) or site
     gradient = builder.quantize(quantizer, site, dy_source, {}, values)
     if weight is not None:
-        builder.multiply(gradient, weight, Result("NN", (rows, columns, width), results[0]))
+        sizes = (rows, call.weight_shape[1], width)
+        builder.multiply(gradient, weight, Result("NN", sizes, results[0]))
     if x is not None:
-        builder.multiply(gradient, x, Result("NT", (width, columns, rows), results[-1]))
-    if plan.bias:
+        sizes = (width, call.x_shape[1], rows)
+        builder.multiply(gradient, x, Result("NT", sizes, results[-1]))
+    if call.bias:
         builder.sum_rows(dy_source, rows, width, bias_at)
     return Lesson(builder.build(), [*addresses, *_outputs(range(len(outputs)))])
 
 
-def _kept_addresses(
-    call: Arguments, operands: Sequence[tuple[Any, Shape] | None]
-) -> list[Address] | None:
-    """Return the address sources of the kept buffers of x, then of the weight.
+_Kept = tuple[Any, tuple[int, ...], Sequence[Tensor] | None]
+"""(quantizer, shape, buffers) of an operand that ``linear_forward`` kept; None for buffers within the packed tensor."""
 
-    None if a program cannot read the tensors of ``saved``.
-    """
-    saved, (x, weight) = call.saved, operands
-    if not backward_plan(call.plan).packed:
-        first = 0
-        for operand in operands:
-            if operand is None:
-                continue
-            site = serves(*operand)
-            count = len(operand[0].slots)
-            if site is None or not _holds(saved[first : first + count], site):
-                return None
-            first += count
-        return call.all_at("saved") if first == len(saved) else None
-    x_slots, weight_slots = ([] if o is None else o[0].slots for o in (x, weight))
-    shapes = (call.dy.shape[0], call.columns), (call.dy.shape[1], call.columns)
-    layout = _packing(x_slots, shapes[0], weight_slots, shapes[1])
-    if len(saved) != 1 or tuple(saved[0].shape) != (layout.size,):
-        return None
-    if saved[0].dtype is not torch.uint8 or not saved[0].is_contiguous():
-        return None
-    if saved[0].data_ptr() % PACK_ALIGNMENT:
-        return None
-    return [call.at("saved", piece.offset) for piece in layout.pieces]
+
+def _kept(call: Arguments, parse: Parse) -> tuple[_Kept | None, _Kept | None] | None:
+    """Return the kept operands (weight, x) of ``linear_backward``, or None if a program cannot read them."""
+    kept: list[_Kept | None] = []
+    for name in ("weight", "x"):
+        text, buffers = call.values[f"{name}_quantizer"], call.values[name]
+        shape = tuple(call.values[f"{name}_shape"])
+        if call.packed:
+            kept.append((parse(text), shape, None) if text else None)
+        elif not buffers:
+            kept.append(None)
+        elif text:
+            kept.append((parse(text), shape, buffers))
+        else:
+            return None
+    if call.packed:
+        saved = call.x[0]
+        layout = _kept_packing(call, kept)
+        if saved.data_ptr() % PACK_ALIGNMENT or tuple(saved.shape) != (layout.size,):
+            return None
+        if saved.dtype is not torch.uint8 or not saved.is_contiguous():
+            return None
+    return kept[0], kept[1]
+
+
+def _kept_packing(call: Arguments, kept: Sequence[_Kept | None]) -> Packing:
+    weight_slots, x_slots = ([] if operand is None else operand[0].slots for operand in kept)
+    return _packing(x_slots, call.x_shape, weight_slots, call.weight_shape)
+
+
+def _kept_addresses(call: Arguments, kept: Sequence[_Kept | None]) -> list[Address]:
+    """Return the address sources of the kept buffers: those of the weight, then those of x."""
+    if not call.packed:
+        return [*call.all_at("weight"), *call.all_at("x")]
+    pieces = _kept_packing(call, kept).pieces
+    count = 0 if kept[1] is None else len(kept[1][0].slots)
+    return [call.at("x", piece.offset) for piece in (*pieces[count:], *pieces[:count])]
 
 
 Planner = Callable[[Arguments, list[Tensor], Parse], Lesson | None]
