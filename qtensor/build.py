@@ -1,4 +1,6 @@
-"""The cache of compiled kernels: each library is built once, in a folder named after its sources and flags.
+"""The cache of compiled kernels: each library is built once, in a folder named after its key.
+
+The key is a digest of the sources and flags.
 
 A library lies in `<cache>/libraries/<name>-<key>/` beside a manifest with its size and SHA-256. The
 folder is filled under a temporary name and then renamed: other processes see all of it or none of
@@ -53,7 +55,7 @@ __all__ = [
 ]
 
 BUILD_ABI = 2
-"""Part of every key. Raise it when this module changes how it builds, so that older libraries are not found."""
+"""Part of every key. Raise it when this module builds differently."""
 
 _STALE = 24 * 60 * 60.0
 _WORK = ".making-"
@@ -66,7 +68,7 @@ _MAGIC = {"linux": b"\x7fELF"}
 
 @dataclass(frozen=True)
 class Unit:
-    """One compilation of a source to an object. A source may be in several units with different flags.
+    """One compilation of a source. A source may be in several units with different flags.
 
     Attributes:
         source: the file to compile.
@@ -164,7 +166,7 @@ class Built:
 
 
 def library_path(spec: BuildSpec) -> Path:
-    """Return where the library is; if it is not built, where a build puts it if it can write the cache.
+    """Return where the library is or, if it is not built, where a build puts it in the cache.
 
     Raises:
         BuildError: a source or header cannot be read.
@@ -186,7 +188,7 @@ def is_built(spec: BuildSpec) -> bool:
 
 
 def list_built() -> tuple[Built, ...]:
-    """Return every library in the cache and in the private folder that replaces it, by name and time.
+    """Return every library in the cache and in the folder that replaces it, by name and time.
 
     Libraries that other users could have written are left out. The contents are not read.
     """
@@ -356,7 +358,7 @@ def _to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, spec: BuildSpec, tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of one library. The system releases it when the process ends, even if it is killed."""
+    """Hold the lock of one library. The system releases it when the process ends or is killed."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -378,7 +380,7 @@ def _remove_stale(root: Path) -> None:
 
 
 def _compiler(spec: BuildSpec) -> Compiler:
-    """Return the compiler; an error names the cache too if it may hold the library but is not trusted."""
+    """Return the compiler; the error also names a cache that exists but is not trusted."""
     try:
         return spec.find_compiler()
     except CompilerNotFound as error:
@@ -433,7 +435,7 @@ def _compile(op: str, spec: BuildSpec, compiler: Compiler, library: Path, jobs: 
 
 
 def _check_library(op: str, library: Path, compiler: Compiler) -> None:
-    """Refuse a file that is not a library, which every later process would fail to load; write it to the disk."""
+    """Refuse a file that later processes could not load as a library, and write it to the disk."""
     with library.open("rb") as file:
         magic = _MAGIC.get(sys.platform, b"")
         head = file.read(len(magic))

@@ -21,7 +21,9 @@ _ROOT = 0
 
 
 def cache_dir() -> Path:
-    """Return the cache: `$QTENSOR_CACHE_DIR`, else `$XDG_CACHE_HOME/qtensor`, else `~/.cache/qtensor`.
+    """Return the cache folder.
+
+    `$QTENSOR_CACHE_DIR`, else `$XDG_CACHE_HOME/qtensor`, else `~/.cache/qtensor`.
 
     Raises:
         BuildError: no variable is set and the user has no home folder.
@@ -113,7 +115,7 @@ def _part_untrusted(part: Path, accept_sticky: bool) -> str | None:
 
 
 def _is_own_group(group: int) -> bool:
-    """Return whether this user is the only member of a group, as on systems with a group for each user."""
+    """Return whether this user is the only member of a group, as some systems arrange it."""
     if group != os.getegid():
         return False
     try:

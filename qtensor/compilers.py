@@ -80,10 +80,11 @@ class Command:
 
 
 def find_cxx() -> Compiler:
-    """Return the C++ compiler: `$QTENSOR_CXX`, else `$CXX`, else the first of c++, g++, clang++ on PATH that runs.
+    """Return the C++ compiler of this machine.
 
-    Both variables may contain arguments: `CXX="ccache g++"`. If a variable is set, no other
-        compiler is tried.
+    `$QTENSOR_CXX`, else `$CXX`, else the first of c++, g++ and clang++ on PATH that runs. Both
+    variables may contain arguments: `CXX="ccache g++"`. If a variable is set, no other compiler is
+    tried.
 
     Raises:
         CompilerNotFound: no compiler runs, or the compiler of the variable does not run.
@@ -115,7 +116,7 @@ def _not_found(got: str) -> NoReturn:
 
 
 def _words(value: str) -> tuple[str, ...]:
-    """Split a command into words; the path of an existing file is one word, even if it contains spaces."""
+    """Split a command into words; the path of an existing file is one word, spaces included."""
     if os.path.isfile(value):
         return (value,)
     try:
@@ -170,7 +171,7 @@ def _processors() -> int:
 
 
 def _free_memory() -> int | None:
-    """Return the free bytes of the machine or, if fewer, of the container; None if the system reports neither."""
+    """Return the free bytes of the machine or, if fewer, of the container; None if unknown."""
     free = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         free.append(_fields("/proc/meminfo")["MemAvailable"] * 1024)
@@ -200,13 +201,13 @@ _PROCESSES: set[subprocess.Popen[bytes]] = set()
 
 
 def stop_all() -> None:
-    """Stop every compiler of this process. Builds in other threads fail; a caller uses this to give them up."""
+    """Stop every compiler of this process, to give up its builds: those of other threads fail."""
     for process in tuple(_PROCESSES):
         _kill(process)
 
 
 def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> None:
-    """Run the commands, ``jobs`` at a time, and stop all of them at the first failure or interrupt.
+    """Run the commands, `jobs` at a time, and stop all of them at the first failure or interrupt.
 
     Args:
         op: the operation, the beginning of every error message.
@@ -305,7 +306,7 @@ def _failed(op: str, command: Command, got: str, log: Path) -> NoReturn:
 
 
 def _first_errors(log: Path) -> list[str]:
-    """Return some lines of a log from the first error on; the lines before it are notes and warnings."""
+    """Return some lines of a log from the first error on, without the notes before it."""
     try:
         with log.open("rb") as source:
             lines = _readable(source.read(_LOG_BYTES))

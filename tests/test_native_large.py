@@ -21,6 +21,7 @@ from torch import Tensor
 import qtensor
 from qtensor.compilers import _free_memory
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.structs import c_quantizer
 from qtensor.library.codec import alloc_slots
 
 MANY = 2**31
@@ -147,7 +148,7 @@ def same_everywhere(name: str, codec: Any, buffer: Tensor, part: Tensor) -> Iter
     """
     if buffer.shape == part.shape:
         yield torch.equal(buffer, part)
-    elif name.startswith("_columnwise") and native.c_quantizer(codec).transposed:
+    elif name.startswith("_columnwise") and c_quantizer(codec).transposed:
         blocks = (MANY // ROW + 160) // (2 if name.endswith("data") else 16)
         for line, first in zip(buffer[:ROW], part[:ROW, :1], strict=True):
             yield bool((line[:blocks] == first).all())
@@ -165,11 +166,11 @@ def repeat(codec: Any, row: Tensor, rows: int, buffers: list[Tensor]) -> None:
     """What ``native.quantize_`` does, of a row that stands for all: it would copy an input that
     overlaps.
     """
-    site = native.site_of(codec, torch.Size((rows, ROW)))
+    site = native.buffer_layout(codec, torch.Size((rows, ROW)))
     library = native.library()
     assert site is not None
     assert isinstance(library, native.Library)
-    pointers = native._pointers(site, buffers)
+    pointers = native.addresses(site, buffers)
     assert pointers is not None
     call = (row.data_ptr(), 1, rows, ROW, 0, 1, *pointers, 0, 0, 0)
     assert library.quantize(native._QUANTIZE.pack(site.address, *call)) == 0

@@ -41,18 +41,18 @@ class Target:
     """How a fused kernel quantizes its result.
 
     Attributes:
-        codec: the quantizer.
+        quantizer: the quantizer.
         dtype: the dtype that values are rounded to before they are quantized.
         factors: scale, maxima and seed of the call, as `native.quantize_` takes them.
     """
 
-    codec: Any
+    quantizer: Any
     dtype: torch.dtype
     factors: tuple[Tensor | None, list[Tensor] | None, Tensor | None]
 
 
 def readable(*tensors: Tensor | None) -> Any:
-    """Return the loaded kernels, or None if there are none or they cannot read one of the tensors."""
+    """Return the loaded kernels, or None if there are none or they cannot read a tensor."""
     for t in tensors:
         if t is not None and (type(t) not in native.PLAIN_TYPES or not t.is_cpu):
             return None
@@ -61,9 +61,10 @@ def readable(*tensors: Tensor | None) -> Any:
 
 
 def _rows(t: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return a tensor (..., K) with contiguous rows, the number of rows, K, and the stride of rows in elements.
+    """Return a tensor (..., K) with contiguous rows, the number of rows, K, and the stride of rows.
 
-    The tensor must not be empty. It is copied only if its rows are not contiguous.
+    The stride counts elements. The tensor must not be empty. It is copied only if its rows are not
+    contiguous.
     """
     cols = t.shape[-1]
     rows = t.numel() // cols
@@ -76,11 +77,16 @@ def _rows(t: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _vector(t: Tensor | None) -> tuple[Tensor | None, int | None, int]:
-    """Return a vector (K,) made contiguous, its address and the number of its dtype; or (None, None, 0)."""
+    """Return a contiguous vector (K,), its address and its dtype's number; or (None, None, 0)."""
     if t is None:
         return None, None, 0
     t = t.contiguous()
     return t, t.data_ptr(), _DTYPES[t.dtype]
+
+
+def _all_sized(count: int, *tensors: Tensor | None) -> bool:
+    """Return whether each tensor is absent or has `count` elements."""
+    return all(t is None or t.numel() == count for t in tensors)
 
 
 def _threads(count: int) -> int:
@@ -138,7 +144,7 @@ def norm_(
 ) -> bool:
     """Write y, mean and rstd. The arguments are those of `norm_call`."""
     handle = readable(x, weight, bias)
-    if handle is None or not x.numel():
+    if handle is None or not x.numel() or not _all_sized(x.shape[-1], weight, bias):
         return False
     call, _alive = norm_call(outputs, x, (weight, bias), settings, outputs[0].dtype)
     return bool(handle.qt_norm(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
@@ -165,7 +171,11 @@ def norm_backward_(
     """
     mean, rstd = stats
     handle = readable(dy, x, weight, mean, rstd)
-    if handle is None or not x.numel():
+    if handle is None or not x.numel() or dy.shape != x.shape:
+        return False
+    if not _all_sized(x.shape[-1], weight) or not _all_sized(x.numel() // x.shape[-1], mean, rstd):
+        return False
+    if rstd.dtype is not torch.float32 or (mean is not None and mean.dtype is not torch.float32):
         return False
     dx, dweight, dbias = outputs
     matrix, rows, cols, stride = _rows(x)
@@ -276,7 +286,7 @@ def norm_quantize_(
         settings: as `norm_call` takes them.
         target: how to quantize y.
     """
-    if readable(x, *vectors) is None or not x.numel():
+    if readable(x, *vectors) is None or not x.numel() or not _all_sized(x.shape[-1], *vectors):
         return False
     call, _alive = norm_call(outputs, x, vectors, settings, target.dtype)
     return _fused(call, None, x.dtype, x.shape, outputs[0], buffers, target)
@@ -311,16 +321,16 @@ def _fused(
     target: Target,
 ) -> bool:
     handle = readable()
-    if handle is None or native.supports(target.codec, target.dtype) is not None:
+    if handle is None or native.supports(target.quantizer, target.dtype) is not None:
         return False
     scale, amax, _ = target.factors
-    tensor_wide = scale is None and not amax and _is_tensor_wide(target.codec, shape)
+    tensor_wide = scale is None and not amax and _is_tensor_wide(target.quantizer, shape)
     if y is None and activation is not None and tensor_wide:
         # To keep the result of an activation costs less than to compute it twice; for a norm it
         # costs more.
         y = torch.empty(shape, dtype=target.dtype)
     arguments = native.quantize_arguments(
-        target.codec, buffers, shape, target.factors, y, target.dtype
+        target.quantizer, buffers, shape, target.factors, y, target.dtype
     )
     if arguments is None:
         return False
@@ -333,9 +343,9 @@ def _fused(
     return bool(status == 0)
 
 
-def _is_tensor_wide(codec: Any, shape: torch.Size) -> bool:
+def _is_tensor_wide(quantizer: Any, shape: torch.Size) -> bool:
     """Return whether the scales depend on the maximum of the whole tensor."""
-    return any(math.prod(size) == 1 for size in codec.amax_shapes(shape))
+    return any(math.prod(size) == 1 for size in quantizer.amax_shapes(shape))
 
 
 KERNELS: dict[str, Callable[..., bool]] = {

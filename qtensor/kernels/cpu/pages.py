@@ -18,7 +18,7 @@ LARGE = 4 << 20
 
 @functools.cache
 def _madvise() -> Any:
-    """Return the C function `madvise`, or None if the system has no such function or no large pages."""
+    """Return the C function `madvise`, or None if the system lacks it or has no large pages."""
     function = getattr(ctypes.CDLL(None), "madvise", None) if _advice() is not None else None
     if function is not None:
         function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -31,7 +31,7 @@ def fingerprint(isa: str) -> str:
 
 
 def find(isa: str) -> Path | None:
-    """Return the library that came with the package, or None if there is none for the installed sources."""
+    """Return the library of the package, or None if it has none for the installed sources."""
     try:
         fingerprints = json.loads((FOLDER / _MANIFEST).read_text())
         path = FOLDER / f"cpu_{isa}.so"
@@ -42,7 +42,7 @@ def find(isa: str) -> Path | None:
 
 
 def provide(isa: str) -> Path:
-    """Return the library that came with the package, else that of the cache; build it if neither exists.
+    """Return the library of the package, else that of the cache; build it if neither exists.
 
     Raises:
         BuildError: as `qtensor.build.build`.

@@ -90,7 +90,7 @@ def choose_isa() -> str:
 
 
 def units(isa: str) -> tuple[Unit, ...]:
-    """Return the compilations of an instruction set: each kernel for each input dtype, and the C interface."""
+    """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
     names = ("c_interface", "linear", "program", "delayed_scaling")
     all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
@@ -107,7 +107,7 @@ def headers() -> tuple[Path, ...]:
 
 
 def build_spec(isa: str) -> BuildSpec:
-    """Return what `qtensor.build` needs to compile the kernels of an instruction set; needs no compiler yet."""
+    """Return how to build the kernels of an instruction set; needs no compiler yet."""
     return BuildSpec(
         f"cpu_{isa}",
         units(isa),
@@ -120,7 +120,7 @@ def build_spec(isa: str) -> BuildSpec:
 
 
 def small_calls_build_spec() -> BuildSpec:
-    """Return what `qtensor.build` needs to compile small_calls.cpp against the installed torch."""
+    """Return how to build small_calls.cpp against the installed torch; needs no compiler yet."""
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",

@@ -122,7 +122,14 @@ def record_(history: Tensor, amax: Sequence[Tensor], first: int) -> bool:
 def record_gradient_(
     cell: Tensor, cell_step: Tensor, amax: Sequence[Tensor], ticket: Tensor
 ) -> bool:
-    """Compute `record_gradient_amax_`: cell (g,) and amax float32; cell_step (1,) and ticket (2,) int64."""
+    """Compute `record_gradient_amax_`.
+
+    Args:
+        cell: (g,) float32.
+        cell_step: (1,) int64.
+        amax: each (k,) float32; together g elements.
+        ticket: (2,) int64.
+    """
     handle = _handle()
     if handle is None or not _all_plain((cell, *amax), torch.float32):
         return False

@@ -1,4 +1,4 @@
-"""The structs that the C++ kernels read: a quantizer's facts and the arguments of norms and activations (structs.h)."""
+"""The structs that the C++ kernels read (structs.h): quantizers, and arguments of some kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = (
     "mxfp4",
     "nvfp4",
 )
-"""The formats that the kernels compute. Another format with the same facts may still round differently."""
+"""The formats that the kernels compute. Another format with equal fields may round differently."""
 
 
 class CQuantizer(ctypes.Structure):
@@ -101,43 +101,47 @@ class ActivationCall(ctypes.Structure):
     )
 
 
-def c_quantizer(codec: Any) -> CQuantizer:
-    """Return the facts of a quantizer of one of `FORMATS`."""
-    spec: FormatSpec = codec.spec
-    value: dict[str, Any] = {name: getattr(codec, name, None) for name in codec.option_names()}
-    codes, size = (2, 1) if codec.element == E2M1 else (4, 3) if value.get("packed") else (1, 1)
+def c_quantizer(quantizer: Any) -> CQuantizer:
+    """Return the struct of a quantizer of one of `FORMATS`."""
+    spec: FormatSpec = quantizer.spec
+    options: dict[str, Any] = {
+        name: getattr(quantizer, name, None) for name in quantizer.option_names()
+    }
+    codes, size = (
+        (2, 1) if quantizer.element == E2M1 else (4, 3) if options.get("packed") else (1, 1)
+    )
     return CQuantizer(
         abi=ABI,
-        family=_family(codec),
-        element=_ELEMENTS[codec.element.name],
+        family=_family(quantizer),
+        element=_ELEMENTS[quantizer.element.name],
         codes=codes,
         bytes=size,
         block=spec.block[1] if spec.block else 0,
-        square=codec.two_dimensional,
+        square=quantizer.two_dimensional,
         scale=_SCALES[spec.scale],
-        mode=_MODES[value.get("scale_mode", "rceil")],
-        transposed=_columnwise_is_transposed(codec),
-        swizzled=value.get("swizzled", False),
-        pow2=value.get("force_pow_2_scales", False),
-        epsilon=value.get("amax_epsilon", 0.0),
-        rotated=_SIDES[value["rht_side"]] if value.get("with_rht") else 0,
-        signs=value.get("with_random_sign_mask", False),
-        stochastic=value.get("stochastic_rounding", False),
-        row_scaled=value.get("row_scaled", False),
-        four_over_six=value.get("use_4over6", False),
-        squared_error=value.get("err_mode") == "mse",
-        e4m3_max=value.get("e4m3_max", 448.0),
+        mode=_MODES[options.get("scale_mode", "rceil")],
+        transposed=_columnwise_is_transposed(quantizer),
+        swizzled=options.get("swizzled", False),
+        pow2=options.get("force_pow_2_scales", False),
+        epsilon=options.get("amax_epsilon", 0.0),
+        rotated=_SIDES[options["rht_side"]] if options.get("with_rht") else 0,
+        signs=options.get("with_random_sign_mask", False),
+        stochastic=options.get("stochastic_rounding", False),
+        row_scaled=options.get("row_scaled", False),
+        four_over_six=options.get("use_4over6", False),
+        squared_error=options.get("err_mode") == "mse",
+        e4m3_max=options.get("e4m3_max", 448.0),
     )
 
 
-def _family(codec: Any) -> int:
-    if codec.spec.block:
+def _family(quantizer: Any) -> int:
+    if quantizer.spec.block:
         return _BLOCK
-    if codec.per_tensor:
+    if quantizer.per_tensor:
         return _TENSOR
-    return _ROW if codec.axis == -1 else _COLUMN
+    return _ROW if quantizer.axis == -1 else _COLUMN
 
 
-def _columnwise_is_transposed(codec: Any) -> bool:
-    data = next(b for b in codec.spec.inner if b.usage == "columnwise")
-    return data.dims(codec)[0].axis == "k"
+def _columnwise_is_transposed(quantizer: Any) -> bool:
+    data = next(b for b in quantizer.spec.inner if b.usage == "columnwise")
+    return data.dims(quantizer)[0].axis == "k"

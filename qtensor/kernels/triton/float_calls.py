@@ -96,7 +96,7 @@ def norm_quantize_(
     if kernels is None:
         return False
     matrix = kernels.lazy_norm(outputs[1:], x, vectors, settings, target.dtype)
-    write_(kernels, target.codec, buffers, matrix, target.factors)
+    write_(kernels, target.quantizer, buffers, matrix, target.factors)
     return True
 
 
@@ -118,7 +118,7 @@ def activation_quantize_(
     if kernels is None:
         return False
     matrix = kernels.lazy_activation(x, kind, clamp)
-    write_(kernels, target.codec, buffers, matrix, target.factors)
+    write_(kernels, target.quantizer, buffers, matrix, target.factors)
     return True
 
 
@@ -136,11 +136,15 @@ def _fusing(
     quantized like any other tensor.
     """
     kernels = _kernels(x, *vectors)
-    if kernels is None or stored is not None or supports(target.codec, target.dtype) is not None:
+    if (
+        kernels is None
+        or stored is not None
+        or supports(target.quantizer, target.dtype) is not None
+    ):
         return None
-    if not kernels.fuses(target.codec):
+    if not kernels.fuses(target.quantizer):
         return None
-    return kernels if whole(target.codec, buffers, shape) else None
+    return kernels if whole(target.quantizer, buffers, shape) else None
 
 
 KERNELS: dict[str, Callable[..., bool]] = {

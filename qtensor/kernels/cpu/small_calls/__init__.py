@@ -1,22 +1,24 @@
 """Small CPU calls answered in C++, without Python.
 
-The dispatcher needs longer to enter a Python kernel than a small layer needs to compute. This package therefore registers
-one C++ kernel for the ops of ``OPS`` on the CPU (``src/small_calls.cpp``). It serves a call in three steps:
+The dispatcher needs longer to enter a Python kernel than a small layer needs to compute. This
+package therefore registers one C++ kernel for the ops of `OPS` on the CPU (`src/small_calls.cpp`).
+It serves a call in three steps:
 
 1. Describe the call: shapes, dtypes and alignment of its tensors, its strings and its numbers.
-2. If a program is known for that description, allocate the outputs and run the program over the addresses of this call's
-   tensors. Python is never entered.
-3. Otherwise run the op's Python kernel. When a description comes for the second time, Python then plans a program for it
-   (``planners.py``, ``program.py``) and hands it over (``answers.py``).
+2. If a program is known for that description, allocate the outputs and run the program over the
+   addresses of this call's tensors, without entering Python.
+3. Otherwise run the op's Python kernel. When a description comes for the second time, Python plans
+   a program for it (`planners.py`, `program.py`) and passes it to C++ (`answers.py`).
 
-The results have the bytes of the Python kernels. ``QTENSOR_SMALL_CALLS=0`` leaves the package out, and so does a machine
-that cannot compile against torch's headers: everything still works, and each small call takes longer.
+The results have the bytes of the Python kernels. `QTENSOR_SMALL_CALLS=0` leaves the package out,
+and so does a machine that cannot compile against torch's headers. All calls still work then, but a
+small call takes longer.
 
 | file | content |
 |---|---|
-| ``program.py`` | a list of kernel steps over a table of addresses, and the builder of such lists |
-| ``planners.py`` | for each op, the program of a call and where its addresses come from |
-| ``answers.py`` | loads the C++ kernel, and offers programs to it after a call |
+| `program.py` | a list of kernel steps over a table of addresses, and the builder of such lists |
+| `planners.py` | for each op, the program of a call and where its addresses come from |
+| `answers.py` | loads the C++ kernel, and passes programs to it after a call |
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ def is_enabled() -> bool:
 
 
 def install(observers: MutableMapping[str, Callable[[Any, Any], None]], parse: Parse) -> None:
-    """Observe the Python kernels of ``OPS``, so that C++ answers the small calls that come again.
+    """Observe the Python kernels of `OPS`, so that C++ answers small calls that are repeated.
 
     Args:
-        observers: op name -> the function to call with (outputs, arguments) after the op's Python kernel.
+        observers: op name -> the function to call with (outputs, arguments) after the op's Python
+            kernel.
         parse: canonical text -> quantizer.
     """
     if is_enabled():

@@ -1,4 +1,4 @@
-"""Load the C++ kernel that answers small calls, and hand programs over to it."""
+"""Load the C++ kernel that answers small calls, and pass programs to it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from qtensor.kernels.cpu.small_calls.program import Program
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PACKS_FIRST = ("quantize", "linear_backward")
-"""Ops whose first tensor may have any strides: C++ makes it contiguous, as their Python kernels do."""
+"""Ops whose first tensor may have any strides. C++ copies it if it is not contiguous."""
 _OWNED: list[Program] = []
-"""Programs whose addresses C++ holds: they live as long as the process."""
+"""Programs that C++ runs. They live as long as the process."""
 
 
 @functools.cache
 def library() -> Any:
     """Return the C++ library with all ops registered, or None where it is not built.
 
-    Nothing is compiled here. The library is built together with the CPU kernels: see ``qtensor.kernels.build``.
+    This function compiles nothing. `qtensor.kernels.build` builds the library with the CPU kernels.
     """
     kernels = native.library()
     if isinstance(kernels, str) or platform.system() != "Linux":
@@ -57,26 +57,26 @@ def library() -> Any:
 def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
     """Return the observer of an op's Python kernel: it plans a program if C++ asks for one.
 
-    C++ asks while the Python kernel runs on its behalf, when a description of a call comes for the second time.
+    C++ asks when the description of a call comes for the second time, while the Python kernel runs.
     """
     label = name.encode()
     plan = PLANNERS[name]
 
     def observe(outputs: Any, args: Any) -> None:
-        made = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        if not made or not made[0].is_cpu:
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        if not tensors or not tensors[0].is_cpu:
             return
         handle = library()
         if handle is None or not handle.qt_wants_program(label):
             return
-        lesson = plan(Arguments(args._asdict()), made, parse)
-        if lesson is None:
+        call = plan(Arguments(args._asdict()), tensors, parse)
+        if call is None:
             return
-        sources = array("q", [word for place in lesson.addresses for word in place])
-        cleared = sum(1 << i for i in lesson.cleared)
+        sources = array("q", [number for source in call.addresses for number in source])
+        cleared = sum(1 << i for i in call.cleared)
         address = sources.buffer_info()[0]
-        program = lesson.program
-        if handle.qt_remember(label, program.address, address, len(lesson.addresses), cleared) == 0:
+        program = call.program
+        if handle.qt_remember(label, program.address, address, len(call.addresses), cleared) == 0:
             _OWNED.append(program)
 
     return observe
@@ -84,7 +84,7 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
 
 @contextlib.contextmanager
 def left_to_python() -> Iterator[None]:
-    """Make C++ answer nothing inside the region: for tests and benchmarks that compare the two ways."""
+    """Leave all calls in a region to Python, for tests and benchmarks that compare the two ways."""
     handle = library()
     before = 0 if handle is None else handle.qt_enable(0)
     try:

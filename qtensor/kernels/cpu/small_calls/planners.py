@@ -1,9 +1,11 @@
 """For each op: the program of a small call, and where the addresses of the program come from.
 
-A planner reads the arguments and outputs of a call that the Python kernel has just served. It returns a ``Lesson``, or None
-if programs do not take such a call: large or empty matrices, sizes of 1, dtypes and formats without a kernel, buffers that
-do not have the shapes of their quantizer. C++ repeats a lesson only for calls with the same shapes, dtypes, alignment,
-strings and numbers, and checks device, layout and contiguity of every tensor at each call.
+A planner reads the arguments and outputs of a call that the Python kernel has just served. It
+returns a `CallProgram`, or None if programs do not serve such a call: large or empty matrices,
+sizes of 1, dtypes and formats without a kernel, buffers that do not have the shapes of their
+quantizer.
+C++ runs the program only for calls with the same shapes, dtypes, alignment, strings and numbers,
+and checks device, layout and contiguity of every tensor at each call.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
+from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
+from qtensor.kernels.cpu.native import DTYPES
 from qtensor.kernels.cpu.small_calls.program import (
     SMALL,
     Builder,
@@ -30,17 +33,17 @@ from qtensor.kernels.cpu.small_calls.program import (
 from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
 
 Parse = Callable[[str], Any]
-"""Canonical text -> quantizer."""
+"""Canonical canonical -> quantizer."""
 
 Address = tuple[int, int]
-"""(index of a tensor of the call, or -1 - index of an output; bytes behind its start)."""
+"""(index of a tensor of the call, or -1 - index of an output; bytes after its start)."""
 
 
-class Lesson(NamedTuple):
+class CallProgram(NamedTuple):
     """A program for a call and all calls of the same description.
 
     Attributes:
-        program: what computes the outputs.
+        program: computes the outputs.
         addresses: the source of each address that the program takes.
         cleared: indices of the outputs that start as zeros.
     """
@@ -51,7 +54,7 @@ class Lesson(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a call by name, and the position of each tensor among the tensors of the call."""
+    """The arguments of a call by name, and the index of each tensor among the call's tensors."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -68,11 +71,11 @@ class Arguments:
         return self.values[name]
 
     def at(self, name: str, offset: int = 0) -> Address:
-        """Return the address source of the tensor argument ``name``, ``offset`` bytes behind its start."""
+        """Return the address source of a tensor argument, `offset` bytes after its start."""
         return self.first[name], offset
 
     def all_at(self, name: str) -> list[Address]:
-        """Return the address sources of the tensors of the list argument ``name``."""
+        """Return the address sources of the tensors of a list argument."""
         return [(self.first[name] + i, 0) for i in range(len(self.values[name]))]
 
 
@@ -81,79 +84,87 @@ def _outputs(indices: Iterable[int]) -> list[Address]:
 
 
 def _is_one(t: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether ``t`` is absent, or holds one element of ``dtype`` that a kernel can read."""
+    """Return whether `t` is absent, or holds one element of `dtype` that a kernel can read."""
     return t is None or (t.is_cpu and t.dtype is dtype and t.numel() == 1)
 
 
-def _holds(buffers: Sequence[Tensor], site: Site) -> bool:
+def _are_buffers(buffers: Sequence[Tensor], matrix_layout: BufferLayout) -> bool:
     """Return whether tensors are the buffers of a quantized matrix, in slot order."""
-    expected = [(tuple(size), dtype) for _, _, size, dtype in site.slots]
+    expected = [(tuple(size), dtype) for _, _, size, dtype in matrix_layout.slots]
     return [(tuple(t.shape), t.dtype) for t in buffers[: len(expected)]] == expected
 
 
-def _scale_is_there(scales: Tensor | None, role: int) -> bool:
+def _has_scale(scales: Tensor | None, role: int) -> bool:
     return scales is not None and scales.dtype is torch.float32 and scales.numel() > role
 
 
 def _fits(m: int, n: int, k: int) -> bool:
-    """Return whether a product is small. Sizes of 1 make ``torch.mm`` choose another routine."""
+    """Return whether a product is small. Sizes of 1 make `torch.mm` choose another routine."""
     return min(m, n, k) > 1 and max(m * n, n * k, m * k) <= SMALL
 
 
-def _site(quantizer: Any, shape: Shape) -> Site | None:
-    return None if math.prod(shape) > native.ONE_THREAD else site_of(quantizer, torch.Size(shape))
+def _small_layout(quantizer: Any, shape: Shape) -> BufferLayout | None:
+    return (
+        None
+        if math.prod(shape) > native.ONE_THREAD
+        else buffer_layout(quantizer, torch.Size(shape))
+    )
 
 
 # ---- quantize and dequantize --------------------------------------------------------------------
 
 
-def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``quantize``: a tensor (..., K) to buffers in slot order, then the amax of delayed scaling."""
+def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
+    """Plan `quantize`: x (..., K) to buffers in slot order, then the amax of delayed scaling."""
     quantizer = parse(call.quantizer)
     x, scale, seed = call.x, call.scale, call.seed
-    site = _site(quantizer, x.shape)
-    if site is None or x.dtype not in DTYPES or call.amax is not None:
+    matrix_layout = _small_layout(quantizer, x.shape)
+    if matrix_layout is None or x.dtype not in DTYPES or call.amax is not None:
         return None
     if (scale is not None) != quantizer.needs_scale:
         return None
     if not (_is_one(scale, torch.float32) and _is_one(seed, torch.int64)):
         return None
     builder = Builder()
-    x_at, scale_at, seed_at = (builder.given() for _ in range(3))
-    kept = {slot.name: builder.given() for slot in quantizer.slots}
+    x_at, scale_at, seed_at = (builder.call_address() for _ in range(3))
+    saved = {slot.name: builder.call_address() for slot in quantizer.slots}
     values = {"seed": seed_at} | ({"scale": scale_at} if quantizer.needs_scale else {})
     if quantizer.returns_amax:
-        values["amax"] = builder.given()
-    builder.quantize(quantizer, site, Source(x_at, x.dtype), kept, values)
+        values["amax"] = builder.call_address()
+    builder.quantize(quantizer, matrix_layout, Source(x_at, x.dtype), saved, values)
     addresses = [call.at("x"), call.at("scale"), call.at("seed"), *_outputs(range(len(outputs)))]
     # Kernels never write padding.
     padded = [i for i, slot in enumerate(quantizer.slots) if slot.padded]
-    return Lesson(builder.build(), addresses, padded)
+    return CallProgram(builder.build(), addresses, padded)
 
 
-def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``dequantize``: buffers in slot order to a tensor of the logical shape."""
+def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
+    """Plan `dequantize`: buffers in slot order to a tensor of the logical shape."""
     quantizer = parse(call.quantizer)
-    site = _site(quantizer, call.shape)
-    if site is None or call.dtype not in DTYPES or not _holds(call.buffers, site):
+    matrix_layout = _small_layout(quantizer, call.shape)
+    if (
+        matrix_layout is None
+        or call.dtype not in DTYPES
+        or not _are_buffers(call.buffers, matrix_layout)
+    ):
         return None
-    read = (SHARED, *((4, 5, 6) if site.side else (0, 1, 2)))
+    read = (SHARED, *((4, 5, 6) if matrix_layout.reads_columnwise else (0, 1, 2)))
     builder = Builder()
     at, slots = [0] * (SHARED + 1), []
-    for slot, index, _, _ in site.slots:
+    for slot, index, _, _ in matrix_layout.slots:
         if index in read:
-            at[index] = builder.given()
+            at[index] = builder.call_address()
             slots.append(slot)
-    builder.decode(site, at, Source(builder.given(), call.dtype))
+    builder.decode(matrix_layout, at, Source(builder.call_address(), call.dtype))
     sources = call.all_at("buffers")
-    return Lesson(builder.build(), [*(sources[slot] for slot in slots), *_outputs([0])])
+    return CallProgram(builder.build(), [*(sources[slot] for slot in slots), *_outputs([0])])
 
 
 # ---- products -----------------------------------------------------------------------------------
 
 
-def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``gemm``: two matrices, at least one of them quantized, to their product (M, N)."""
+def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
+    """Plan `gemm`: two matrices, at least one of them quantized, to their product (M, N)."""
     a_shape, b_shape, layout, bias = call.a_shape, call.b_shape, call.layout, call.bias
     if len(a_shape) != 2 or len(b_shape) != 2 or not (call.a_quantizer or call.b_quantizer):
         return None
@@ -169,48 +180,48 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | 
     addresses: list[Address] = []
     matrices = []
     for name, shape in (("a", a_shape), ("b", b_shape)):
-        buffers, text = call.values[name], call.values[f"{name}_quantizer"]
-        matrix = _matrix(builder, buffers, parse(text) if text else None, shape)
+        buffers, canonical = call.values[name], call.values[f"{name}_quantizer"]
+        matrix = _matrix(builder, buffers, parse(canonical) if canonical else None, shape)
         if matrix is None:
             return None
         matrices.append(matrix)
-        count = len(matrix.site.slots) if isinstance(matrix, ProgramMatrix) else 1
+        count = len(matrix.layout.slots) if isinstance(matrix, ProgramMatrix) else 1
         addresses += call.all_at(name)[:count]
-    out = Source(builder.given(), call.dtype)
-    added = None if bias is None else Source(builder.given(), bias.dtype)
+    out = Source(builder.call_address(), call.dtype)
+    added = None if bias is None else Source(builder.call_address(), bias.dtype)
     builder.multiply(matrices[0], matrices[1], Result(layout, (m, n, k), out, added))
     addresses += _outputs([0]) if bias is None else [*_outputs([0]), call.at("bias")]
-    return Lesson(builder.build(), addresses)
+    return CallProgram(builder.build(), addresses)
 
 
 def _matrix(
     builder: Builder, buffers: Sequence[Tensor], quantizer: Any, shape: Shape
 ) -> ProgramMatrix | Source | None:
-    """Return an operand (rows, columns) whose buffers the call brings; ``quantizer`` is None for a plain one."""
+    """Return an operand (rows, columns) of the call; `quantizer` is None for a plain one."""
     if quantizer is None:
         plain = buffers[0]
         if plain.dtype not in DTYPES or tuple(plain.shape) != tuple(shape):
             return None
-        return Source(builder.given(), plain.dtype)
-    site = serves(quantizer, tuple(shape))
-    if site is None or not _holds(buffers, site):
+        return Source(builder.call_address(), plain.dtype)
+    matrix_layout = serves(quantizer, tuple(shape))
+    if matrix_layout is None or not _are_buffers(buffers, matrix_layout):
         return None
-    return builder.operand(quantizer, site)
+    return builder.operand(quantizer, matrix_layout)
 
 
 # ---- linear layers ------------------------------------------------------------------------------
 
 
-def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``linear_forward``: x (M, K) and weight (N, K) to [product (M, N), kept buffers, amaxes]."""
+def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
+    """Plan `linear_forward`: x (M, K), weight (N, K) to [product (M, N), saved buffers, amaxes]."""
     x, weight, bias, scales = call.x, call.weight, call.bias, call.scales
-    quantizers = [parse(text) for text in (call.x_quantizer, call.weight_quantizer)]
+    quantizers = [parse(canonical) for canonical in (call.x_quantizer, call.weight_quantizer)]
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         return None
     sizes = (x.shape[0], weight.shape[0], x.shape[1])
     served = (serves(q, tuple(t.shape)) for q, t in zip(quantizers, (x, weight), strict=True))
-    sites = [site for site in served if site is not None]
-    if not available() or not _fits(*sizes) or len(sites) < 2:
+    matrix_layouts = [layout for layout in served if layout is not None]
+    if not available() or not _fits(*sizes) or len(matrix_layouts) < 2:
         return None
     if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, call.dtype)):
         return None
@@ -218,23 +229,29 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         return None
     if not all(q.rowwise for q in quantizers):
         return None
-    if any(q.needs_scale for q in quantizers) and not _scale_is_there(scales, 1):
+    if any(q.needs_scale for q in quantizers) and not _has_scale(scales, 1):
         return None
     if not (_is_one(call.x_seed, torch.int64) and _is_one(call.weight_seed, torch.int64)):
         return None
     builder = Builder()
-    x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [builder.given() for _ in range(8)]
-    slots = [parse(text).slots if text else () for text in (call.x_kept, call.weight_kept)]
-    kept = [{slot.name: builder.given() for slot in group} for group in slots]
-    amax_at = [builder.given() if q.returns_amax else 0 for q in quantizers]
-    sides = ((x_at, x.dtype, x_seed), (w_at, weight.dtype, w_seed))
+    x_at, w_at, bias_at, *scale_at, x_seed, w_seed, out_at = [
+        builder.call_address() for _ in range(8)
+    ]
+    slots = [
+        parse(canonical).slots if canonical else () for canonical in (call.x_kept, call.weight_kept)
+    ]
+    saved = [{slot.name: builder.call_address() for slot in group} for group in slots]
+    amax_at = [builder.call_address() if q.returns_amax else 0 for q in quantizers]
+    sources = ((x_at, x.dtype, x_seed), (w_at, weight.dtype, w_seed))
     matrices = []
-    for i, (at, dtype, seed) in enumerate(sides):
+    for i, (at, dtype, seed) in enumerate(sources):
         values = {"seed": seed, "amax": amax_at[i]}
         if quantizers[i].needs_scale:
             values["scale"] = scale_at[i]
         source = Source(at, dtype)
-        matrices.append(builder.quantize(quantizers[i], sites[i], source, kept[i], values))
+        matrices.append(
+            builder.quantize(quantizers[i], matrix_layouts[i], source, saved[i], values)
+        )
     added = None if bias is None else Source(bias_at, bias.dtype)
     result = Result("TN", sizes, Source(out_at, call.dtype), added)
     builder.multiply(matrices[0], matrices[1], result)
@@ -244,67 +261,73 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
     if not call.packed:
         addresses += _outputs(range(len(outputs)))
         padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
-        return Lesson(builder.build(), addresses, padded)
+        return CallProgram(builder.build(), addresses, padded)
     layout = _packing(slots[0], x.shape, slots[1], weight.shape)
     addresses += [(-1, 0), *((-2, piece.offset) for piece in layout.pieces)]
     addresses += _outputs(range(2, len(outputs)))
     clears = bool(layout.gaps()) or any(piece.padded for piece in layout.pieces)
-    return Lesson(builder.build(), addresses, [1] if clears else [])
+    return CallProgram(builder.build(), addresses, [1] if clears else [])
 
 
 def _packing(
     x_slots: Sequence[Any], x_shape: Shape, w_slots: Sequence[Any], w_shape: Shape
 ) -> Packing:
-    """Return where the kept buffers of a packed ``linear_forward`` lie: see ``qtensor.library.linear.packing``."""
+    """Return where a packed `linear_forward` saves buffers, as `qtensor.library.linear.packing`."""
     weight, end = pack(w_slots, w_shape, 0)
     x, end = pack(x_slots, x_shape, end)
     return Packing((*x, *weight), end)
 
 
-def plan_linear_backward(call: Arguments, outputs: list[Tensor], parse: Parse) -> Lesson | None:
-    """Plan ``linear_backward``: dy (M, N) and the kept operands to [dgrad (M, K), wgrad (N, K), bias gradient (N,), amax]."""
+def plan_linear_backward(
+    call: Arguments, outputs: list[Tensor], parse: Parse
+) -> CallProgram | None:
+    """Plan `linear_backward`: dy (M, N) and the saved operands to gradients.
+
+    The outputs are dgrad (M, K), wgrad (N, K), the gradient of the bias (N,) and the amax, those
+    that the call asks for.
+    """
     dy, quantizer = call.dy, parse(call.quantizer)
-    site = serves(quantizer, tuple(dy.shape))
-    if not available() or site is None or dy.dtype not in DTYPES:
+    matrix_layout = serves(quantizer, tuple(dy.shape))
+    if not available() or matrix_layout is None or dy.dtype not in DTYPES:
         return None
-    if quantizer.needs_scale and not _scale_is_there(call.scales, 2):
+    if quantizer.needs_scale and not _has_scale(call.scales, 2):
         return None
-    kept = _kept(call, parse)
-    if kept is None or not _is_one(call.seed, torch.int64):
+    saved = _saved(call, parse)
+    if saved is None or not _is_one(call.seed, torch.int64):
         return None
     rows, width = dy.shape
     builder = Builder()
-    dy_source = Source(builder.given(), dy.dtype)
-    values = {"scale": builder.given(), "seed": builder.given()}
+    dy_source = Source(builder.call_address(), dy.dtype)
+    values = {"scale": builder.call_address(), "seed": builder.call_address()}
     addresses = [call.at("dy"), call.at("scales", 8), call.at("seed")]
     matrices: list[ProgramMatrix | None] = []
-    for operand, first in zip(kept, (width, rows), strict=True):
+    for operand, first in zip(saved, (width, rows), strict=True):
         matrices.append(None)
         if operand is None:
             continue
-        other, shape, buffers = operand
-        own = serves(other, shape)
-        if own is None or shape[0] != first or not _fits(rows, width, shape[1]):
+        operand_quantizer, shape, buffers = operand
+        operand_layout = serves(operand_quantizer, shape)
+        if operand_layout is None or shape[0] != first or not _fits(rows, width, shape[1]):
             return None
-        if buffers is not None and not _holds(buffers, own):
+        if buffers is not None and not _are_buffers(buffers, operand_layout):
             return None
-        matrices[-1] = builder.operand(other, own)
-    addresses += _kept_addresses(call, kept)
+        matrices[-1] = builder.operand(operand_quantizer, operand_layout)
+    addresses += _saved_addresses(call, saved)
     weight, x = matrices
     dtypes = ([call.dtype] if weight else []) + ([call.weight_dtype] if x else [])
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
-    results = [Source(builder.given(), dtype) for dtype in dtypes]
-    bias_at = builder.given() if call.bias else 0
+    results = [Source(builder.call_address(), dtype) for dtype in dtypes]
+    bias_at = builder.call_address() if call.bias else 0
     if quantizer.returns_amax:
-        values["amax"] = builder.given()
+        values["amax"] = builder.call_address()
     if not quantizer.needs_scale:
         del values["scale"]
-    if quantizer.rowwise and site.scale_inv is not None:
+    if quantizer.rowwise and matrix_layout.scale_inv is not None:
         # Both directions hold the same codes, and the products read their values once.
         quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
-        site = serves(quantizer, tuple(dy.shape)) or site
-    gradient = builder.quantize(quantizer, site, dy_source, {}, values)
+        matrix_layout = serves(quantizer, tuple(dy.shape)) or matrix_layout
+    gradient = builder.quantize(quantizer, matrix_layout, dy_source, {}, values)
     if weight is not None:
         sizes = (rows, call.weight_shape[1], width)
         builder.multiply(gradient, weight, Result("NN", sizes, results[0]))
@@ -313,52 +336,57 @@ def plan_linear_backward(call: Arguments, outputs: list[Tensor], parse: Parse) -
         builder.multiply(gradient, x, Result("NT", sizes, results[-1]))
     if call.bias:
         builder.sum_rows(dy_source, rows, width, bias_at)
-    return Lesson(builder.build(), [*addresses, *_outputs(range(len(outputs)))])
+    return CallProgram(builder.build(), [*addresses, *_outputs(range(len(outputs)))])
 
 
-_Kept = tuple[Any, tuple[int, ...], Sequence[Tensor] | None]
-"""(quantizer, shape, buffers) of an operand that ``linear_forward`` kept; None for buffers within the packed tensor."""
+_Saved = tuple[Any, tuple[int, ...], Sequence[Tensor] | None]
+"""(quantizer, shape, buffers) of an operand that `linear_forward` saved.
+
+The buffers are None if they are pieces of the packed tensor.
+"""
 
 
-def _kept(call: Arguments, parse: Parse) -> tuple[_Kept | None, _Kept | None] | None:
-    """Return the kept operands (weight, x) of ``linear_backward``, or None if a program cannot read them."""
-    kept: list[_Kept | None] = []
+def _saved(call: Arguments, parse: Parse) -> tuple[_Saved | None, _Saved | None] | None:
+    """Return the saved operands (weight, x), or None if no program reads them."""
+    saved: list[_Saved | None] = []
     for name in ("weight", "x"):
-        text, buffers = call.values[f"{name}_quantizer"], call.values[name]
+        canonical, buffers = call.values[f"{name}_quantizer"], call.values[name]
         shape = tuple(call.values[f"{name}_shape"])
         if call.packed:
-            kept.append((parse(text), shape, None) if text else None)
+            saved.append((parse(canonical), shape, None) if canonical else None)
         elif not buffers:
-            kept.append(None)
-        elif text:
-            kept.append((parse(text), shape, buffers))
+            saved.append(None)
+        elif canonical:
+            saved.append((parse(canonical), shape, buffers))
         else:
             return None
     if call.packed:
-        saved = call.x[0]
-        layout = _kept_packing(call, kept)
-        if saved.data_ptr() % PACK_ALIGNMENT or tuple(saved.shape) != (layout.size,):
+        packed_tensor = call.x[0]
+        layout = _saved_packing(call, saved)
+        if packed_tensor.data_ptr() % PACK_ALIGNMENT or tuple(packed_tensor.shape) != (
+            layout.size,
+        ):
             return None
-        if saved.dtype is not torch.uint8 or not saved.is_contiguous():
+        if packed_tensor.dtype is not torch.uint8 or not packed_tensor.is_contiguous():
             return None
-    return kept[0], kept[1]
+    return saved[0], saved[1]
 
 
-def _kept_packing(call: Arguments, kept: Sequence[_Kept | None]) -> Packing:
-    weight_slots, x_slots = ([] if operand is None else operand[0].slots for operand in kept)
+def _saved_packing(call: Arguments, saved: Sequence[_Saved | None]) -> Packing:
+    weight_slots, x_slots = ([] if operand is None else operand[0].slots for operand in saved)
     return _packing(x_slots, call.x_shape, weight_slots, call.weight_shape)
 
 
-def _kept_addresses(call: Arguments, kept: Sequence[_Kept | None]) -> list[Address]:
-    """Return the address sources of the kept buffers: those of the weight, then those of x."""
+def _saved_addresses(call: Arguments, saved: Sequence[_Saved | None]) -> list[Address]:
+    """Return the address sources of the saved buffers: those of the weight, then those of x."""
     if not call.packed:
         return [*call.all_at("weight"), *call.all_at("x")]
-    pieces = _kept_packing(call, kept).pieces
-    count = 0 if kept[1] is None else len(kept[1][0].slots)
+    pieces = _saved_packing(call, saved).pieces
+    count = 0 if saved[1] is None else len(saved[1][0].slots)
     return [call.at("x", piece.offset) for piece in (*pieces[count:], *pieces[:count])]
 
 
-Planner = Callable[[Arguments, list[Tensor], Parse], Lesson | None]
+Planner = Callable[[Arguments, list[Tensor], Parse], CallProgram | None]
 
 PLANNERS: dict[str, Planner] = {
     "quantize": plan_quantize,

@@ -1,7 +1,8 @@
-"""Several CPU kernels in one call, for tensors so small that calls take longer than numbers.
+"""Several CPU kernels in one call, for tensors so small that calling takes longer than computing.
 
-A program is what kernels do one after the other: a list of steps over a table of addresses. It is made once for operands of
-a kind and shape; a call brings addresses alone. What lies between the steps stays in memory of the program's own.
+A program is a list of kernel steps over a table of addresses (`src/program.cpp`). It is built once
+for operands of a format and shape; each call passes only addresses. Intermediate results stay in
+scratch memory of the program.
 """
 
 from __future__ import annotations
@@ -18,36 +19,37 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.native import DTYPES, SHARED, Site, site_of
+from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
+from qtensor.kernels.cpu.native import DTYPES
 
 SMALL = 1 << 16
-"""Elements of a matrix up to which a program serves; above, threads and tiles count."""
+"""Most elements of a matrix in a program; larger ones profit from threads and tiles."""
 _STEP_WORDS = 25
-_MOST_PLACES = 96
+_MAX_ADDRESSES = 96
 _ALIGNED = 64
 _QUANTIZE, _DECODE, _WIDEN, _MULTIPLY, _FINISH, _SUM_ROWS, _CLEAR = range(7)
 _NOTHING, _ONE, _FIRST = range(3)
-"""Places of the table: no address, the factor 1, the first address that a call brings."""
+"""Indices in the table: no address, the factor 1, the first address that a call passes."""
 
 
 class Program:
-    """Steps, ready to run over addresses in the order of ``Builder.given``, 0 for none."""
+    """Steps to run over addresses in the order of `Builder.call_address`; 0 is an absent tensor."""
 
-    __slots__ = ("_header", "_offsets", "_pack", "_plans", "_steps", "address", "run")
+    __slots__ = ("_c_quantizers", "_header", "_offsets", "_pack", "_steps", "address", "run")
 
     def __init__(
-        self, steps: array[int], given: int, scratch: Sequence[int], plans: list[Any]
+        self, steps: array[int], passed: int, scratch: Sequence[int], c_quantizers: list[Any]
     ) -> None:
         offsets, end = [], 0
         for size in scratch:
             offsets.append(end)
             end += -(-size // _ALIGNED) * _ALIGNED
-        self._steps, self._offsets, self._plans = steps, array("q", offsets), plans
+        self._steps, self._offsets, self._c_quantizers = steps, array("q", offsets), c_quantizers
         self._header = array(
             "q",
             (
                 len(steps) // _STEP_WORDS,
-                given,
+                passed,
                 len(scratch),
                 end,
                 _sgemm() if _MULTIPLY in steps[::_STEP_WORDS] else 0,
@@ -55,7 +57,7 @@ class Program:
                 steps.buffer_info()[0],
             ),
         )
-        self._pack = pack = struct.Struct(f"={given}q").pack
+        self._pack = pack = struct.Struct(f"={passed}q").pack
         self.address = address = self._header.buffer_info()[0]
 
         def run(*addresses: int) -> bool:
@@ -63,12 +65,12 @@ class Program:
             return type(kernels) is not str and kernels.run(address, pack(*addresses)) == 0  # type: ignore[union-attr]
 
         self.run: Callable[..., bool] = run
-        """Run the steps; False, with nothing of the call's written, where there are no kernels."""
+        """Run the steps; return False, with no output written, where there are no kernels."""
 
 
 @functools.cache
 def _sgemm() -> int:
-    """The address of the ``sgemm`` behind ``torch.mm``, or 0: what it gives must be what ``torch.mm`` gives, bit for bit."""
+    """Return the address of torch's `sgemm`; 0 unless it gives the bits of `torch.mm`."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).sgemm_
@@ -76,11 +78,12 @@ def _sgemm() -> int:
         return 0
     address = ctypes.cast(function, ctypes.c_void_p).value or 0
     return (
-        address if all(_multiplies(function, size) for size in ((33, 17, 31), (64, 64, 64))) else 0
+        address if all(_equals_mm(function, size) for size in ((33, 17, 31), (64, 64, 64))) else 0
     )
 
 
-def _multiplies(sgemm: Any, sizes: tuple[int, int, int]) -> bool:
+def _equals_mm(sgemm: Any, sizes: tuple[int, int, int]) -> bool:
+    """Return whether a product of sizes (M, N, K) by `sgemm` has the bits of `torch.mm`."""
     m, n, k = sizes
     # The first call may happen below a fake tensor mode, or with another default device.
     with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.device("cpu"):
@@ -88,43 +91,43 @@ def _multiplies(sgemm: Any, sizes: tuple[int, int, int]) -> bool:
             torch.arange(rows * cols, dtype=torch.float32).mul_(0.37).sin_().view(rows, cols)
             for rows, cols in ((m, k), (n, k))
         )
-        expected, found = torch.mm(a, b.t()), torch.zeros(m, n)
+        expected, result = torch.mm(a, b.t()), torch.zeros(m, n)
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-    number = [ctypes.byref(ctypes.c_int64(size)) for size in (n, m, k)]
-    at = [ctypes.c_void_p(t.data_ptr()) for t in (b, a, found)]
+    dims = [ctypes.byref(ctypes.c_int64(size)) for size in (n, m, k)]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (b, a, result)]
     sgemm(
         ctypes.c_char_p(b"t"),
         ctypes.c_char_p(b"n"),
-        *number,
+        *dims,
         ctypes.byref(one),
-        at[0],
-        number[2],
-        at[1],
-        number[2],
+        pointers[0],
+        dims[2],
+        pointers[1],
+        dims[2],
         ctypes.byref(zero),
-        at[2],
-        number[0],
+        pointers[2],
+        dims[0],
     )
-    return bytes(found.untyped_storage()) == bytes(expected.untyped_storage())
+    return bytes(result.untyped_storage()) == bytes(expected.untyped_storage())
 
 
 class Source(NamedTuple):
-    """A contiguous plain matrix or vector: its place and dtype."""
+    """A contiguous plain matrix or vector: the index of its address, and its dtype."""
 
     at: int
     dtype: torch.dtype
 
 
 class ProgramMatrix(NamedTuple):
-    """A quantized matrix: the places of its buffers, in the order of native.py."""
+    """A quantized matrix: the indices of its buffers' addresses, in the order of native.py."""
 
-    codec: Any
-    site: Site
+    quantizer: Any
+    layout: BufferLayout
     at: Sequence[int]
 
 
 class Result(NamedTuple):
-    """A product (M, N) over K in a layout of the ``gemm`` op."""
+    """A product (M, N) over K in a layout of the `gemm` op."""
 
     layout: str
     sizes: tuple[int, int, int]
@@ -133,15 +136,15 @@ class Result(NamedTuple):
     """N values."""
 
 
-def serves(codec: Any, shape: tuple[int, ...]) -> Site | None:
-    """The site of a quantizer and a matrix, or None where programs do not take it."""
+def serves(quantizer: Any, shape: tuple[int, ...]) -> BufferLayout | None:
+    """Return the layout of a quantized matrix (rows, columns), or None if no program takes it."""
     if len(shape) != 2 or shape[0] < 2 or shape[1] < 2 or shape[0] * shape[1] > SMALL:
         return None
-    return site_of(codec, torch.Size(shape))
+    return buffer_layout(quantizer, torch.Size(shape))
 
 
 def available() -> bool:
-    """Whether programs can multiply: the ``sgemm`` of torch is at hand."""
+    """Return whether programs can multiply: they need the `sgemm` of torch."""
     return _sgemm() != 0
 
 
@@ -149,19 +152,19 @@ class Builder:
     """Collects the steps of a program."""
 
     def __init__(self) -> None:
-        self._given = 0
+        self._call_addresses = 0
         self._steps: list[list[int]] = []
         self._scratch: list[int] = []
-        self._plans: list[Any] = []
+        self._c_quantizers: list[Any] = []
         self._decoded: dict[tuple[int, ...], int] = {}
 
-    def given(self) -> int:
-        """Place of the next address that a call brings."""
-        self._given += 1
-        return _FIRST + self._given - 1
+    def call_address(self) -> int:
+        """Return the index of the next address that a call passes."""
+        self._call_addresses += 1
+        return _FIRST + self._call_addresses - 1
 
-    def _own(self, size: int, clear: bool = False) -> int:
-        """Place of ``size`` bytes of the program's own; below zero until all that is given is known."""
+    def _scratch_memory(self, size: int, clear: bool = False) -> int:
+        """Return the index of `size` bytes of scratch memory; `build` makes it positive."""
         self._scratch.append(size)
         at = -len(self._scratch)
         if clear:
@@ -171,136 +174,160 @@ class Builder:
     def _step(self, *words: int) -> None:
         self._steps.append([*words])
 
-    def _plan(self, site: Site) -> int:
-        self._plans.append(site.quantizer)
-        return site.address
+    def _address_of(self, matrix_layout: BufferLayout) -> int:
+        self._c_quantizers.append(matrix_layout.c_quantizer)
+        return matrix_layout.address
 
-    def operand(self, codec: Any, site: Site) -> ProgramMatrix:
-        """A quantized matrix whose buffers the call brings, in slot order."""
+    def operand(self, quantizer: Any, matrix_layout: BufferLayout) -> ProgramMatrix:
+        """Return a quantized matrix whose buffers the call passes, in slot order."""
         at = [_NOTHING] * 9
-        for _, place, _, _ in site.slots:
-            at[place] = self.given()
-        return ProgramMatrix(codec, site, at)
+        for _, position, _, _ in matrix_layout.slots:
+            at[position] = self.call_address()
+        return ProgramMatrix(quantizer, matrix_layout, at)
 
     def quantize(
-        self, codec: Any, site: Site, x: Source, kept: dict[str, int], call: dict[str, int]
+        self,
+        quantizer: Any,
+        matrix_layout: BufferLayout,
+        x: Source,
+        outputs: dict[str, int],
+        call: dict[str, int],
     ) -> ProgramMatrix:
         """Quantize a matrix.
 
         Args:
-            codec: the quantizer.
-            site: of the quantizer and the matrix's shape.
+            quantizer: the quantizer.
+            matrix_layout: for the quantizer and the matrix's shape.
             x: the matrix.
-            kept: name of a buffer -> its place, for those that the call brings; others are the program's own.
-            call: places of "scale", "amax" and "seed", where there are any.
+            outputs: name of a buffer -> index of its address, for buffers that the call passes; the
+                others are scratch memory.
+            call: indices of the addresses of "scale", "amax" and "seed", if there are any.
         """
         at = [_NOTHING] * 9
-        for i, place, size, dtype in site.slots:
-            slot = codec.slots[i]
-            known = kept.get(slot.name)
-            at[place] = (
-                self._own(size.numel() * dtype.itemsize, slot.padded) if known is None else known
-            )
-        seed = call.get("seed", _NOTHING) if getattr(codec, "stochastic_rounding", False) else 0
+        for i, position, size, dtype in matrix_layout.slots:
+            slot = quantizer.slots[i]
+            output = outputs.get(slot.name)
+            if output is None:
+                output = self._scratch_memory(size.numel() * dtype.itemsize, slot.padded)
+            at[position] = output
+        seed = call.get("seed", _NOTHING) if getattr(quantizer, "stochastic_rounding", False) else 0
         self._step(
             _QUANTIZE,
-            self._plan(site),
+            self._address_of(matrix_layout),
             x.at,
             DTYPES[x.dtype],
-            site.rows,
-            site.cols,
+            matrix_layout.rows,
+            matrix_layout.cols,
             *at,
             call.get("scale", _NOTHING),
             call.get("amax", _NOTHING),
             seed,
         )
-        return ProgramMatrix(codec, site, at)
+        return ProgramMatrix(quantizer, matrix_layout, at)
 
     def _values(
         self, operand: ProgramMatrix | Source, count: int, columnwise: bool | None
     ) -> tuple[int, int]:
-        """Places of an operand's float32 values, and of a factor that is kept out of them.
+        """Return the addresses' indices of an operand's float32 values and of a separate factor.
 
         Args:
             operand: a matrix.
             count: its elements.
-            columnwise: the direction whose blocks run along the contraction, where it matters.
+            columnwise: the direction whose blocks run along the contraction, or None if either will
+                do.
         """
         if isinstance(operand, Source):
             if operand.dtype is torch.float32:
                 return operand.at, _NOTHING
-            y = self._own(4 * count)
+            y = self._scratch_memory(4 * count)
             self._step(_WIDEN, operand.at, DTYPES[operand.dtype], count, y)
             return y, _NOTHING
-        codec, site, at = operand
-        side = site.side
-        if columnwise is not None and site.scale_inv is None:
-            side = int(codec.side(columnwise) == "_columnwise")
+        quantizer, matrix_layout, at = operand
+        from_columns = matrix_layout.reads_columnwise
+        if columnwise is not None and matrix_layout.scale_inv is None:
+            from_columns = quantizer.side(columnwise) == "_columnwise"
         none = [_NOTHING] * 3
-        row, column = (none, at[4:7]) if side else (at[:3], none)
-        kept_out = at[SHARED] if codec.per_tensor else _NOTHING
-        known = self._decoded.get((*row, *column))
-        if known is not None:
-            return known, kept_out
-        y = self._decoded[*row, *column] = self._own(4 * count)
-        factor = _ONE if codec.per_tensor else at[SHARED]
-        self._decode(site, Source(y, torch.float32), row, column, factor)
-        return y, kept_out
+        row, column = (none, at[4:7]) if from_columns else (at[:3], none)
+        separate = at[SHARED] if quantizer.per_tensor else _NOTHING
+        decoded = self._decoded.get((*row, *column))
+        if decoded is not None:
+            return decoded, separate
+        y = self._decoded[*row, *column] = self._scratch_memory(4 * count)
+        factor = _ONE if quantizer.per_tensor else at[SHARED]
+        self._decode(matrix_layout, Source(y, torch.float32), row, column, factor)
+        return y, separate
 
     def _decode(
-        self, site: Site, y: Source, row: Sequence[int], column: Sequence[int], factor: int
+        self,
+        matrix_layout: BufferLayout,
+        y: Source,
+        row: Sequence[int],
+        column: Sequence[int],
+        factor: int,
     ) -> None:
-        self._step(_DECODE, self._plan(site), y.at, DTYPES[y.dtype], site.rows, site.cols)
+        self._step(
+            _DECODE,
+            self._address_of(matrix_layout),
+            y.at,
+            DTYPES[y.dtype],
+            matrix_layout.rows,
+            matrix_layout.cols,
+        )
         self._steps[-1] += (*row, *column, factor)
 
-    def decode(self, site: Site, at: Sequence[int], y: Source) -> None:
-        """The values of a quantized matrix, in the dtype of ``y``.
+    def decode(self, matrix_layout: BufferLayout, at: Sequence[int], y: Source) -> None:
+        """Decode a quantized matrix, to the dtype of `y`.
 
         Args:
-            site: of the quantizer and the matrix's shape.
-            at: places of the buffers of ``native.read_slots``; others may be missing.
-            y: where to.
+            matrix_layout: for the quantizer and the matrix's shape.
+            at: indices of the buffers' addresses; only those that are read must be present.
+            y: the result.
         """
         none = [_NOTHING] * 3
-        row, column = (none, at[4:7]) if site.side else (at[:3], none)
-        self._decode(site, y, row, column, at[SHARED])
+        row, column = (none, at[4:7]) if matrix_layout.reads_columnwise else (at[:3], none)
+        self._decode(matrix_layout, y, row, column, at[SHARED])
 
     def clear(self, at: int, size: int) -> None:
-        """Zeros in ``size`` bytes."""
+        """Write zeros to `size` bytes."""
         self._step(_CLEAR, at, size)
 
     def multiply(
         self, a: ProgramMatrix | Source, b: ProgramMatrix | Source, result: Result
     ) -> None:
-        """A product, accumulated in float32 and rounded to the dtype of the result."""
+        """Compute a product in float32 and round it to the dtype of the result."""
         layout, (m, n, k), out, bias = result
-        both = isinstance(a, ProgramMatrix) and isinstance(b, ProgramMatrix)
-        left, left_factor = self._values(a, m * k, layout == "NT" if both else None)
-        right, right_factor = self._values(b, n * k, layout != "TN" if both else None)
+        both_quantized = isinstance(a, ProgramMatrix) and isinstance(b, ProgramMatrix)
+        left, left_factor = self._values(a, m * k, layout == "NT" if both_quantized else None)
+        right, right_factor = self._values(b, n * k, layout != "TN" if both_quantized else None)
         plain = out.dtype is torch.float32
-        c = out.at if plain else self._own(4 * m * n)
+        c = out.at if plain else self._scratch_memory(4 * m * n)
         left_turned, right_turned = layout == "NT", layout == "TN"
-        # BLAS counts columns first: in its words this is the transposed result, b.T @ a.T.
+        # BLAS is column-major, so it computes the transposed result, b.T @ a.T.
         self._step(_MULTIPLY, right_turned, left_turned, n, m, k)
         self._steps[-1] += (right, k if right_turned else n, left, m if left_turned else k, c, n)
         if plain and bias is None and left_factor == right_factor == _NOTHING:
             return
         added, kind = (_NOTHING, torch.float32) if bias is None else bias
-        line = self._own(4 * n)
+        line = self._scratch_memory(4 * n)
         self._step(_FINISH, c, m, n, left_factor, right_factor, added, DTYPES[kind], line)
         self._steps[-1] += (out.at, DTYPES[out.dtype])
 
     def sum_rows(self, x: Source, rows: int, cols: int, out: int) -> None:
-        """The sums of the rows of a matrix, rounded to its dtype."""
+        """Add up the rows of a matrix, and round the sums to its dtype."""
         self._step(_SUM_ROWS, x.at, DTYPES[x.dtype], rows, cols, out)
 
     def build(self) -> Program:
-        """The program."""
-        first = _FIRST + self._given
-        if first + len(self._scratch) > _MOST_PLACES:
-            raise ValueError(f"{first + len(self._scratch)} places, of {_MOST_PLACES}")
+        """Return the program.
+
+        Raises:
+            ValueError: it uses too many addresses.
+        """
+        first = _FIRST + self._call_addresses
+        if first + len(self._scratch) > _MAX_ADDRESSES:
+            count = first + len(self._scratch)
+            raise ValueError(f"a program has at most {_MAX_ADDRESSES} addresses; got {count}")
         words = array("q")
         for step in self._steps:
-            placed = [first - word - 1 if word < 0 else int(word) for word in step]
-            words.extend([*placed, *[0] * (_STEP_WORDS - len(placed))])
-        return Program(words, self._given, self._scratch, self._plans)
+            indices = [first - word - 1 if word < 0 else int(word) for word in step]
+            words.extend([*indices, *[0] * (_STEP_WORDS - len(indices))])
+        return Program(words, self._call_addresses, self._scratch, self._c_quantizers)

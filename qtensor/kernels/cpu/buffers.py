@@ -1,0 +1,148 @@
+"""Where the buffers of a quantized tensor lie: their sizes, and the addresses that kernels take.
+
+Every address of a buffer comes from `addresses`, which checks the buffer first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
+from qtensor.layout import Shape, buffer_shapes, rows_cols
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory native code may access at once.
+
+The result of a collective that still runs has another type; ops on it wait for the collective.
+"""
+
+SHARED = 8
+# Index of a buffer's address in a call: data, scales, amax and the caller's amax of the rowwise
+# direction, the same four of the columnwise direction, then the scales that both directions share.
+_POSITIONS = {
+    "_data": 0,
+    "_rowwise_data": 0,
+    "_rowwise_scale_inv": 1,
+    "_amax_rowwise": 2,
+    "_transpose": 4,
+    "_columnwise_data": 4,
+    "_columnwise_scale_inv": 5,
+    "_amax_columnwise": 6,
+    "_scale_inv": SHARED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The layout of a quantizer's buffers for one shape, as the kernels take it.
+
+    Attributes:
+        c_quantizer: the struct that the kernels read.
+        address: the address of that struct.
+        rows: rows of the (M, K) view.
+        cols: its columns.
+        slots: (slot, position among the addresses of a call, shape, dtype) of each buffer.
+        scale_inv: slot of the one buffer of scales that both directions share, or None.
+        factors: number of elements of that buffer.
+        amax_entries: (position, number of elements) of each amax of the caller, in the order of
+            `Quantizer.amax`.
+        reads_columnwise: whether the values of the tensor are read from the columnwise buffers.
+    """
+
+    c_quantizer: CQuantizer
+    address: int
+    rows: int
+    cols: int
+    slots: tuple[tuple[int, int, torch.Size, torch.dtype], ...]
+    scale_inv: int | None
+    factors: int
+    amax_entries: tuple[tuple[int, int], ...]
+    reads_columnwise: bool
+
+
+_LAYOUTS: dict[tuple[str, torch.Size], BufferLayout | None] = {}
+_MAX_LAYOUTS = 4096
+
+
+def buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout | None:
+    """Return the layout for a quantizer and a shape, or None if the kernels do not serve them.
+
+    They do not serve formats outside `FORMATS` and tensors without elements.
+    """
+    key = quantizer.canonical, shape
+    try:
+        return _LAYOUTS[key]  # type: ignore[index]
+    except KeyError:
+        if len(_LAYOUTS) >= _MAX_LAYOUTS:
+            _LAYOUTS.clear()
+        served = quantizer.format in FORMATS and 0 not in shape
+        layout = _new_buffer_layout(quantizer, shape) if served else None
+        return _LAYOUTS.setdefault(key, layout)  # type: ignore[arg-type]
+
+
+def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
+    names = [slot.name for slot in quantizer.slots]
+    sizes = [torch.Size(size) for size in buffer_shapes(quantizer.slots, shape)]
+    shared = names.index("_scale_inv") if "_scale_inv" in names else None
+    slots = tuple(
+        (i, _POSITIONS[slot.name], sizes[i], slot.dtype) for i, slot in enumerate(quantizer.slots)
+    )
+    positions = [position for _, position, _, _ in slots]
+    entries = (
+        [torch.Size(size).numel() for size in quantizer.amax_shapes(shape)]
+        if _has_amax(quantizer)
+        else []
+    )
+    amax_positions = (3,) if shared is not None else tuple(p + 3 for p in (0, 4) if p in positions)
+    reads_columnwise = 0 not in positions if shared is not None else is_columnwise(quantizer, None)
+    struct_of_quantizer = c_quantizer(quantizer)
+    rows, cols = rows_cols(shape)
+    return BufferLayout(
+        c_quantizer=struct_of_quantizer,
+        address=ctypes.addressof(struct_of_quantizer),
+        rows=rows,
+        cols=cols,
+        slots=slots,
+        scale_inv=shared,
+        factors=0 if shared is None else sizes[shared].numel(),
+        amax_entries=tuple(zip(amax_positions, entries, strict=False)),
+        reads_columnwise=reads_columnwise,
+    )
+
+
+def is_columnwise(quantizer: Any, columnwise: bool | None) -> bool:
+    """Return whether a direction, or the quantizer's own for None, is stored columnwise."""
+    return bool(quantizer.side(columnwise) == "_columnwise")
+
+
+def _has_amax(quantizer: Any) -> bool:
+    return quantizer.spec.block is None or quantizer.spec.scale == "e4m3"
+
+
+def is_plain(t: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether native code can access the elements of `t` as an array of `dtype`."""
+    return type(t) in PLAIN_TYPES and t.dtype is dtype and t.is_cpu and t.is_contiguous()
+
+
+def addresses(layout: BufferLayout, buffers: Sequence[Tensor]) -> list[int] | None:
+    """Return the addresses of the buffers by position, 0 for buffers that are absent.
+
+    Returns:
+        None if a buffer is not that of a whole tensor: a part has no padding, and the kernels write
+        and read padding.
+    """
+    if len(buffers) < len(layout.slots):
+        return None
+    pointers = [0] * (SHARED + 1)
+    for slot, position, size, dtype in layout.slots:
+        buffer = buffers[slot]
+        if buffer.shape != size or not is_plain(buffer, dtype):
+            return None
+        pointers[position] = buffer.data_ptr()
+    return pointers
