@@ -238,7 +238,7 @@ def test_result_dtype_that_is_none(case: FormatCase, dtype: Any) -> None:
     bare = q.quantizer.assemble(q.buffers(), q.shape, q.dtype, bare=True)
     message = (
         f"dequantize[{case.name}]: the result's dtype must be float64, float32, bfloat16 or "
-        f"float16; got {dtype!r}. Pass torch.float32, say."
+        f"float16; got {dtype!r}. Pass a dtype, for example torch.float32."
     )
     for function in (q.dequantize, bare.dequantize):
         with refused(qtensor.DtypeError, message):

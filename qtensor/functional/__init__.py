@@ -1,1 +1,1 @@
-"""Functions with gradients: all autograd of the training stack lives here; modules own parameters and state."""
+"""Define the functions with gradients; modules own parameters and state."""

@@ -34,9 +34,10 @@ def activation(x: Tensor, kind: str) -> Tensor:
     """An activation by name.
 
     Args:
-        x: (..., H), or (..., 2H) for a gated kind, whose first half is activated and multiplied by the second.
-        kind: gelu (by tanh), qgelu, relu, silu, srelu, geglu, qgeglu, reglu, sreglu, swiglu, glu, or what
-            ``clamped_swiglu`` returns.
+        x: (..., H), or (..., 2H) for a gated kind, whose first half is activated and multiplied by
+            the second.
+        kind: gelu (by tanh), qgelu, relu, silu, srelu, geglu, qgeglu, reglu, sreglu, swiglu, glu,
+            or what ``clamped_swiglu`` returns.
 
     Raises:
         QTensorError: no such kind, or an odd last dim for a gated one.

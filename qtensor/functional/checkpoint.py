@@ -15,8 +15,8 @@ def checkpoint(
 ) -> Any:
     """``torch.utils.checkpoint.checkpoint`` whose second run is under the recipe of the first.
 
-    Backward often runs outside of the ``qtensor.autocast`` region of the forward; torch's own function would then compute
-    again in high precision.
+    Backward often runs outside of the ``qtensor.autocast`` region of the forward; torch's own
+    function would then compute again in high precision.
 
     Args:
         function: what to run, now and again in the backward pass.

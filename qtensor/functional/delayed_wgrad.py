@@ -1,4 +1,4 @@
-"""Weight gradients that were put off."""
+"""Weight gradients whose computation is delayed."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ A forward takes one of three paths. All of them give the same bytes:
 | one op | ``_forward_in_one_op`` | forward quantizes both plain operands |
 | op by op | ``_forward_by_ops`` | all other calls: see below |
 
-The traced op (one_op.py) is composite: the compiler decomposes it into one of the other two paths, so it never
-runs itself. An operand forces the path op by op if it stays in high precision, comes from another
-operation already quantized, is split over ranks, or is a weight from a workspace. Backward has the
-same two paths: one op, or op by op also if the weight gradient goes to ``main_grad`` or is delayed.
+The traced op (one_op.py) is composite: the compiler decomposes it into one of the other two paths,
+so it never runs itself. An operand forces the path op by op if it stays in high precision, comes
+from another operation already quantized, is split over ranks, or is a weight from a workspace.
+Backward has the same two paths: one op, or op by op also if the weight gradient goes to
+``main_grad`` or is delayed.
 """
 
 from __future__ import annotations

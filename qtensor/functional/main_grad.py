@@ -35,7 +35,8 @@ def reporting(out: Any, report: Tensor) -> Any:
     An op of its own and not a hook: hooks of what a compiled graph makes need compiled autograd.
 
     Args:
-        out: (..., N), of a layer that adds its weight gradients to ``main_grad``; plain or quantized.
+        out: (..., N), of a layer that adds its weight gradients to ``main_grad``; plain or
+            quantized.
         report: (2,) int64 on the CPU: see ``report_accumulated_``.
     """
     return ReportAccumulated.apply(out, report)

@@ -41,7 +41,10 @@ def split_seeds(
 
 
 class Operand(NamedTuple):
-    """Buffers, the canonical text of the quantizer whose they are ("" for a plain tensor), and the logical shape."""
+    """Return the buffers, the canonical string of their quantizer and the logical shape.
+
+    The string is "" for a plain tensor.
+    """
 
     buffers: Sequence[Tensor]
     canonical: str
@@ -67,7 +70,7 @@ class Quantized(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Of the logical shape."""
+        """Number of dims of the logical shape."""
         return len(self.shape)
 
     @property
@@ -89,7 +92,8 @@ def quantize_operand(
 ) -> tuple[Operand, Tensor | None]:
     """Quantize ``x`` (M, K); a tensor that is quantized so already answers with its own buffers.
 
-    No ``isinstance`` and no look at a tensor's quantizer: in a compiled region neither can be relied on.
+    No ``isinstance`` and no look at a tensor's quantizer: in a compiled region neither can be
+    relied on.
 
     Returns:
         The operand, and its amax (1,) where ``scale`` says delayed scaling.
@@ -111,7 +115,10 @@ def row_part(operand: Operand) -> Operand:
 
 
 def column_part(operand: Operand) -> Operand:
-    """What wgrad reads of an input or gradient, and dgrad of a weight; whole where there are no columnwise data."""
+    """Return the buffers of an operand that wgrad (input, gradient) or dgrad (weight) reads.
+
+    An operand without columnwise data is returned whole.
+    """
     found = parts(operand.canonical)
     if len(found.column) == found.total or not found.column:
         return operand

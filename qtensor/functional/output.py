@@ -32,7 +32,8 @@ def output_canonical(key: str, asked: str, module: str, name: str) -> str:
         found = None
     if found is None:
         rule = "a quantized output needs a recipe, or the format to take"
-        fail(label, rule, "neither", 'Pass quantized_output="fp8", say, or enter qtensor.autocast')
+        fix = 'Pass a format, for example quantized_output="fp8", or enter qtensor.autocast'
+        fail(label, rule, "neither", fix)
     if found.stochastic_rounding:
         # A seed would have to be drawn for it; the field rounds gradients at random, not outputs.
         rule = "an output is rounded to nearest"

@@ -1,7 +1,10 @@
-"""Tensor and sequence parallelism: functional collectives on a group's name, which trace and have fakes.
+"""Communicate for tensor and sequence parallelism with functional collectives.
 
-What a GEMM reads is gathered first and quantized then, as one tensor. So the factors of a sequence-parallel input (column)
-or gradient (row) come from the maximum over all ranks, and those of a rank's own part of a tensor from that part.
+The collectives take the name of a group, can be traced and have fakes.
+
+What a GEMM reads is gathered first and quantized then, as one tensor. So the factors of a
+sequence-parallel input (column) or gradient (row) come from the maximum over all ranks, and those
+of a rank's own part of a tensor from that part.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ def all_gather(x: Tensor, p: Parallel) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
-    """(size * S, ...) summed over ranks -> (S, ...), each rank its part. ``check_input`` sees to it that dim 0 divides."""
+    """(size * S, ...) summed over ranks -> (S, ...), each rank its part.
+
+    ``check_input`` sees to it that dim 0 divides.
+    """
     _functional()
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", p.size, p.group))
@@ -61,7 +67,10 @@ def all_reduce(x: Tensor, p: Parallel) -> Tensor:
 
 
 def max_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Maximum over ranks, the same on each. A NaN counts as inf: a maximum over ranks may lose it on some."""
+    """Maximum over ranks, the same on each.
+
+    A NaN counts as inf: a maximum over ranks may lose it on some.
+    """
     _functional()
     ops = torch.ops._c10d_functional
     found = x.nan_to_num(nan=math.inf, posinf=math.inf)

@@ -41,9 +41,9 @@ class LinearPlan(NamedTuple):
     stochastic: tuple[bool, bool, bool]
     backward_override: str | None
     saved_input: str = ""
-    """Of the buffers that wgrad will read, "" where there are none to keep."""
+    """Canonical string of the buffers that wgrad will read, "" if there are none to keep."""
     saved_weight: str = ""
-    """Of those that dgrad will read."""
+    """Canonical string of the buffers that dgrad will read."""
     multiple: int = 1
     """What features must be multiples of."""
 
@@ -53,7 +53,7 @@ HIGH_PRECISION = LinearPlan("", "", "", (False,) * 3, (False,) * 3, None)
 
 @compile_constant
 def parts(canonical: str) -> Parts:
-    """The parts of what ``canonical`` names; "" is a plain tensor, which either direction reads whole."""
+    """Return the parts of the tensor that ``canonical`` describes; "" is a plain tensor."""
     if not canonical:
         return Parts(1, (0,), "", (0,), "")
     total = len(parse(canonical).slots)
@@ -152,10 +152,12 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
         key: of the recipe in force, "" for high precision: the weight's values are read.
         module: for the recipe's roles.
         name: of the module.
-        dgrad: the gradient of the input is needed, for which a recipe's backward reads columnwise data.
+        dgrad: the gradient of the input is needed, for which a recipe's backward reads columnwise
+            data.
 
     Raises:
-        QTensorError: the recipe wants another kind of tensor for weights, or a direction that is not there.
+        QTensorError: the recipe wants another kind of tensor for weights, or a direction that is
+            not there.
     """
     wanted = role_quantizers(key, module, name)["weight"] if key else None
     own = parse(stored)
@@ -166,7 +168,8 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
             label,
             f"{recipe} reads weights as {wanted.format}",
             f"a parameter stored as {own.format}",
-            "Use the recipe that it was made with, or load its dequantized values into a plain parameter",
+            "Use the recipe that it was made with, or load its dequantized values into a plain "
+            "parameter",
         )
     override = parse_recipe(key).backward_override if key else None
     if wanted is not None and override is None and dgrad:
@@ -221,7 +224,7 @@ def covers(workspace: str, wanted: str) -> bool:
 
 @compile_constant
 def alignment(canonical: str) -> int:
-    """What GEMMs with such operands need features to be a multiple of: 16 bytes of codes, and whole MX blocks."""
+    """Return the number that must divide features: 16 bytes of codes, and whole MX blocks."""
     if not canonical:
         return 1
     block = parse(canonical).spec.block

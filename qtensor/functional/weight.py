@@ -1,4 +1,4 @@
-"""The quantized weight and its workspace: the caller owns the cache, passes it in, and keeps what comes back."""
+"""Quantize weights and reuse workspaces, which the caller owns, passes and receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qtensor.storage.base import QuantizedTensorStorage
 
 
 def is_valid_workspace(canonical: str, shape: Shape, wanted: str, wanted_shape: Shape) -> bool:
-    """Whether buffers of ``canonical`` and ``shape`` serve where ``wanted`` of ``wanted_shape`` is asked for.
+    """Return True if buffers of ``canonical`` and ``shape`` can serve as those that are wanted.
 
     They do with the same options, all the usages that are wanted (or more), and the same shape.
     """
@@ -40,19 +40,21 @@ def quantize_weight(
     Args:
         weight: (N, K), plain.
         quantizer: with the usages that are needed.
-        workspace: what an earlier call returned; one that lacks a usage, or has other options, another shape or device, is
-            not used.
+        workspace: what an earlier call returned; one that lacks a usage, or has other options,
+            another shape or device, is not used.
         cache: return what is made, to be passed in as ``workspace`` again.
-        is_first_microbatch: True: quantize, into a valid workspace where there is one. False: take a valid workspace as it
-            is, else quantize. None: quantize, and leave the workspace alone.
-        noop: one element, with a valid workspace and ``is_first_microbatch=True``: non-zero leaves its bytes.
+        is_first_microbatch: True: quantize, into a valid workspace where there is one. False: take
+            a valid workspace as it is, else quantize. None: quantize, and leave the workspace
+            alone.
+        noop: one element, with a valid workspace and ``is_first_microbatch=True``: non-zero leaves
+            its bytes.
         scale: float32 (1,) encode factor, for delayed scaling.
 
     Returns:
         The quantized weight (bare: no autograd), and a new workspace or None where there is none.
 
     Raises:
-        QTensorError: what is no quantizer or storage, or delayed scaling without ``scale``.
+        QTensorError: an argument is not a quantizer or storage, or delayed scaling has no scale.
     """
     if not isinstance(quantizer, Quantizer):
         rule = "the quantizer must be a quantizer object"

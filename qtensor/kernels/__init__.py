@@ -1,4 +1,4 @@
-"""Fast kernels beside ``reference/``, with the same bytes: native code for CPUs, Triton for GPUs; and GEMMs for GPUs."""
+"""Register fast kernels with the bytes of ``reference/``: native, Triton and CUTLASS."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from qtensor.errors import check
 
 
 def build(isa: str | None = None) -> Path:
-    """Compile the CPU kernels, where neither package nor cache has them yet: for an image, or before the first step.
+    """Compile the CPU kernels that neither the package nor the cache has.
+
+    Call this when an image is built, or before the first step.
 
     With them come the C++ ops that call them, where torch's own headers can be compiled.
 
     Args:
-        isa: "avx512", "avx2" or "baseline"; None is ``QTENSOR_CPU_ISA``, else the best that this CPU has. One that it
-            lacks can be built for another machine that shares the cache.
+        isa: "avx512", "avx2" or "baseline"; None is ``QTENSOR_CPU_ISA``, else the best that this
+            CPU has. One that it lacks can be built for another machine that shares the cache.
 
     Returns:
         The library.
@@ -45,12 +47,17 @@ def build_gemms(
     jobs: int | None = None,
     progress: Any = None,
 ) -> list[Path]:
-    """Compile the GEMMs of GPUs, where the cache does not have them yet. Needs ``qtensor[cutlass-build]``, and no GPU.
+    """Compile the GEMMs of GPUs, where the cache does not have them yet.
+
+    Needs ``qtensor[cutlass-build]``, and no GPU.
 
     Args:
-        arch: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "sm_120a" (RTX); None is that of the current GPU.
-        recipe: "fp8", "fp8_blockwise", "mxfp8", "mxfp4" or "nvfp4"; None is all that the architecture has.
-        jobs: compilers at once; by default as many as processors and free memory (6 GiB each) allow.
+        arch: "sm_90a" (Hopper), "sm_100a" (Blackwell) or "sm_120a" (RTX); None is that of the
+            current GPU.
+        recipe: "fp8", "fp8_blockwise", "mxfp8", "mxfp4" or "nvfp4"; None is all that the
+            architecture has.
+        jobs: compilers at once; by default as many as processors and free memory (6 GiB each)
+            allow.
         progress: called with the spec and the path (or the error) of each that ends.
 
     Returns:
@@ -68,7 +75,7 @@ def build_gemms(
 
 def _current_arch() -> str:
     rule = "without an architecture there must be a GPU to build for"
-    fix = 'Pass arch="sm_90a", say'
+    fix = 'Pass an architecture, for example arch="sm_90a"'
     check(torch.cuda.is_available(), "kernels.build_gemms", rule, "no CUDA device", fix)
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}a"
@@ -77,7 +84,7 @@ def _current_arch() -> str:
 def autotune(
     sizes: Sequence[tuple[int, int, int]], arch: str | None = None, recipe: str | None = None
 ) -> list[Any]:
-    """Time the GEMMs that are built for products of these sizes on the current GPU, and prefer the fastest from now on.
+    """Time the compiled GEMMs for products of these sizes and use the fastest from now on.
 
     Nothing is compiled. The choices are kept in the cache, for this device and these libraries.
 
@@ -110,7 +117,8 @@ def explain(quantizer: Any, dtype: torch.dtype = torch.bfloat16, device: str = "
         device: "cpu", "cuda", ...
 
     Returns:
-        "mxfp8 from torch.bfloat16 on cpu: native", or "...: reference (why)". Builds the kernels if nothing has yet.
+        "mxfp8 from torch.bfloat16 on cpu: native", or "...: reference (why)". Builds the kernels if
+        nothing has yet.
     """
     from qtensor.kernels.table import explain as explain_kernels  # noqa: PLC0415 - it imports this
 

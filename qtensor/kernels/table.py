@@ -21,12 +21,16 @@ from qtensor.registry import transposed
 QuantizeKernel = Callable[
     [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
 ]
-"""(quantizer, buffers in slot order, x, scale, amax, seed): write the buffers; False, with nothing written, if the
-reference has to."""
+"""Write the buffers: (quantizer, buffers in slot order, x, scale, amax, seed) -> success.
+
+False means that nothing was written and the reference must compute the buffers.
+"""
 
 DequantizeKernel = Callable[[Any, Sequence[Tensor], Shape, Tensor, native.Part], bool]
-"""(quantizer, buffers in slot order, shape, out, part): decode into ``out``; False, with nothing written, if the
-reference has to."""
+"""Decode into ``out``: (quantizer, buffers in slot order, shape, out, part) -> success.
+
+False means that nothing was written and the reference must decode.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,14 @@ BACKENDS = {
 
 
 FLOATS: dict[str, dict[str, Callable[..., bool]]] = {"cpu": CPU_FLOATS, "cuda": TRITON_FLOATS}
-"""Device type -> its kernels for tensors that are not quantized, by op; each is False, with nothing written, if the
-reference has to."""
+"""Kernels for plain tensors: device type -> op -> kernel.
+
+A kernel returns False if it wrote nothing and the reference must compute the op.
+"""
 
 
 def floats_(name: str, device_type: str, *args: Any) -> bool:
-    """Write the outputs of an op over plain tensors by the kernels of a device type, where they serve the call."""
+    """Write the outputs of an op on plain tensors with a device's kernel; False if none serves."""
     kernel = FLOATS.get(device_type, {}).get(name)
     return kernel is not None and kernel(*args)
 
@@ -96,7 +102,7 @@ def dequantize_(
 def decode_transposed(
     quantizer: Any, buffers: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
-    """Decode a weight behind ``t()`` from views of the buffers of its transpose, which kernels read.
+    """Decode a transposed weight from views of its buffers, which kernels can read.
 
     Args:
         quantizer: of the buffers.

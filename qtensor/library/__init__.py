@@ -1,1 +1,4 @@
-"""torch.library ops with plain schemas: tensors, strings and numbers. Each has one allocation function."""
+"""torch.library ops with plain schemas: tensors, strings and numbers.
+
+Each has one allocation function.
+"""

@@ -27,11 +27,11 @@ from qtensor.reference.activation import (
 
 _KINDS_RULE = f"kind must be one of {', '.join(KINDS)}"
 _DEFAULTS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
-"""Of ``clamped_swiglu``, as GPT-OSS has it."""
+"""Constants of ``clamped_swiglu``, as in GPT-OSS."""
 _TEXT = re.compile(rf"{CLAMPED}\((?P<numbers>[^()]*)\)")
 _NUMBERS_RULE = (
-    f"{CLAMPED} takes {', '.join(f'{k}={v}' for k, v in _DEFAULTS.items())}, each at most once: numbers, alpha and limit "
-    "above 0, whose product and 128 / alpha are finite in float32"
+    f"{CLAMPED} takes {', '.join(f'{k}={v}' for k, v in _DEFAULTS.items())}, each at most once: "
+    "numbers, alpha and limit above 0, whose product and 128 / alpha are finite in float32"
 )
 
 
@@ -64,7 +64,7 @@ def _clamp_of(text: str) -> Clamp | None:
 
 @functools.cache
 def parse_kind(kind: str) -> tuple[str, Clamp | None] | None:
-    """(name, numbers) of a kind as the ops take it; None if there is no such kind, or the numbers are not right."""
+    """Return (name, numbers) of a kind for ops; None if the kind or its numbers are wrong."""
     if kind in KINDS:
         return kind, _clamp_of("") if kind == CLAMPED else None
     found = _TEXT.fullmatch(kind)
@@ -92,7 +92,8 @@ def is_gated(kind: str) -> bool:
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> str:
     """The kind ``clamped_swiglu`` with its numbers, as text: ops take plain values alone.
 
-    For the halves a and b: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b within +-limit.
+    For the halves a and b: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b
+    within +-limit.
 
     Raises:
         QTensorError: numbers that it does not take.
@@ -142,7 +143,10 @@ def _activation_fill(y: Tensor, args: ActivationArgs) -> None:
 ACTIVATION = leaf_op(
     "activation(Tensor x, str kind) -> Tensor", ActivationArgs, _activation_alloc, _activation_fill
 )
-"""gelu (by tanh), qgelu, relu, silu, srelu; gated: act(first half) * second half of the last dim; ``clamped_swiglu``."""
+"""Kinds: gelu (by tanh), qgelu, relu, silu, srelu; gated kinds; ``clamped_swiglu``.
+
+A gated kind multiplies act(first half) and the second half of the last dim.
+"""
 
 
 class ActivationBackwardArgs(NamedTuple):

@@ -62,7 +62,8 @@ def check_buffers(op: str, buffers: Sequence[Tensor], canonical: str, shape: Sha
         shape: logical shape, known as numbers.
 
     Raises:
-        QTensorError: number, shape or dtype of the buffers; the message names the first that differs.
+        QTensorError: number, shape or dtype of the buffers; the message names the first that
+            differs.
     """
     if not canonical:
         if len(buffers) != 1 or buffers[0].shape != tuple(shape):

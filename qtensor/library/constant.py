@@ -21,10 +21,11 @@ LISTENERS.append(forget_constants)
 
 
 def compile_constant(function: Callable[..., Any]) -> Any:
-    """``function`` of plain values, cached; in a compiled region its result is a constant of the graph.
+    """Return a cached ``function`` of plain values; compiled code sees its result as a constant.
 
     Dynamo guards nothing that it reads of the result: what decides must be in the arguments.
-    ``torch.compiler.assume_constant_result`` marks a function so, and imports Dynamo, which takes two seconds.
+    ``torch.compiler.assume_constant_result`` marks a function so, and imports Dynamo, which takes
+    two seconds.
     """
     cached = functools.lru_cache(maxsize=4096)(function)
     _CACHES.append(cached)

@@ -1,4 +1,4 @@
-"""Defines the ops of qtensor: one schema, one NamedTuple of arguments, one allocation and one fill each."""
+"""Define ops by one schema, one NamedTuple of arguments, one allocation and one fill each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from qtensor.errors import ArgumentTypeError, fail
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Context for the torch ops of a fill: nothing in it is differentiable, and each op costs a tenth less."""
+"""Context of the torch ops in a fill: without gradients, each op costs a tenth less."""
 
 BODIES: dict[str, Callable[..., Any]] = {}
-"""Op name -> the function that the dispatcher calls for real tensors; it takes the op's arguments."""
+"""Functions that the dispatcher calls for real tensors, by op name."""
 
 FILLS: dict[str, Callable[[Any, Any], None]] = {}
-"""Op name -> ``fill(outputs, args)``. A test or a backend may replace an entry; schema and fake stay."""
+"""Op name -> ``fill(outputs, args)``.
+
+A test or a backend may replace an entry; schema and fake stay.
+"""
 
 
 ON_THE_CPU = frozenset({
@@ -39,7 +42,7 @@ ARGUMENTS: dict[str, type[Any]] = {}
 """Op name -> the NamedTuple of its arguments."""
 
 OBSERVERS: dict[str, Callable[[Any, Any], None]] = {}
-"""Op name -> ``observer(outputs, args)``, called after the dispatcher ran the op's body (``small_calls``)."""
+"""``observer(outputs, args)`` by op name, called after the op's body (``small_calls``)."""
 
 
 def leaf_op(
@@ -55,10 +58,10 @@ def leaf_op(
 
     Args:
         schema: name, arguments and results, as ``torch.library`` writes them.
-        arguments: a NamedTuple with the names and defaults of the schema's arguments. Each call binds
-            its arguments to it once.
-        allocate: ``allocate(args)`` makes the outputs from shapes, dtypes and devices alone. It serves
-            real, fake and meta tensors.
+        arguments: a NamedTuple with the names and defaults of the schema's arguments. Each call
+            binds its arguments to it once.
+        allocate: ``allocate(args)`` makes the outputs from shapes, dtypes and devices alone. It
+            serves real, fake and meta tensors.
         fill: ``fill(outputs, args)`` writes the outputs. It runs on real tensors only.
         tags: of the op.
     """
@@ -160,7 +163,7 @@ def no_outputs(args: Any) -> None:
 
 
 def watched() -> bool:
-    """Return whether something looks at ops: a dispatch mode, a transform, the profiler or a trace."""
+    """Return True if a dispatch mode, transform, profiler or trace observes ops."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None

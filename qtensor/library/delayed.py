@@ -201,9 +201,9 @@ def _new_scale(
 
 
 DELAYED_BEGIN = leaf_op(
-    "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor cell_step, "
-    "Tensor step, bool advance, int length, str algorithm, int margin, float[] largest, Tensor? rows=None, "
-    "Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
+    "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor "
+    "cell_step, Tensor step, bool advance, int length, str algorithm, int margin, float[] "
+    "largest, Tensor? rows=None, Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
     DelayedBeginArgs,
     _begin_alloc,
     _begin_fill,
@@ -295,12 +295,15 @@ def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
 
 
 RECORD_GRADIENT_AMAX = leaf_op(
-    "record_gradient_amax_(Tensor(a!) cell, Tensor(b!) cell_step, Tensor[] amax, Tensor ticket) -> ()",
+    "record_gradient_amax_(Tensor(a!) cell, Tensor(b!) cell_step, Tensor[] amax, Tensor ticket) "
+    "-> ()",
     RecordGradientAmaxArgs,
     no_outputs,
     _record_gradient_fill,
 )
-"""Keep the maxima of gradients in `cell` (g,) for the next step; maxima that the history already has are overwritten.
+"""Store the maxima of gradients in `cell` (g,) for the next step.
+
+Maxima that the history already has are overwritten.
 
 Each amax is a float32 vector, (1,) or several side by side; `ticket` (2,) int64 comes from
 `delayed_begin_`.
@@ -335,7 +338,7 @@ ADVANCE_STEP = leaf_op(
     no_outputs,
     _advance_fill,
 )
-"""Begin a new step: add 1 to ``step``, or to ``counter``, which threads share, and copy it to ``step``.
+"""Begin a new step: increment ``step`` or the shared ``counter``, and copy it to ``step``.
 
 With ``forward_only``, do nothing where checkpointing calls a layer again during a backward pass.
 """

@@ -15,7 +15,8 @@ _SMALLEST = 5e-324
 def denormals_kept() -> Iterator[None]:
     """Undo ``torch.set_flush_denormal(True)`` in this thread until the end of the block.
 
-    The bytes of a quantized tensor must not depend on that mode. Native kernels do the same themselves.
+    The bytes of a quantized tensor must not depend on that mode. Native kernels do the same
+    themselves.
     """
     if _SMALLEST != 0.0:
         yield

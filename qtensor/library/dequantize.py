@@ -27,7 +27,9 @@ def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
         f"dequantize[{format_name}]",
         "the result's dtype must be float64, float32, bfloat16 or float16",
         dtype if is_dtype else repr(dtype),
-        "Dequantize to float32 and convert that" if is_dtype else "Pass torch.float32, say",
+        "Dequantize to float32 and convert that"
+        if is_dtype
+        else "Pass a dtype, for example torch.float32",
         DtypeError,
     )
 
@@ -70,7 +72,7 @@ DEQUANTIZE = leaf_op(
     _dequantize_alloc,
     _dequantize_fill,
 )
-"""Inner buffers in slot order -> a plain tensor of ``shape`` and ``dtype`` (one rounding, from float32)."""
+"""Decode inner buffers to a tensor of ``shape`` and ``dtype``, rounded once from float32."""
 
 
 class DequantizeInPlaceArgs(NamedTuple):
@@ -97,13 +99,16 @@ DEQUANTIZE_ = leaf_op(
     no_outputs,
     _dequantize_inplace_fill,
 )
-"""The same into an existing tensor of that shape."""
+"""Dequantize into an existing tensor of the logical shape."""
 
 LIBRARY.define("dequantize_tensor(Tensor x, ScalarType? dtype=None) -> Tensor")
 
 
 def _plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """For a plain tensor: a copy in ``dtype``. A subclass answers the op in its dispatch table instead."""
+    """For a plain tensor: a copy in ``dtype``.
+
+    A subclass answers the op in its dispatch table instead.
+    """
     return torch.empty_like(x, dtype=dtype or x.dtype).copy_(x)
 
 
@@ -127,8 +132,8 @@ torch.library.register_autograd(
     "qtensor::dequantize_tensor", _straight_through, setup_context=_keep_dtype, lib=LIBRARY
 )
 DEQUANTIZE_TENSOR = torch.ops.qtensor.dequantize_tensor.default
-"""A quantized tensor -> its values in ``dtype`` (its nominal dtype if None); the gradient passes unchanged.
+"""Decode a quantized tensor to ``dtype`` (None: its nominal dtype); the gradient is unchanged.
 
-The op takes the subclass itself, so that a tensor made inside a compiled region can be decoded too: Dynamo sees one
-opaque call, and the subclass answers below it.
+The op takes the subclass itself, so that a tensor made inside a compiled region can be decoded too:
+Dynamo sees one opaque call, and the subclass answers below it.
 """

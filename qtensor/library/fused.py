@@ -1,4 +1,4 @@
-"""The ops ``norm_quantize`` and ``activation_quantize``: the bytes of the two ops, without the tensor between them."""
+"""Define ``norm_quantize`` and ``activation_quantize``, without a tensor between two ops."""
 
 from __future__ import annotations
 
@@ -74,15 +74,17 @@ def _norm_quantize_fill(outputs: list[Tensor], args: NormQuantizeArgs) -> None:
 
 
 NORM_QUANTIZE = leaf_op(
-    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, bool zero_centered_gamma, "
-    "ScalarType dtype, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None, "
-    "bool keep=False) -> Tensor[]",
+    "norm_quantize(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, bool "
+    "zero_centered_gamma, ScalarType dtype, str quantizer, Tensor? scale=None, Tensor[]? "
+    "amax=None, Tensor? seed=None, bool keep=False) -> Tensor[]",
     NormQuantizeArgs,
     _norm_quantize_alloc,
     _norm_quantize_fill,
 )
-"""``quantize`` of the y of ``norm``, which is rounded to ``dtype`` first: what ``quantize`` returns, mean, rstd, and y
-where ``keep`` asks for it."""
+"""Quantize the y of ``norm``, which is rounded to ``dtype`` first.
+
+The op returns the outputs of ``quantize``, then mean and rstd, then y if ``keep`` is True.
+"""
 
 
 class ActivationQuantizeArgs(NamedTuple):
@@ -122,10 +124,13 @@ def _activation_quantize_fill(outputs: list[Tensor], args: ActivationQuantizeArg
 
 
 ACTIVATION_QUANTIZE = leaf_op(
-    "activation_quantize(Tensor x, str kind, str quantizer, Tensor? scale=None, Tensor[]? amax=None, "
-    "Tensor? seed=None, bool keep=False) -> Tensor[]",
+    "activation_quantize(Tensor x, str kind, str quantizer, Tensor? scale=None, Tensor[]? "
+    "amax=None, Tensor? seed=None, bool keep=False) -> Tensor[]",
     ActivationQuantizeArgs,
     _activation_quantize_alloc,
     _activation_quantize_fill,
 )
-"""``quantize`` of ``activation``: what ``quantize`` returns, and the activation where ``keep`` asks for it."""
+"""Quantize the result of ``activation``.
+
+The op returns the outputs of ``quantize``, then the activation if ``keep`` is True.
+"""

@@ -15,8 +15,11 @@ from qtensor.library.define import LIBRARY, below_autograd, check_one_device, le
 from qtensor.registry import QuantizerLike, parse
 
 LAYOUTS = ("TN", "NN", "NT")
-"""TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b columnwise). NT: ``a.T @ b`` (wgrad,
-both columnwise). The letters are the field's: the operand that is transposed in a column-major GEMM."""
+"""Layouts of a product, named as in column-major GEMMs.
+
+TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b columnwise). NT:
+``a.T @ b`` (wgrad, both columnwise).
+"""
 
 
 def output_shape(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[int, ...]:
@@ -103,7 +106,7 @@ def check_bias(bias_shape: Shape, out_shape: Shape) -> None:
             "gemm",
             "the bias must broadcast to the product",
             f"{tuple(bias_shape)} for {tuple(out_shape)}",
-            "Mend it",
+            "Fix the argument",
         )
 
 
@@ -159,7 +162,7 @@ def check_operands(
     right = b_shape[-1] if layout == "TN" else b_shape[-2]
     if left != right:
         rule = f"{_CONTRACTED[layout]} must be equal ({layout})"
-        _refuse(a, a_shape, b, b_shape, rule, "Transpose one operand or mend the shapes")
+        _refuse(a, a_shape, b, b_shape, rule, "Transpose one operand or fix the shapes")
     if a is None or b is None:
         return
     for name, codec, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):
@@ -174,16 +177,18 @@ def check_operands(
 
 
 GEMM = leaf_op(
-    "gemm(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape, "
-    "str layout, ScalarType dtype, Tensor? bias=None, str backend='auto', bool fast=False) -> Tensor",
+    "gemm(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] "
+    "b_shape, str layout, ScalarType dtype, Tensor? bias=None, str backend='auto', bool "
+    "fast=False) -> Tensor",
     GemmArgs,
     _gemm_alloc,
     _gemm_fill,
 )
-"""Product of two operands, each the buffers of a quantized tensor or (quantizer "") one plain tensor."""
+"""Multiply two operands: the buffers of a quantized tensor, or (quantizer "") one tensor."""
 
 LIBRARY.define(
-    "gemm_tensor(Tensor a, Tensor b, str layout, ScalarType? dtype=None, Tensor? bias=None) -> Tensor"
+    "gemm_tensor(Tensor a, Tensor b, str layout, ScalarType? dtype=None, Tensor? bias=None) -> "
+    "Tensor"
 )
 
 
@@ -222,7 +227,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """The products of the other two layouts, with the gradient in high precision and the other operand's value."""
+    """Return the gradients: products of ``grad`` with the value of the other operand."""
     a, b = ctx.saved_tensors
     d_a = d_b = d_bias = None
     if ctx.needs_input_grad[0]:

@@ -1,4 +1,4 @@
-"""Ops of the backward pass that write state: accumulated weight gradients, and operands kept for a later product."""
+"""Define the ops of backward that write state: accumulated gradients, stored operands."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GEMM_ACCUMULATE = leaf_op(
 """``out += a.T @ b`` (layout NT), or ``out = ...``: the weight gradient added where it is kept."""
 
 _PENDING: dict[int, deque[tuple[Operand, Operand]]] = {}
-"""Key of a module -> operands of weight gradients that ``backward_dw()`` will compute, oldest first."""
+"""Operands of weight gradients that ``backward_dw()`` will compute, oldest first, by module key."""
 
 
 class PostponeWgradArgs(NamedTuple):
@@ -101,7 +101,7 @@ POSTPONE = leaf_op(
     no_outputs,
     _postpone_fill,
 )
-"""Keep the operands of a weight gradient for later; the token makes it a write, which no compiler may drop."""
+"""Store the operands of a weight gradient; writing the token keeps the op in compiled code."""
 
 
 def take_postponed(key: int) -> tuple[Operand, Operand]:
@@ -155,9 +155,10 @@ REPORT_ACCUMULATED = leaf_op(
     no_outputs,
     _report_accumulated_fill,
 )
-"""Call the listener of the key ``report[0]`` and count that in ``report[1]``: int64 (2,) on the CPU.
+"""Call the listener of key ``report[0]`` and count it in ``report[1]``; int64 (2,), CPU.
 
-A tensor brings the key, so that one graph serves all layers, and is written, so that no compiler drops the op.
+A tensor brings the key, so that one graph serves all layers, and is written, so that no compiler
+drops the op.
 """
 
 

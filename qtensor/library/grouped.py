@@ -1,8 +1,9 @@
 """Ops over ragged groups: quantize each on its own, multiply each by a weight of its own.
 
-The sizes of the groups are ``sizes`` (SymInt[]), or ([] there) ``splits``, an int64 tensor (groups,) on the CPU that
-``split_sizes`` has checked: shapes of results never depend on its values, so that one graph serves all of them. Each op calls
-the bodies of the ops over one matrix, group by group, and has their bytes.
+The sizes of the groups are ``sizes`` (SymInt[]), or ([] there) ``splits``, an int64 tensor
+(groups,) on the CPU that ``split_sizes`` has checked: shapes of results never depend on its values,
+so that one graph serves all of them. Each op calls the bodies of the ops over one matrix, group by
+group, and has their bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Pair = tuple[list[Tensor], str, Shape, list[Tensor], str, Shape]
 GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
 
 
-# ---- sizes -------------------------------------------------------------------------------------
+# ---- sizes
 
 
 class SplitSizesArgs(NamedTuple):
@@ -64,7 +65,7 @@ SPLIT_SIZES = leaf_op(
     _split_sizes_alloc,
     _split_sizes_fill,
 )
-"""Group sizes, int64 (groups,) on any device -> a checked copy on the CPU, read once a call of a layer."""
+"""Check group sizes, int64 (groups,) on any device, and copy them to the CPU."""
 
 
 class ListedSizesArgs(NamedTuple):
@@ -100,9 +101,10 @@ LISTED_SIZES = leaf_op(
     _listed_sizes_alloc,
     _listed_sizes_fill,
 )
-"""The same for sizes that are numbers.
+"""Check group sizes that are numbers, and return them as a tensor.
 
-An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op is raised as it is, when the graph runs.
+An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op is raised as it is,
+when the graph runs.
 """
 
 
@@ -116,7 +118,7 @@ def _read_groups(op: str, args: Any) -> list[int]:
     return known
 
 
-# ---- quantize ---------------------------------------------------------------------------------------------
+# ---- quantize
 
 
 class GroupedQuantizeArgs(NamedTuple):
@@ -163,16 +165,19 @@ def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
 
 
 GROUPED_QUANTIZE = leaf_op(
-    f"grouped_quantize(Tensor x, str quantizer, {GROUPS}, Tensor? scale=None, Tensor? seed=None) -> Tensor[]",
+    f"grouped_quantize(Tensor x, str quantizer, {GROUPS}, Tensor? scale=None, Tensor? seed=None) "
+    "-> Tensor[]",
     GroupedQuantizeArgs,
     _quantize_alloc,
     _quantize_fill,
 )
-"""High-precision (M, K) -> flat buffers in slot order, then the maxima (groups,) for delayed scaling. ``scale`` and
-``seed`` hold an entry for each group."""
+"""Quantize (M, K) to flat buffers in slot order, then the maxima (groups,) of delayed scaling.
+
+``scale`` and ``seed`` have one entry for each group.
+"""
 
 
-# ---- matmul -----------------------------------------------------------------------------------------------
+# ---- matmul
 
 
 class GroupedGemmArgs(NamedTuple):
@@ -234,13 +239,17 @@ def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
 
 
 GROUPED_GEMM = leaf_op(
-    f"grouped_gemm({OPERANDS}, {GROUPS}, str layout, ScalarType dtype, Tensor[]? bias=None) -> Tensor",
+    f"grouped_gemm({OPERANDS}, {GROUPS}, str layout, ScalarType dtype, Tensor[]? bias=None) -> "
+    "Tensor",
     GroupedGemmArgs,
     _gemm_alloc,
     _gemm_fill,
 )
-"""Rows of each group times the group's own matrix, in the layouts TN and NN of ``gemm``. ``a`` is ragged, ``a_shape`` (M, .);
-``b`` holds the buffers of one group after the other, all of ``b_shape``; ``bias`` one (N,) for each group."""
+"""Rows of each group times the group's own matrix, in the layouts TN and NN of ``gemm``.
+
+``a`` is ragged, ``a_shape`` (M, .);
+``b`` holds the buffers of one group after the other, all of ``b_shape``; ``bias`` one (N,) for each
+group."""
 
 
 def _pairs(args: Any) -> list[Pair]:
@@ -312,7 +321,10 @@ GROUPED_WGRAD = leaf_op(
     _wgrad_alloc,
     _wgrad_fill,
 )
-"""``a_i.T @ b_i`` of the groups in ``wanted``; both ragged. A group without rows has a gradient of zeros."""
+"""``a_i.T @ b_i`` of the groups in ``wanted``; both ragged.
+
+A group without rows has a gradient of zeros.
+"""
 
 
 class GroupedWgradAccumulateArgs(NamedTuple):
@@ -345,12 +357,13 @@ def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
 
 
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
-    f"grouped_wgrad_accumulate_(Tensor(a!)[] out, {OPERANDS}, {GROUPS}, int[] wanted, bool[] overwrite) -> ()",
+    f"grouped_wgrad_accumulate_(Tensor(a!)[] out, {OPERANDS}, {GROUPS}, int[] wanted, bool[] "
+    "overwrite) -> ()",
     GroupedWgradAccumulateArgs,
     _accumulate_check,
     _accumulate_fill,
 )
-"""``out_j += a_i.T @ b_i``, or ``=`` where ``overwrite`` says so, for the groups i in ``wanted``."""
+"""Add ``a_i.T @ b_i`` to ``out_j``, or write it if ``overwrite``, for the groups in ``wanted``."""
 
 
 class PostponeGroupedWgradArgs(NamedTuple):
@@ -387,7 +400,7 @@ GROUPED_POSTPONE = leaf_op(
 """``postpone_wgrad_`` of each group, the first one first."""
 
 
-# ---- bias -------------------------------------------------------------------------------------------------
+# ---- bias
 
 
 class GroupedBiasGradArgs(NamedTuple):

@@ -1,12 +1,12 @@
-"""The ops of a linear layer: ``linear_forward`` and ``linear_backward``, each a whole direction in one call.
+"""Define ``linear_forward`` and ``linear_backward``, each a whole direction in one call.
 
-They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the other, with the same bytes, and return the
-buffers that backward needs beside the products. A layer that splits over ranks, keeps a workspace or postpones a gradient
-calls the single ops instead.
+They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the other, with the
+same bytes, and return the buffers that backward needs beside the products. A layer that splits over
+ranks, keeps a workspace or postpones a gradient calls the single ops instead.
 
-The buffers that are kept have two layouts. By default each is an output of its own. With ``packed=True`` they share one
-byte tensor (``qtensor.layout.pack``): a compiled program checks, saves and frees each tensor between forward and backward,
-so that fewer tensors cost less.
+The buffers that are kept have two layouts. By default each is an output of its own. With
+``packed=True`` they share one byte tensor (``qtensor.layout.pack``): a compiled program checks,
+saves and frees each tensor between forward and backward, so that fewer tensors cost less.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class LinearBackwardArgs(NamedTuple):
     Attributes:
         dy: gradient (M, N) of the product, float32, bfloat16 or float16.
         quantizer: canonical text of its quantizer.
-        x: kept buffers of the input; [] if the weight has no gradient. Packed: the one byte tensor of both operands.
+        x: kept buffers of the input; [] if the weight has no gradient. Packed: the one byte tensor
+            of both operands.
         x_quantizer: canonical text of these buffers, "" for none.
         x_shape: (M, K).
         weight: kept buffers of the weight; [] if the input has no gradient, and if packed.
@@ -98,7 +99,10 @@ class LinearBackwardArgs(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def part(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
-    """Return (slots of the buffers of a usage, canonical text of these buffers alone); ((), "") if there are none."""
+    """Return the slots of a usage and the canonical string of these buffers alone.
+
+    The result is ((), "") if the quantizer has no such buffers.
+    """
     codec = parse(canonical)
     if not getattr(codec, usage):
         return (), ""
@@ -129,10 +133,10 @@ def _matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> T
 
 
 def packing(x_kept: str, x_shape: Shape, weight_kept: str, weight_shape: Shape) -> Packing:
-    """Return where the kept buffers of input (M, K) and weight (N, K) lie in the byte tensor that they share.
+    """Return the positions of the saved buffers of input (M, K) and weight (N, K) in their tensor.
 
-    The pieces of the input come first in the result. Those of the weight come first in memory: their sizes are numbers
-    where those of the input are symbols.
+    The pieces of the input come first in the result. Those of the weight come first in memory:
+    their sizes are numbers where those of the input are symbols.
     """
     x_slots, weight_slots = (parse(text).slots if text else () for text in (x_kept, weight_kept))
     weight, end = pack(weight_slots, weight_shape, 0)
@@ -150,8 +154,8 @@ def _known_packing(
 def unpack(saved: Tensor, layout: Packing) -> list[Tensor]:
     """Return the buffers that share the byte tensor ``saved`` (layout.size,), as views of it.
 
-    ``saved`` may be a view itself, at any offset within its storage: an activation pool hands it back so. One that is not
-    contiguous, or not aligned as its buffers need, is copied first.
+    ``saved`` may be a view itself, at any offset within its storage: an activation pool hands it
+    back so. One that is not contiguous, or not aligned as its buffers need, is copied first.
     """
     if not saved.is_contiguous() or (saved.is_cpu and saved.data_ptr() % PACK_ALIGNMENT):
         saved = saved.clone(memory_format=torch.contiguous_format)
@@ -162,7 +166,7 @@ def unpack(saved: Tensor, layout: Packing) -> list[Tensor]:
 
 
 def alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
-    """Return memory for the amax (1,) of an ``x`` that is quantized under delayed scaling; [] for other quantizers."""
+    """Return [an empty amax (1,)] for an ``x`` under delayed scaling; [] for other quantizers."""
     if not parse(quantizer).returns_amax:
         return []
     return [torch.empty_strided((1,), (1,), dtype=torch.float32, device=x.device)]
@@ -250,9 +254,8 @@ def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
 
 
 LINEAR_FORWARD = leaf_op(
-    "linear_forward(Tensor x, str x_quantizer, str x_kept, "
-    "Tensor weight, str weight_quantizer, str weight_kept, "
-    "Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, "
+    "linear_forward(Tensor x, str x_quantizer, str x_kept, Tensor weight, str weight_quantizer, "
+    "str weight_kept, Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, "
     "Tensor? weight_seed=None, bool packed=False) -> Tensor[]",
     LinearForwardArgs,
     _forward_alloc,
@@ -260,13 +263,16 @@ LINEAR_FORWARD = leaf_op(
 )
 """``x @ weight.T + bias`` of quantized operands: see ``LinearForwardArgs``.
 
-Returns [product (M, N), the kept buffers of ``x`` and of ``weight``, the amaxes (1,) of delayed scaling]; with ``packed``
-one byte tensor stands for all kept buffers.
+Returns [product (M, N), the kept buffers of ``x`` and of ``weight``, the amaxes (1,) of delayed
+scaling]; with ``packed`` one byte tensor stands for all kept buffers.
 """
 
 
 def forward_by_ops(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return what ``linear_forward`` returns unpacked, by the single ops: for quantized tensors, which answer those ops."""
+    """Return the unpacked results of ``linear_forward``, computed by single ops.
+
+    Quantized tensors handle the single ops themselves.
+    """
     call = LinearForwardArgs(*args, **kwargs)
     sides = (
         (call.x, call.x_quantizer, call.x_kept, call.x_seed),
@@ -356,6 +362,6 @@ LINEAR_BACKWARD = leaf_op(
 )
 """The gradients of a linear layer from its quantized ``dy``: see ``LinearBackwardArgs``.
 
-Returns [gradient of x (M, K) where buffers of the weight are kept, gradient of the weight (N, K) where buffers of x are kept,
-gradient of the bias (N,) if asked for, amax (1,) of delayed scaling].
+Returns [gradient of x (M, K) where buffers of the weight are kept, gradient of the weight (N, K)
+where buffers of x are kept, gradient of the bias (N,) if asked for, amax (1,) of delayed scaling].
 """

@@ -34,7 +34,8 @@ def check_tensor(op: str, name: str, t: Tensor) -> None:
         "Convert it first",
         DtypeError,
     )
-    check(t.ndim > 0, op, f"{name} must have a last dim", "a 0-d tensor", "Reshape it to (1,), say")
+    rule, fix = f"{name} must have a last dim", "Reshape it, for example to (1,)"
+    check(t.ndim > 0, op, rule, "a 0-d tensor", fix)
 
 
 def _check_vector(op: str, name: str, t: Tensor | None, size: int) -> None:
@@ -110,7 +111,10 @@ NORM = leaf_op(
     _norm_alloc,
     _norm_fill,
 )
-"""LayerNorm or RMSNorm over the last dim, and what backward needs: float32 mean ((0,) for "rmsnorm") and rstd."""
+"""Compute LayerNorm or RMSNorm over the last dim, with float32 mean and rstd for backward.
+
+The mean is (0,) for "rmsnorm".
+"""
 
 
 class NormBackwardArgs(NamedTuple):
@@ -160,7 +164,7 @@ NORM_BACKWARD = leaf_op(
     _norm_backward_alloc,
     _norm_backward_fill,
 )
-"""Gradients of ``norm``; those of weight and bias are (0,) where there is none, else in the weight's dtype."""
+"""Compute the gradients of ``norm``; absent gradients of weight and bias are (0,)."""
 
 
 class BiasGradArgs(NamedTuple):

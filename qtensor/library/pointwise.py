@@ -1,4 +1,4 @@
-"""Small ops of sequences, each rounding where its name says so: compiled code must not fuse the rounding away."""
+"""Define small ops of sequences whose rounding compiled code must not fuse away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _check_same(op: str, a: Tensor, b: Tensor) -> None:
     check_tensor(op, "x", a)
     rule = "both tensors must have one shape and dtype"
     got = f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
-    check(a.shape == b.shape and a.dtype == b.dtype, op, rule, got, "Mend one of them")
+    check(a.shape == b.shape and a.dtype == b.dtype, op, rule, got, "Fix one of them")
 
 
 def _empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,7 +52,7 @@ ADD = leaf_op("add(Tensor x, Tensor y) -> Tensor", AddArgs, _add_alloc, _add_fil
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y`` of tensors that are known to fit: by the op where a tracer could fuse the rounding away."""
+    """Return ``x + y`` of tensors that fit, by the op if a tracer could fuse the rounding."""
     return ADD(x, y) if torch.compiler.is_compiling() else torch.add(x, y)
 
 
@@ -116,7 +116,7 @@ def _bias_add_alloc(args: BiasAddArgs) -> Tensor:
     check_tensor("bias_add", "x", args.x)
     rule = "the bias must have the size of the last dim"
     got = f"{tuple(args.bias.shape)} for {tuple(args.x.shape)}"
-    check(args.bias.shape == args.x.shape[-1:], "bias_add", rule, got, "Mend one of them")
+    check(args.bias.shape == args.x.shape[-1:], "bias_add", rule, got, "Fix one of them")
     return _empty(args.x, args.dtype)
 
 
@@ -160,7 +160,7 @@ def _dropout_fill(out: Tensor, args: DropoutArgs) -> None:
 DROPOUT = leaf_op(
     "dropout(Tensor x, float p, Tensor seed) -> Tensor", DropoutArgs, _dropout_alloc, _dropout_fill
 )
-"""Zero with probability ``p`` by the random word of the element's place, else ``x / (1 - p)``; its own backward."""
+"""Return 0 with probability ``p``, else ``x / (1 - p)``; the op is its own backward."""
 
 
 class L2NormArgs(NamedTuple):

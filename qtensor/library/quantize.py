@@ -178,7 +178,8 @@ def _draw_seeds_fill(seeds: Tensor, args: DrawSeedsArgs) -> None:
 
 
 QUANTIZE = leaf_op(
-    "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? seed=None) -> Tensor[]",
+    "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? "
+    "seed=None) -> Tensor[]",
     QuantizeArgs,
     _quantize_alloc,
     _quantize_fill,
@@ -192,10 +193,10 @@ QUANTIZE_ = leaf_op(
     _quantize_inplace_check,
     _quantize_inplace_fill,
 )
-"""The same into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
+"""Quantize into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
 AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", AmaxArgs, _amax_alloc, _amax_fill)
-"""The maxima behind the tensor-wide factors, to be reduced over a process group and handed to ``quantize``."""
+"""Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``."""
 
 RANDOM_SEED = leaf_op(
     "random_seed(Tensor like) -> Tensor",
@@ -204,7 +205,7 @@ RANDOM_SEED = leaf_op(
     _random_seed_fill,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-"""A seed for stochastic rounding from the default generator of ``like``'s device; ``quantize`` itself stays pure."""
+"""Return a seed for stochastic rounding from the default generator of ``like``'s device."""
 
 DRAW_SEEDS = leaf_op(
     "draw_seeds_(Tensor like, Tensor(a!) draws, int count) -> Tensor",
@@ -215,7 +216,8 @@ DRAW_SEEDS = leaf_op(
 )
 """Seeds (count,) for a layer that keeps a counter of its draws: ``draws``, int64 (1,) on the CPU.
 
-The write keeps the draw where it is: AOTAutograd merges calls with equal arguments (``fx_graph_cse``) and its min-cut
-partitioner moves them into the backward graph, looking at a list of random operators and not at the tag. To be replaced by
-``random_seed`` when these passes look at ``nondeterministic_seeded``.
+The write keeps the draw where it is: AOTAutograd merges calls with equal arguments
+(``fx_graph_cse``) and its min-cut partitioner moves them into the backward graph, looking at a list
+of random operators and not at the tag. To be replaced by ``random_seed`` when these passes look at
+``nondeterministic_seeded``.
 """

@@ -1,8 +1,9 @@
-"""Ragged groups: the rows of one matrix (M, K) in ``groups`` parts, whose sizes are given one by one.
+"""Describe ragged groups: the rows of a matrix (M, K) in ``groups`` parts of given sizes.
 
-Each group is a matrix of its own. Its buffers lie one behind the other, flat: buffer s of all groups is one tensor (total,),
-in which group i begins where those before it end. The total follows from the sizes where they are known as numbers; where
-a tensor holds them, it is the largest that any sizes with the same M and number of groups can need.
+Each group is a matrix of its own. Its buffers lie one behind the other, flat: buffer s of all
+groups is one tensor (total,), in which group i begins where those before it end. The total follows
+from the sizes where they are known as numbers; where a tensor holds them, it is the largest that
+any sizes with the same M and number of groups can need.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
 
 
 def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
-    """Entries of a flat buffer that suffice for every way to cut ``rows`` rows into ``groups`` parts.
+    """Return the entries of a flat buffer that suffice for any split of ``rows`` into ``groups``.
 
-    A dimension over m rows grows by the same number of entries with every whole period of rows, and r rows more take at
-    most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P - 1)) / P), that many periods suffice.
+    A dimension over m rows grows by the same number of entries with every whole period of rows, and
+    r rows more take at most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P
+    - 1)) / P), that many periods suffice.
     """
     count, ragged = 1, False
     for dim in slot.dims:
@@ -50,7 +52,7 @@ def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
 def alloc_flat(
     codec: Codec, shape: Shape, sizes: Shape | None, groups: int, device: torch.device
 ) -> list[Tensor]:
-    """Allocate the flat buffers of a matrix of ``shape``; padding and what no group takes start as zeros.
+    """Allocate the flat buffers of a matrix of ``shape``; unused entries start as zeros.
 
     Args:
         codec: whose buffers.
@@ -158,8 +160,8 @@ def check_sizes(label: str, sizes: Sequence[int], rows: int) -> None:
     for i, size in enumerate(sizes):
         if size < 0:
             rule = "the groups of m_splits must have zero or more rows"
-            fail(f"{label} m_splits", rule, f"{size} for group {i}", "Mend m_splits")
+            fail(f"{label} m_splits", rule, f"{size} for group {i}", "Fix m_splits")
     total = sum(sizes)
     if total != rows:
         rule = f"m_splits must sum to the rows of the input, {rows}"
-        fail(f"{label} m_splits", rule, f"a sum of {total}", "Mend m_splits or the input")
+        fail(f"{label} m_splits", rule, f"a sum of {total}", "Fix m_splits or the input")

@@ -9,4 +9,7 @@ if TYPE_CHECKING:
     from qtensor.kernels.gemm.problem import Problem
 
 IN_FRONT: dict[str, Callable[[Problem], str | None]] = {}
-"""What answers some products before the table of ``choice.py``: name -> why it does not, or None."""
+"""Functions that may answer a product before the table of ``choice.py``, by name.
+
+Each returns None if it answers, else the reason why it does not.
+"""

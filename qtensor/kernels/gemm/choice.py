@@ -154,7 +154,7 @@ def reset() -> None:
     _CHOICES.clear()
 
 
-# ---- running -----------------------------------------------------------------------------------
+# ---- running
 
 _CHOICES: dict[Any, GemmChoice] = {}
 _MOST_CHOICES = 4096
@@ -285,7 +285,7 @@ def _refuse(problem: Problem, backend: str, refusals: Sequence[tuple[str, str]])
     fail(op, rule, f"{problem.text()}: {reason}", fix, UnsupportedError)
 
 
-# ---- explaining --------------------------------------------------------------------------------
+# ---- explaining
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def problem_for(
     bias: Tensor | None,
     place: torch.device | str,
 ) -> Problem:
-    """Return the problem on a device, or on an architecture such as "sm_90a" as if one were here."""
+    """Return the problem on a device, or on an architecture such as "sm_90a"."""
     known = None if bias is None else (tuple(bias.shape), bias.dtype)
     if isinstance(place, torch.device):
         a, b = operands

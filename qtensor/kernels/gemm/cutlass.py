@@ -1,4 +1,4 @@
-"""Products by generated CUTLASS kernels: which kernel a problem wants, and its buffers as that kernel reads them."""
+"""Choose the generated CUTLASS kernel of a product and prepare its buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def want(problem: Problem) -> Want | str:
     block: tuple[int, ...] = ()
     if recipe == "fp8_blockwise":
         block = (1, 128 if b.option("block_scaling_dim") == 2 else 1, 128)
-    # Only MXFP8 stores columnwise codes as the rowwise ones; elsewhere all layouts have K contiguous.
+    # Only MXFP8 stores columnwise codes as the rowwise ones; elsewhere all layouts have K
+    # contiguous.
     layout = problem.layout if recipe == "mxfp8" else "TN"
     fast = problem.fast and recipe == "fp8" and arch == "sm_90a"
     elements = str(a.element), str(b.element)
@@ -161,7 +162,10 @@ class Cutlass:
 
 
 def alpha(problem: Problem) -> float:
-    """Factor of the product that is a number: NVFP4 stores amaxes, and its decode factor is amax / (6 * e4m3_max)."""
+    """Return the number by which the product is multiplied.
+
+    NVFP4 stores amaxes; its decode factor is amax / (6 * e4m3_max).
+    """
     if problem.a.label != "nvfp4":
         return 1.0
     tops = [_FP4_MAX * operand.option("e4m3_max") for operand in (problem.a, problem.b)]

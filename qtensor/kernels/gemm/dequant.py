@@ -1,4 +1,4 @@
-"""Products of operands that are decoded exactly to 16 bits and multiplied by torch's 16-bit matmul."""
+"""Decode operands exactly to 16 bits and multiply them with torch's 16-bit matmul."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...] | str:
-    """16-bit dtypes that hold every value of an operand but for factors applied at the end; or why there is none.
+    """Return the 16-bit dtypes that hold every value of an operand, or why there is none.
 
-    E4M3 and E5M2 codes have at most 4 significant bits, products of E2M1 codes with E4M3 factors 6, bfloat16 8 and
-    float16 11. A power of two as a factor keeps bits and needs the exponent range of bfloat16.
+    Factors that are applied after the product do not count.
+
+    E4M3 and E5M2 codes have at most 4 significant bits, products of E2M1 codes with E4M3 factors 6,
+    bfloat16 8 and float16 11. A power of two as a factor keeps bits and needs the exponent range of
+    bfloat16.
     """
     label, quantizer = operand.label, operand.quantizer
     if quantizer is None:
@@ -49,7 +52,7 @@ def _exact_dtypes(problem: Problem, operand: GemmSide) -> tuple[torch.dtype, ...
 
 
 def _rotations_cancel(problem: Problem) -> bool:
-    """Whether both sides are rotated alike along the contraction, so that the product is that of the tensors."""
+    """Return True if both sides are rotated alike along the contraction, which cancels."""
     a, b = problem.a, problem.b
     alike = a.option("with_random_sign_mask") == b.option("with_random_sign_mask")
     return a.rotated and b.rotated and alike and problem.sizes[3] % 16 == 0 and not problem.batched
@@ -61,10 +64,13 @@ def _amax_follows(operand: GemmSide) -> bool:
 
 
 class Dequant:
-    """Both operands exactly in bfloat16 (or float16), factors of tensors and rows aside; then one matmul.
+    """Multiply two operands that are decoded exactly to bfloat16 or float16.
 
-    Sums are float32, factors and bias are applied to them in float32, and the result is rounded once. Values whose last
-    bit is below 2^-133, the smallest bfloat16, are rounded: factors of about 2^-120 and less.
+    Factors of tensors and rows are applied after it.
+
+    Sums are float32, factors and bias are applied to them in float32, and the result is rounded
+    once. Values whose last bit is below 2^-133, the smallest bfloat16, are rounded: factors of
+    about 2^-120 and less.
     """
 
     name = "dequant"

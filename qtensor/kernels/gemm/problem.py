@@ -1,4 +1,4 @@
-"""A product as backends see it: formats, sizes and directions, without data; and the call itself."""
+"""Describe a product for backends: formats, sizes and directions, and the call itself."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class GemmSide:
 
     @property
     def factors_follow(self) -> bool:
-        """Whether factors of rows or columns (fp8_rowwise) are one for each line that is not contracted."""
+        """Return True if fp8_rowwise factors belong to lines that are not contracted."""
         return (self.option("axis", -1) == -1) == (self.contracted == -1)
 
 

@@ -1,4 +1,4 @@
-"""How GPU kernels read the buffers of an operand: functions from buffers to matrices and factors."""
+"""Read the buffers of an operand as the matrices and factors of GPU kernels."""
 
 from __future__ import annotations
 

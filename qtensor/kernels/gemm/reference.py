@@ -53,7 +53,7 @@ def _part(columnwise: bool | None, codes_only: bool) -> Part:
 
 
 def _values(side: GemmSide, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the float32 values of an operand, and the (1,) factor that is left out of them, if any."""
+    """Return the float32 values of an operand, and the (1,) factor that they lack, if any."""
     quantizer = side.quantizer
     if quantizer is None:
         return buffers[0].float(), None

@@ -16,7 +16,7 @@ _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class ScaledMM:
-    """``torch._scaled_mm``, where its arithmetic is that of a quantized product: float32 sums, one rounding."""
+    """Compute products with ``torch._scaled_mm`` if it has float32 sums and one rounding."""
 
     name = "scaled_mm"
     detail = ""

@@ -123,8 +123,8 @@ def decoded(matrix: GemmRows, dtype: torch.dtype) -> tuple[Tensor | None, Tensor
         dtype: of the values.
 
     Returns:
-        Values (..., K), or None if no kernel decodes them. Factors: float32 (1,) or one for each row,
-        or None if the values contain all of them.
+        Values (..., K), or None if no kernel decodes them. Factors: float32 (1,) or one for each
+        row, or None if the values contain all of them.
     """
     quantizer, buffers = matrix.quantizer, list(matrix.buffers)
     if quantizer is None:
