@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qtensor.encoding import decode_call
 from qtensor.errors import fail
 from qtensor.formats import FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shapes, contiguous_strides, has_padding
@@ -155,26 +156,11 @@ def parse(canonical: str) -> QuantizerLike:
     Raises:
         QTensorError: unknown format, unknown option or malformed string.
     """
-    name, bracket, options = canonical.partition("(")
+    name, words = decode_call(canonical)
     cls = quantizer_class(name)
-    if bracket and not options.endswith(")"):
-        _malformed(canonical)
-    values: dict[str, Any] = {}
-    for item in options.removesuffix(")").split(",") if bracket else ():
-        option, equals, value = item.partition("=")
-        if not equals or option in values:
-            _malformed(canonical)
-        values[option] = _value(value, getattr(cls, option, None))
-    return cls(**values)
-
-
-def _malformed(canonical: str) -> None:
-    fail(
-        "quantizer",
-        "text must read 'format' or 'format(option=value,...)'",
-        repr(canonical),
-        "Correct the text",
-    )
+    return cls(**{
+        option: _value(word, getattr(cls, option, None)) for option, word in words.items()
+    })
 
 
 def _value(option: str, default: Any) -> Any:

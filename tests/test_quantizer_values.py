@@ -167,7 +167,7 @@ MALFORMED = {
     ),
     "mxfp8(rowwise=yes)": "quantizer[mxfp8]: rowwise must be a bool; got 'yes'",
     "mxfp8(rowwise=1)": "quantizer[mxfp8]: rowwise must be a bool; got '1'",
-    "mxfp8(rowwise=True))": "quantizer[mxfp8]: rowwise must be a bool; got 'True)'",
+    "mxfp8(rowwise=True))": "got 'True)'. Write 'True%29'",
     "mxfp8(dtype=e2m1)": "quantizer[mxfp8]: dtype must be one of 'e4m3', 'e5m2'; got 'e2m1'",
     "mxfp8(scale_mode=1)": (
         "quantizer[mxfp8]: scale_mode must be one of 'rceil', 'floor', 'ceil', 'even'; got '1'"
@@ -352,7 +352,7 @@ def test_a_quantizer_that_lacks_methods_says_so() -> None:
         empty.dequantize()
 
 
-@pytest.mark.parametrize("tag", ["inf", "1", "1e5", "True", "x y"])
+@pytest.mark.parametrize("tag", ["inf", "1", "1e5", "True", "x y", "a|b;c", "a,(b=c)", "'\"%28"])
 @pytest.mark.usefixtures("own_format")
 def test_text_options_round_trip(tag: str) -> None:
     """An option is read back as the type of its default, whatever its text looks like."""
@@ -364,8 +364,6 @@ def test_text_options_round_trip(tag: str) -> None:
 
     q = TaggedQuantizer(tag=tag)
     assert parse(q.canonical) == q
-    with pytest.raises(qtensor.QTensorError, match="tag must not contain a comma"):
-        TaggedQuantizer(tag=tag + ",b")
 
 
 def test_a_default_that_depends_on_another_option() -> None:

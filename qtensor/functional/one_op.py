@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.encoding import decode_list, encode_list
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs
 from qtensor.functional.operands import split_seeds
@@ -61,7 +62,7 @@ def one_op(key: str, roles: str, dtype: torch.dtype, dgrad: bool, wgrad: bool) -
     plan = linear_plan(key, module, name, dgrad, wgrad)
     texts = (plan.input, plan.weight, plan.grad_output, plan.saved_input, plan.saved_weight)
     flags = (_digits((dgrad, wgrad)), _digits(plan.delayed), _digits(plan.stochastic))
-    text = "|".join((*texts, plan.backward_override or "", *flags, fingerprint()))
+    text = encode_list((*texts, plan.backward_override or "", *flags, fingerprint()), "|")
     return OneOp(text, plan.multiple, any(plan.delayed) or any(plan.stochastic))
 
 
@@ -89,7 +90,7 @@ def _linear(
     seeds: Tensor | None = None,
     delayed: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    x, w, dy, saved_x, saved_w, override, *flags, _ = plan.split("|")
+    x, w, dy, saved_x, saved_w, override, *flags, _ = decode_list(plan, "|")
     (dgrad, wgrad), of_delayed, stochastic = (_flags(digits) for digits in flags)
     needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     args = LinearFwdArgs(inp, weight, bias, dgrad, wgrad, needs_bias)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from qtensor.encoding import encode_call
 from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
 from qtensor.layout import Shape, buffer_shapes
@@ -26,10 +27,10 @@ from qtensor.quantizers.calls import (
 )
 from qtensor.quantizers.methods import FormatMethods
 from qtensor.quantizers.options import (
-    canonical_value,
     check_choice,
     check_options,
     find_element,
+    option_word,
     refuse_unknown,
 )
 from qtensor.registry import alloc_slots, parse, register_quantizer
@@ -129,10 +130,8 @@ class Quantizer(FormatMethods):
 
     def _canonical(self) -> str:
         """Return ``format(option=value,...)`` with the options that differ from their defaults."""
-        changed = [
-            f"{name}={canonical_value(value)}" for name, value in self.changed_options().items()
-        ]
-        return f"{self.format}({','.join(changed)})" if changed else self.format
+        words = {name: option_word(value) for name, value in self.changed_options().items()}
+        return encode_call(self.format, words)
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""

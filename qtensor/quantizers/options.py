@@ -75,9 +75,6 @@ def check_options(quantizer: Any) -> None:
                 repr(value),
                 "Pass such a value",
             )
-        if isinstance(value, str) and any(c in value for c in ",()="):
-            rule = f"{field.name} must not contain a comma, bracket or equals sign"
-            fail(name, rule, repr(value), "Choose another name for the value")
         if type(value) is not expected:
             object.__setattr__(quantizer, field.name, expected(value))
         if isinstance(value, int | float) and expected is float and not 0 <= value < math.inf:
@@ -127,6 +124,6 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
     fail("dtype", f"the element must be one of {legal}", repr(name), "Choose one of them")
 
 
-def canonical_value(value: Any) -> str:
-    """Return the value of an option in the syntax of canonical strings."""
+def option_word(value: Any) -> str:
+    """Return an option's value as a word of the canonical text (``encode_call`` escapes it)."""
     return f"{value!r}" if isinstance(value, float) else f"{value}"

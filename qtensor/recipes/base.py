@@ -7,12 +7,10 @@ compiled graphs.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import inspect
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
+from qtensor.encoding import Function, decode_literals, encode_literals
 from qtensor.errors import ArgumentTypeError, fail
 from qtensor.library.codec import parse
 from qtensor.library.constant import compile_constant as compile_constant
@@ -289,25 +288,19 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -
 # ----------------------------------------------------------------------------------------------
 
 
-def _as_literal(value: Any) -> str:
-    """Return an option as a Python literal: quantizers by canonical string, functions by number."""
+def _plain_value(value: Any) -> Any:
+    """Return an option as values that keys can hold: canonical texts, keys, numbers of functions."""
     if isinstance(value, Format):
-        return repr(value.name)
+        return value.name
     if isinstance(value, Quantizer):
-        return repr(value.canonical)
+        return value.canonical
     if isinstance(value, torch.dtype):
-        return repr(str(value).removeprefix("torch."))
+        return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
-        items = ",".join(f"{k!r}:{_as_literal(v)}" for k, v in value.items())
-        return "{" + items + "}"
+        return {name: _plain_value(item) for name, item in value.items()}
     if isinstance(value, Recipe):
-        return repr(value._key)
-    if callable(value):
-        return f"('function',{function_number(value)})"
-    if isinstance(value, float) and not math.isfinite(value):
-        # Python has no literals for infinity and NaN.
-        return f"('float','{float(value)}')"
-    return repr(value)
+        return value._key
+    return Function(function_number(value)) if callable(value) else value
 
 
 def _make_key(recipe: Recipe) -> str:
@@ -315,22 +308,22 @@ def _make_key(recipe: Recipe) -> str:
     values = {option: getattr(recipe, option) for option in recipe.option_names}
     if isinstance(values.get("fp8_format"), str):
         values["fp8_format"] = values["fp8_format"].upper()
-    options = ",".join([f"{option}={_as_literal(value)}" for option, value in values.items()])
-    return f"{name}({options})"
+    plain = {option: _plain_value(value) for option, value in values.items()}
+    return encode_literals(name, plain)
 
 
-def _from_literal(value: Any) -> Any:
-    """Return the option that a literal of ``_as_literal`` stands for."""
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == "function":
-        function = FUNCTIONS.get(value[1], lambda: None)()
+def _option(value: Any) -> Any:
+    """Return the option that a value of ``_plain_value`` stands for."""
+    if isinstance(value, Function):
+        function = FUNCTIONS.get(value.number, lambda: None)()
         if function is None:
             rule = "the function of the recipe no longer exists"
-            fail("recipe", rule, f"function {value[1]}", "Keep the recipe until backward has run")
+            fail(
+                "recipe", rule, f"function {value.number}", "Keep the recipe until backward has run"
+            )
         return function
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == "float":
-        return float(value[1])
     if isinstance(value, dict):
-        return {name: _from_literal(item) for name, item in value.items()}
+        return {name: _option(item) for name, item in value.items()}
     return value
 
 
@@ -342,14 +335,12 @@ def parse_recipe(key: str) -> Recipe:
         QTensorError: the key names an unknown recipe, or an option value is not legal.
     """
     name = key.partition("(")[0]
-    call = ast.parse(key, mode="eval").body
-    if name not in RECIPES or not isinstance(call, ast.Call):
+    if name not in RECIPES:
         fail("recipe", f"the recipe must be one of {', '.join(RECIPES)}", key, "Choose one")
     cls = RECIPES[name]
     copy = object.__new__(cls)
-    for keyword in call.keywords:
-        value = _from_literal(ast.literal_eval(keyword.value))
-        object.__setattr__(copy, str(keyword.arg), value)
+    for option, value in decode_literals(key)[1].items():
+        object.__setattr__(copy, option, _option(value))
     object.__setattr__(copy, "_key", key)
     copy.validate()
     return copy

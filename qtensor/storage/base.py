@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from qtensor.encoding import decode_list, encode_list
 from qtensor.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.formats import FormatSpec
 from qtensor.layout import Shape
@@ -37,14 +38,15 @@ class ViewNote:
 
     def suffix(self) -> str:
         """Return the note as the tail of a scale layout."""
-        return ";".join(("", "copy" if self.is_copy else "part", *self.shared))
+        words = ("copy" if self.is_copy else "part", *self.shared)
+        return f";{encode_list(words, ';')}"
 
     @staticmethod
     def parse(tail: str) -> ViewNote | None:
         """Return the note that the tail of a scale layout holds, or None for an empty tail."""
         if not tail:
             return None
-        kind, *shared = tail.split(";")
+        kind, *shared = decode_list(tail, ";")
         return ViewNote(tuple(shared), kind == "copy")
 
 
