@@ -3,7 +3,7 @@
 | text | example | written by |
 |---|---|---|
 | canonical text of a quantizer | ``mxfp8(columnwise=True)`` | ``encode_call`` |
-| layout of a part of a tensor; plan of a traced layer | ``plain;part;_scale_inv`` | ``encode_list`` |
+| layout of a view; plan of a linear layer | ``plain;part;_scale_inv`` | ``encode_list`` |
 | key of a recipe | ``MXFP8BlockScaling(overrides={'input':'mxfp6'})`` | ``encode_literals`` |
 
 ::

@@ -6,19 +6,19 @@
 | dgrad | rowwise dy, columnwise w |
 | wgrad | columnwise dy, columnwise x |
 
-A forward takes one of three paths. All of them give the same bytes:
+A forward takes one of three paths, which give the same bytes:
 
 | path | code | runs when |
 |---|---|---|
-| traced | ``qtensor_composite::linear`` | Dynamo traces a layer without special options |
-| one op | ``_forward_in_one_op`` | forward quantizes both plain operands |
-| op by op | ``_forward_by_ops`` | all other calls: see below |
+| one op | ``_forward_in_one_op`` | the recipe quantizes input and weight |
+| one op, answered by tensors | ``library.linear.forward_by_ops`` | one of the two is quantized |
+| single ops | ``_forward_by_ops`` | all other calls |
 
-The traced op (one_op.py) is composite: the compiler decomposes it into one of the other two paths,
-so it never runs itself. An operand forces the path op by op if it stays in high precision, comes
-from another operation already quantized, is split over ranks, or is a weight from a workspace.
-Backward has the same two paths: one op, or op by op also if the weight gradient goes to
-``main_grad`` or is delayed.
+All other calls are those with an operand that stays in high precision, comes from another
+operation already quantized, is split over ranks, or is a weight from a workspace. Compiled code
+takes the same paths: Dynamo sees ``qtensor_composite::linear`` (one_op.py), which the compiler
+decomposes into one of them. Backward takes one op, or single ops also if the weight gradient goes
+to ``main_grad`` or is delayed.
 """
 
 from __future__ import annotations
