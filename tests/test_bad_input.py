@@ -125,7 +125,8 @@ def test_unknown_option(case: FormatCase, option: str) -> None:
     """The message lists the options, and only those."""
     known = ", ".join(case.quantizer().option_names())
     message = (
-        f"quantizer[{case.name}]: the option must be one of the format's; got {option}. Choose among: "
+        f"quantizer[{case.name}]: the option must be one of the format's; got {option}. "
+        "Choose among: "
         f"{known}."
     )
     for function in (

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: which folder, what stands in for it, what is listed and removed."""
+"""The cache of compiled kernels: its folder, its substitute, and listing and removing kernels."""
 
 import ctypes
 import grp

@@ -1,4 +1,4 @@
-"""What client libraries do with parameters and modules, imitated call by call without the libraries."""
+"""Calls that client libraries make on parameters and modules, without these libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quantized_linear(case: FormatCase) -> nn.Linear:
 
 @formats
 def test_offload_a_parameter_and_bring_it_back(case: FormatCase):
-    """Accelerate rebuilds a parameter by ``type(old)(new, requires_grad=...)``, on meta and back."""
+    """Accelerate rebuilds parameters with ``type(old)(new, requires_grad=...)``, also on meta."""
     layer, x = quantized_linear(case), torch.randn(8, 256)
     expected, old = layer(x), layer.weight
     saved = layer.state_dict()["weight"]
@@ -42,7 +42,7 @@ def test_a_plain_tensor_is_not_taken_for_a_quantized_one():
 
 
 def test_adapters_find_converted_layers():
-    """PEFT looks for instances of torch.nn.Linear, by class and by name, and reads their attributes."""
+    """PEFT finds instances of torch.nn.Linear by class and name, and reads their attributes."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
     qtensor.convert_(model, qtensor.recipes.MXFP8BlockScaling())
     found = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -109,7 +109,7 @@ def test_a_quantized_weight_stays_quantized():
 
 
 class Inside(nn.Module):
-    """Quantize the input, then use the quantized tensor in the program: its parts, its transpose, a product."""
+    """Use parts, the transpose and a product of a tensor that the program quantizes."""
 
     def __init__(self, case: FormatCase):
         super().__init__()
@@ -134,7 +134,7 @@ class Returns(Inside):
 
 @formats
 def test_a_program_makes_quantized_tensors(case: FormatCase):
-    """They are steps of the program, not constants in it: other inputs give other bytes, before and after a file."""
+    """Other inputs give other bytes, before and after saving: the program has no constants."""
     scale, module = torch.tensor([2.0]), Inside(case)
     program = torch.export.export(
         module, (ordinary((BATCHES[0], 72)), scale), dynamic_shapes=DYNAMIC, strict=False

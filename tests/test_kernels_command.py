@@ -103,7 +103,7 @@ def test_list_of_nothing() -> None:
 
 
 def test_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries that are in use, that are current for another CPU, and that were built from other sources."""
+    """Libraries that are in use, current for another CPU, or built from other sources."""
     best = sources.usable_isas()[0]
     other = next(isa for isa in sources.ISAS if isa != best)
     for isa in (best, other):

@@ -1,4 +1,4 @@
-"""``qtensor.Linear`` is a ``torch.nn.Linear``, for libraries that look for one; other layers are not."""
+"""``qtensor.Linear`` is a ``torch.nn.Linear`` for other libraries; other layers are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens where the native kernels cannot be built or loaded: the reference, the same bytes, one warning that says why."""
+"""The reference gives the same bytes, with one warning, if native kernels cannot be built."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def falls_back(folder: Path, *reasons: str, **environment: str) -> None:
 
 @pytest.fixture(scope="session")
 def real_library() -> Path:
-    """The kernels of this CPU, for compilers that copy them: what is tested is not how long they take."""
+    """Return the library of this CPU's kernels, which the fake compilers copy to save time."""
     return build(sources.build_spec(sources.choose_isa()))
 
 
@@ -147,7 +147,7 @@ def test_a_library_that_does_not_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["int nothing;", 'extern "C" int qt_abi() { return ABI; }'])
 def test_a_library_without_symbols(tmp_path: Path, text: str) -> None:
-    """A foreign file under the right name: every function is looked up when the library is loaded."""
+    """A foreign file has the right name: loading the library looks every function up."""
     source = tmp_path / "foreign.cpp"
     abi = structs.ABI * 1000 + ctypes.sizeof(structs.CQuantizer)
     source.write_text(text.replace("ABI", str(abi)) + "\n")

@@ -1,4 +1,4 @@
-"""An allocation that fails inside a kernel: no process ends, and the reference computes the same bytes."""
+"""If an allocation fails inside a kernel, the reference computes the same bytes."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def sanitized(spec: BuildSpec) -> BuildSpec:
 def run(*arguments: str, wide_vectors: bool = False) -> subprocess.CompletedProcess[str]:
     """Run a program under the sanitizers.
 
-    With `wide_vectors`, the check for returned stack frames is off. With it, code of GCC 12 crashes at
-    64-byte vectors on the stack, probably because the check aligns its frames to less than that.
+    With `wide_vectors`, the check for returned stack frames is off. With it, code of GCC 12 crashes
+    at 64-byte vectors on the stack, probably because the check aligns its frames to less than that.
     """
     environment = os.environ | {
         # A sanitizer looks for the runtime of C++ at its start, to see exceptions.

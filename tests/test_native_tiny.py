@@ -1,4 +1,4 @@
-"""Small calls of a user: padding, modes, profiler, traces, autograd and subclasses see what they see of large ones."""
+"""Small calls behave like large calls for modes, the profiler, autograd and subclasses."""
 
 from __future__ import annotations
 

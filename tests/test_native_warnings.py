@@ -1,4 +1,4 @@
-"""The C++ sources compile without a warning of -Wall and -Wextra, have no long lines, and are in the README."""
+"""The C++ sources compile without warnings, have no long lines and are in the README."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDE = pytest.mark.nightly(reason="compiles the same sources once more")
     "isa", [isa if isa == BEST else pytest.param(isa, marks=WIDE) for isa in sources.ISAS]
 )
 def test_no_warnings(isa: str) -> None:
-    """With the flags that users compile with, but without generating code; warnings of the optimizer need it."""
+    """Compile with the users' flags but generate no code, which optimizer warnings need."""
     for unit in sources.units(isa):
         if "_" in unit.name and unit.name.endswith(("Float32", "Float16")):
             continue  # the same lines as for Bfloat16

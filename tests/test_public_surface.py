@@ -1,4 +1,4 @@
-"""Names, types and errors that users see: exports, annotations, and calls that other libraries make."""
+"""Names, types and errors of the public interface, and calls of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QTENSOR_SMALL_CALLS=0 leaves the C++ answers out: every small call has the same bytes without them."""
+"""QTENSOR_SMALL_CALLS=0 turns the C++ answers off: small calls give the same bytes."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_products_do_not_see_torch_autocast(dtype: torch.dtype) -> None:
 
 
 def test_fills_run_below_autograd() -> None:
-    """Without that, torch refuses the ``out=`` of the product, whose operand requires a gradient."""
+    """Without it, torch refuses ``out=`` for a product whose operand requires grad."""
     a, b = torch.randn(8, 16), torch.randn(4, 16)
     expected = product(a, b, torch.float32)
     assert torch.equal(product(a.requires_grad_(), b, torch.float32), expected)

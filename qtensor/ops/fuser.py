@@ -37,8 +37,8 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
 
     The plan is created if needed; beyond ``MOST_PLANS`` the oldest one is dropped.
 
-    Each plan is a separate attribute, so that a compiled graph depends only on its own plan. A graph
-    whose plan was dropped is compiled again.
+    Each plan is a separate attribute, so that a compiled graph depends only on its own plan. A
+    graph whose plan was dropped is compiled again.
     """
     fuser = _FUSERS[number]
     values = (keys, first, epoch)
