@@ -85,7 +85,7 @@ def packed_backward_arguments(
     wanted: tuple[bool, bool, bool] = (True, True, True),
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
 ) -> tuple[Any, ...]:
-    """Return arguments of a packed ``linear_backward``; dtypes of dy and of the weight's gradient."""
+    """Return the arguments of a packed ``linear_backward`` for dtypes of dy and grad_weight."""
     (m, n, k), (of_input, of_weight, of_bias) = sizes, wanted
     kept = ("columnwise" if of_weight else "", "columnwise" if of_input else "")
     saved = torch.ops.qtensor.linear_forward(*packed_forward_arguments(q, sizes, kept))[1]

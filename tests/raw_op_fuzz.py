@@ -2,8 +2,8 @@
 
     python tests/raw_op_fuzz.py SEED COUNT [OP ...]
 
-It makes COUNT calls of each op. Before each call it prints the call, so that the last line names the
-call that ended the process. A line that begins with BAD is a fault.
+It makes COUNT calls of each op. Before each call it prints the call, so that the last line names
+the call that ended the process. A line that begins with BAD is a fault.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def as_bytes(t: Tensor) -> bytes:
 
 
 def dirty(sizes: list[int], value: int) -> None:
-    """Fill and free memory of these sizes, which the next allocations get: nothing may show through."""
+    """Fill and free memory of these sizes. Later allocations get it and must not show it."""
     blocks = [torch.full((size,), value, dtype=torch.uint8) for size in sizes for _ in range(2)]
     del blocks
 
@@ -168,7 +168,7 @@ def random_call(name: str, seed: int) -> Arguments:
 
 
 def check_call(name: str, seed: int) -> str:
-    """Make a random call several times and return "ok", "refused", or a line that begins with BAD."""
+    """Repeat a random call and return "ok", "refused", or a line that begins with BAD."""
     arguments = random_call(name, seed)
     text = ", ".join(f"{key}={describe(value)}" for key, value in arguments.items())
     print(f"{name} {seed}: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""Raw ops survive random arguments: no crash, no odd exception, no write outside, no stale memory."""
+"""Raw ops survive random arguments without crashes, stray writes or stale memory."""
 
 from __future__ import annotations
 

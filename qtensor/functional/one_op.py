@@ -1,8 +1,8 @@
 """A linear layer as one op of a traced program.
 
-Dynamo would follow a layer through every function that it calls, and guard each of them at every call of the compiled program.
-It sees one op here. The op is composite: what compiles the program decomposes it into the ops of the layer's two directions,
-so that it is in no program that runs.
+Dynamo would trace a layer through every function that it calls, and guard each function at every
+call of the compiled program. Here it sees one op. The op is composite: the compiler decomposes it
+into the ops of the layer's two directions, so that no compiled program contains it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from qtensor.version import fingerprint
 
 _LIBRARY = torch.library.Library("qtensor_composite", "DEF")
 _LIBRARY.define(
-    "linear(Tensor inp, Tensor weight, Tensor? bias, str plan, Tensor? seeds=None, Tensor[]? delayed=None) -> Tensor[]"
+    "linear(Tensor inp, Tensor weight, Tensor? bias, str plan, Tensor? seeds=None, "
+    "Tensor[]? delayed=None) -> Tensor[]"
 )
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,8 +47,9 @@ class OneOp(NamedTuple):
 def one_op(key: str, roles: str, dtype: torch.dtype, dgrad: bool, wgrad: bool) -> OneOp:
     """The layer of a call.
 
-    The text says all that the op does, and by what code: programs are cached for other processes by what Dynamo saw. A key may
-    name functions of this one, and how the op is decomposed Dynamo does not see.
+    The plan fully describes the op, with a fingerprint of its code. The cache of programs, which
+    other processes read, depends on what Dynamo saw. A key may name functions of this process, and
+    Dynamo does not see how the op is decomposed.
 
     Args:
         key: of the recipe in force, "" for high precision.
@@ -75,7 +77,7 @@ def _flags(digits: str) -> Any:
 
 
 def _packs(inp: Any, plan: LinearPlan) -> bool:
-    """Whether one buffer keeps both operands: on a GPU, parts of a buffer are tensors to be made."""
+    """Return True if one buffer holds both operands; on a GPU its views would cost time."""
     if not inp.is_cpu or isinstance(inp, QuantizedTensorStorage):
         return False
     at_once = plan.input and plan.weight and plan.grad_output
@@ -108,4 +110,6 @@ _LIBRARY.impl("linear", _linear, "CompositeImplicitAutograd")
 LINEAR = torch.ops.qtensor_composite.linear.default
 """The layer under the plan of ``one_op``: [its output, the amaxes of delayed scaling].
 
-``seeds``: those that the plan's operands draw; ``delayed``: scales, ticket, cell and its step of a ``DelayedCall``."""
+``seeds`` are drawn by the plan's operands. ``delayed`` holds the scales, the ticket, the cell
+and the step of a ``DelayedCall``.
+"""

@@ -289,7 +289,7 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -
 
 
 def _plain_value(value: Any) -> Any:
-    """Return an option as values that keys can hold: canonical texts, keys, numbers of functions."""
+    """Return an option as values that keys can hold: strings, keys and numbers of functions."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, Quantizer):
