@@ -142,7 +142,10 @@ def addresses(layout: BufferLayout, buffers: Sequence[Tensor]) -> list[int] | No
     pointers = [0] * (SHARED + 1)
     for slot, position, size, dtype in layout.slots:
         buffer = buffers[slot]
-        if buffer.shape != size or not is_plain(buffer, dtype):
+        # As `is_plain`, without a call of a function for each buffer.
+        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or buffer.shape != size:
+            return None
+        if not (buffer.is_cpu and buffer.is_contiguous()):
             return None
         pointers[position] = buffer.data_ptr()
     return pointers

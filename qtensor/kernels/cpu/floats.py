@@ -262,8 +262,12 @@ def activation_(
 ) -> bool:
     """Write the activation of x; with dy, which must have the dtype of x, the gradient of x."""
     handle = readable(x, dy)
-    if handle is None or not x.numel() or (dy is not None and dy.dtype is not x.dtype):
+    if handle is None or not x.numel():
         return False
+    if dy is not None:
+        values = x.numel() // 2 if kind in _GATED else x.numel()
+        if dy.dtype is not x.dtype or not _all_sized(values, dy):
+            return False
     call, _alive = activation_call(out, x, kind, dy, clamp)
     return bool(handle.qt_activation(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
 

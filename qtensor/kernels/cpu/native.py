@@ -294,7 +294,7 @@ def dequantize_(
         False for parts of buffers and other dtypes, which the reference serves.
     """
     code, layout = DTYPES.get(out.dtype), buffer_layout(quantizer, torch.Size(shape))
-    if code is None or layout is None or not is_plain(out, out.dtype):
+    if code is None or layout is None or not (out.is_cpu and out.is_contiguous()):
         return False
     kernels = library()
     pointers = addresses(layout, buffers)
