@@ -13,11 +13,11 @@ __all__ = ["ActivationFunction", "activation", "clamped_swiglu"]
 
 
 class ActivationFunction(torch.autograd.Function):
-    """Forward saves the input."""
+    """An activation as a function of autograd. Forward saves the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        """The activation of ``x``."""
+        """Return the activation of ``x`` (..., H), or (..., 2H) for a gated kind."""
         ctx.save_for_backward(x)
         ctx.kind = kind
         return ACTIVATION(x, kind)
@@ -25,13 +25,13 @@ class ActivationFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The gradient of ``x``."""
+        """Return the gradient of ``x``, in its shape."""
         (x,) = ctx.saved_tensors
         return ACTIVATION_BACKWARD(grad, x, ctx.kind), None
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """An activation by name.
+    """Return the activation (..., H) with a given name.
 
     Args:
         x: (..., H), or (..., 2H) for a gated kind, whose first half is activated and multiplied by

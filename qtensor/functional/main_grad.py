@@ -1,4 +1,4 @@
-"""Telling a weight that a backward pass has added its gradient to ``main_grad``."""
+"""Notify a weight that a backward pass has added its gradient to ``main_grad``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qtensor.library.gradient import REPORT_ACCUMULATED
 
 
 class ReportAccumulated(torch.autograd.Function):
-    """The output itself; its backward, which runs right before that of the layer, reports."""
+    """The identity. Its backward runs right before that of the layer and notifies the weight."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, report: Tensor) -> Tensor:
-        """``out``."""
+        """Return a view of ``out`` (..., N)."""
         ctx.save_for_backward(report)
         ctx.set_materialize_grads(False)
         return out.view_as(out)
@@ -23,7 +23,7 @@ class ReportAccumulated(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        """The gradient itself."""
+        """Return the gradient (..., N) unchanged."""
         if grad is not None:
             REPORT_ACCUMULATED(*ctx.saved_tensors)
         return grad, None

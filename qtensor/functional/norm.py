@@ -11,7 +11,7 @@ from qtensor.library.norm import NORM, NORM_BACKWARD
 
 
 class NormFunction(torch.autograd.Function):
-    """Forward saves the input and the statistics of its rows."""
+    """A norm as a function of autograd. Forward saves the input and the statistics of its rows."""
 
     @staticmethod
     def forward(
@@ -23,7 +23,7 @@ class NormFunction(torch.autograd.Function):
         eps: float,
         zero_centered_gamma: bool,
     ) -> Tensor:
-        """The normed input."""
+        """Return the normed ``x`` (..., K)."""
         y, mean, rstd = NORM(x, weight, bias, kind, eps, zero_centered_gamma, x.dtype)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.options = kind, zero_centered_gamma, bias is not None
@@ -32,7 +32,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients of (x, weight, bias) and None for the options."""
+        """Return the gradients of x (..., K), weight (K,), bias (K,), and None for options."""
         x, weight, mean, rstd = ctx.saved_tensors
         kind, zero_centered_gamma, has_bias = ctx.options
         dx, dweight, dbias = NORM_BACKWARD(

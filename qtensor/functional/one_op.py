@@ -1,8 +1,9 @@
 """A linear layer as one op of a traced program.
 
-Dynamo would trace a layer through every function that it calls, and guard each function at every
-call of the compiled program. Here it sees one op. The op is composite: the compiler decomposes it
-into the ops of the layer's two directions, so that no compiled program contains it.
+Dynamo would trace a layer through every function that it calls, and the compiled program would
+check a guard for each of them at every call. With this op Dynamo sees one call. The op is
+composite: the compiler decomposes it into the ops of forward and backward, so no program that runs
+contains it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from qtensor.version import fingerprint
 
 _LIBRARY = torch.library.Library("qtensor_composite", "DEF")
 _LIBRARY.define(
-    "linear(Tensor inp, Tensor weight, Tensor? bias, str plan, Tensor? seeds=None, "
-    "Tensor[]? delayed=None) -> Tensor[]"
+    "linear(Tensor inp, Tensor weight, Tensor? bias, str plan, "
+    "Tensor? seeds=None, Tensor[]? delayed=None) -> Tensor[]"
 )
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OneOp(NamedTuple):
-    """A layer for the one op.
+    """A layer as the op takes it.
 
     Attributes:
-        text: of the plan, "" where the op does not serve.
-        multiple: what features must be multiples of.
-        takes_state: the op is given seeds, or the factors of delayed scaling.
+        text: the plan as text, "" if the op cannot compute the layer.
+        multiple: in_features and out_features must be multiples of it.
+        takes_state: the op needs seeds, or the factors of delayed scaling.
     """
 
     text: str
@@ -45,16 +46,16 @@ class OneOp(NamedTuple):
 
 @compile_constant
 def one_op(key: str, roles: str, dtype: torch.dtype, dgrad: bool, wgrad: bool) -> OneOp:
-    """The layer of a call.
+    """Return the layer of a call.
 
-    The plan fully describes the op, with a fingerprint of its code. The cache of programs, which
-    other processes read, depends on what Dynamo saw. A key may name functions of this process, and
-    Dynamo does not see how the op is decomposed.
+    The text holds everything that decides what the op computes, the version of the code included:
+    the caches of compiled programs, which other processes read, are keyed by what Dynamo saw, and
+    Dynamo sees neither the functions that a key numbers nor how the op is decomposed.
 
     Args:
-        key: of the recipe in force, "" for high precision.
+        key: key of the active recipe, "" for high precision.
         roles: "module/name", for the recipe's roles.
-        dtype: of the input.
+        dtype: dtype of the input.
         dgrad: the input needs a gradient.
         wgrad: the weight needs a gradient.
     """
@@ -77,7 +78,7 @@ def _flags(digits: str) -> Any:
 
 
 def _packs(inp: Any, plan: LinearPlan) -> bool:
-    """Return True if one buffer holds both operands; on a GPU its views would cost time."""
+    """Return whether one tensor keeps both operands. On a GPU its views would cost time."""
     if not inp.is_cpu or isinstance(inp, QuantizedTensorStorage):
         return False
     at_once = plan.input and plan.weight and plan.grad_output
@@ -108,8 +109,8 @@ def _linear(
 
 _LIBRARY.impl("linear", _linear, "CompositeImplicitAutograd")
 LINEAR = torch.ops.qtensor_composite.linear.default
-"""The layer under the plan of ``one_op``: [its output, the amaxes of delayed scaling].
+"""Compute a layer by the plan of ``one_op``: [output (..., N), amaxes (1,) of delayed scaling].
 
-``seeds`` are drawn by the plan's operands. ``delayed`` holds the scales, the ticket, the cell
-and the step of a ``DelayedCall``.
+``inp`` is (..., K), ``weight`` (N, K), ``bias`` (N,). ``seeds`` (n,) int64 holds one seed for each
+operand that is rounded stochastically, and ``delayed`` the fields of a ``DelayedCall``.
 """

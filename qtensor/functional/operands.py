@@ -25,14 +25,14 @@ def draw(like: Tensor, draws: Tensor, count: int) -> Tensor:
 def draw_seeds(
     like: Tensor, draws: Tensor, stochastic: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """A seed (1,) for each of input, weight and gradient that is rounded at random."""
+    """Return a seed (1,) int64, or None, for each of input, weight and gradient."""
     return split_seeds(draw(like, draws, sum(stochastic)), stochastic)
 
 
 def split_seeds(
     seeds: Tensor, stochastic: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The seeds of ``DRAW_SEEDS`` by who takes them."""
+    """Split the seeds (n,) of ``DRAW_SEEDS`` among input, weight and gradient."""
     place, found = 0, []
     for wanted in stochastic:
         found.append(seeds[place : place + 1] if wanted else None)
@@ -52,13 +52,13 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A value (..., K) that came quantized, in the place of the tensor that it stands for.
+    """A value (..., K) that another operation has quantized.
 
     Attributes:
         buffers: of the matrix (M, K) of its rows, in the slot order of the quantizer.
         canonical: text of the quantizer.
         shape: the logical shape, (..., K).
-        dtype: of what it stands for.
+        dtype: dtype of the tensor that was quantized.
         amax: (1,) float32 under delayed scaling.
     """
 
@@ -75,7 +75,7 @@ class Quantized(NamedTuple):
 
     @property
     def operand(self) -> Operand:
-        """The matrix as operand of a GEMM."""
+        """Return the matrix (M, K) as an operand of a GEMM."""
         rows = 1
         for size in self.shape[:-1]:
             rows = rows * size
@@ -83,7 +83,7 @@ class Quantized(NamedTuple):
 
 
 def plain_operand(t: Tensor) -> Operand:
-    """A tensor in high precision."""
+    """Return the operand of a tensor (M, K) in high precision."""
     return Operand([t], "", t.shape)
 
 
@@ -107,7 +107,7 @@ def quantize_operand(
 
 
 def row_part(operand: Operand) -> Operand:
-    """What fprop reads of an input or weight, and dgrad of a gradient."""
+    """Return the rowwise part: fprop reads it of input and weight, dgrad of the gradient."""
     found = parts(operand.canonical)
     if len(found.row) == found.total:
         return operand
@@ -129,7 +129,7 @@ def column_part(operand: Operand) -> Operand:
 def multiply(
     a: Operand, b: Operand, layout: str, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Any:
-    """The product in one of the layouts of the ``gemm`` op."""
+    """Return the product (M, N) in a layout of the ``gemm`` op; ``bias`` is (N,)."""
     return GEMM(
         a.buffers,
         a.canonical,

@@ -1,4 +1,4 @@
-"""Which quantizer a module's output takes."""
+"""Choose the quantizer of a module's output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from qtensor.recipes import Role, compile_constant, parse_recipe
 
 @compile_constant
 def output_canonical(key: str, asked: str, module: str, name: str) -> str:
-    """Canonical text of a quantized output.
+    """Return the canonical text of a quantized output.
 
     Args:
-        key: of the recipe in force.
+        key: key of the active recipe, "" for none.
         asked: a canonical text, or "" for the recipe's "output" role.
         module: for the recipe's roles.
-        name: of the module.
+        name: name of the module.
 
     Raises:
         QTensorError: no recipe that could say, or a format that needs state.

@@ -60,7 +60,7 @@ def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
 
 
 def all_reduce(x: Tensor, p: Parallel) -> Tensor:
-    """Sum over ranks."""
+    """Return the sum of ``x`` over ranks, in its shape."""
     _functional()
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", p.group))
@@ -108,24 +108,24 @@ def check_input(label: str, shape: Shape, p: Parallel | None) -> None:
 
 
 def gather_input(x: Tensor, p: Parallel | None) -> Tensor:
-    """What the forward of a sharded layer does with its input."""
+    """Return the input of a sharded layer's forward, gathered over ranks if it is split."""
     return all_gather(x, p) if p is not None and p.sequence and p.mode == "column" else x
 
 
 def reduce_output(y: Tensor, p: Parallel | None) -> Tensor:
-    """What the forward does with its output, before the bias."""
+    """Return the output of the forward, summed over ranks if the weight's columns are split."""
     if p is None or p.mode != "row":
         return y
     return reduce_scatter(y, p) if p.sequence else all_reduce(y, p)
 
 
 def gather_gradient(dy: Tensor, p: Parallel | None) -> Tensor:
-    """What the backward does with the output's gradient."""
+    """Return the gradient of the output, gathered over ranks if it is split."""
     return all_gather(dy, p) if p is not None and p.sequence and p.mode == "row" else dy
 
 
 def reduce_gradient(dx: Tensor, p: Parallel | None) -> Tensor:
-    """What the backward does with the input's gradient."""
+    """Return the gradient of the input, summed over ranks if the weight's rows are split."""
     if p is None or p.mode != "column":
         return dx
     return reduce_scatter(dx, p) if p.sequence else all_reduce(dx, p)

@@ -61,7 +61,7 @@ def parts(canonical: str) -> Parts:
 
 
 def _saved(text: str, wanted: bool, override: str | None) -> str:
-    """Canonical text of what backward reads of an operand that forward quantizes."""
+    """Return the canonical text of the buffers that backward reads of a quantized operand."""
     if not text or not wanted or override == "high_precision":
         return ""
     found = parts(text)
@@ -78,7 +78,7 @@ def _text(codec: Codec | None, rowwise: bool, columnwise: bool) -> str:
 
 @compile_constant
 def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> LinearPlan:
-    """The plan of a call.
+    """Return the plan of a call.
 
     Args:
         key: of the recipe; "" for high precision.
@@ -115,7 +115,7 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
 
 @compile_constant
 def delayed_options(key: str) -> DelayedScaling | None:
-    """The rules of the delayed roles of a recipe, None where it has none."""
+    """Return the options of delayed scaling of a recipe, None without delayed scaling."""
     recipe = parse_recipe(key)
     if isinstance(recipe, DelayedScaling):
         return recipe
@@ -138,7 +138,7 @@ def caller_functions(key: str) -> tuple[int, int]:
 
 @compile_constant
 def largest_values(key: str, module: str, name: str) -> tuple[float, float, float]:
-    """The largest code values of input, weight and gradient."""
+    """Return the largest code values of input, weight and gradient."""
     found = role_quantizers(key, module, name).values()
     return tuple(448.0 if q is None else q.element.max for q in found)  # type: ignore[return-value]
 
@@ -204,13 +204,13 @@ def stored_weight_plan(
 
 
 def weight_label(module: str, name: str) -> str:
-    """How messages name a weight."""
+    """Return the name of a weight in messages."""
     return f"{module}[{name}] weight" if name else f"{module} weight"
 
 
 @compile_constant
 def covers(workspace: str, wanted: str) -> bool:
-    """Whether buffers quantized as ``workspace`` serve where ``wanted`` is asked for."""
+    """Return whether buffers of the quantizer ``workspace`` can stand for those of ``wanted``."""
     if not workspace or not wanted:
         return False
     have, want = parse(workspace), parse(wanted)
@@ -233,12 +233,12 @@ def alignment(canonical: str) -> int:
 
 @compile_constant
 def assembly(canonical: str) -> tuple[str, tuple[str, ...]]:
-    """(name of the tensor class, constructor keywords of the buffers) of what a text names."""
+    """Return the name of the tensor class of a canonical text, and the keywords of its buffers."""
     quantizer: Any = parse(canonical)
     return quantizer.tensor_cls.__qualname__, quantizer.keywords
 
 
 @compile_constant
 def is_requantization_safe(canonical: str) -> bool:
-    """Whether quantizing the same data again gives the same bytes."""
+    """Return whether quantizing the same data again gives the same bytes."""
     return not canonical or parse(canonical).is_requantization_safe()
