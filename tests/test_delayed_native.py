@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import qtensor
+from qtensor.kernels import table
 from qtensor.kernels.cpu import native, state
-from qtensor.library import delayed
 
 ops = torch.ops.qtensor
 LARGEST = [448.0, 448.0, 57344.0]
@@ -46,7 +46,7 @@ def both(monkeypatch, name, call, tensors):
     for served in (True, False):
         with monkeypatch.context() as patch:
             if not served:
-                patch.setattr(delayed.state, name, lambda *args: False)
+                patch.setitem(table.STATE, name, lambda *args: False)
             copies = [t.clone() for t in tensors]
             found = call(*copies)
             results.append([*(found or ()), *copies])
@@ -62,7 +62,7 @@ def test_begin(monkeypatch, algorithm, length, gradients):
     for i in range(60):
         rest = (i % 7 != 0, length, algorithm, (0, 3, 140)[i % 3], largest)
         call = functools.partial(begin, torch.tensor([i % 4]), rest)
-        both(monkeypatch, "begin_", call, given(8, gradients, generator))
+        both(monkeypatch, "delayed_begin_", call, given(8, gradients, generator))
 
 
 def begin(step, rest, *tensors):
@@ -83,9 +83,9 @@ def test_record(monkeypatch):
         _, history, steps, cell, cell_step = given(4, 2, generator)
         found = [history[1, :1].clone(), history[2, 1:3].clone()]
         for first in (0, 1, 3):
-            both(monkeypatch, "record_", functools.partial(record, found, first), [history])
+            both(monkeypatch, "record_amax_", functools.partial(record, found, first), [history])
         call = functools.partial(record_gradient, [history[3, :2].clone()], steps)
-        both(monkeypatch, "record_gradient_", call, [cell, cell_step])
+        both(monkeypatch, "record_gradient_amax_", call, [cell, cell_step])
 
 
 def state_of(**changes):

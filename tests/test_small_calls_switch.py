@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import qtensor
 from qtensor.kernels.cpu.small_calls import answers
+from qtensor.kernels.gemm import choice
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -88,3 +91,26 @@ def test_the_same_bytes_without_small_calls() -> None:
     _, programs, _, observers = planned.split()
     assert int(programs) > 50
     assert int(observers) == 5
+
+
+def explain(m: int) -> choice.Explanation:
+    x = torch.randn(m, 64)
+    return qtensor.explain(x, qtensor.quantize(torch.randn(16, 64), "mxfp8"))
+
+
+def test_explain_names_the_small_calls() -> None:
+    if answers.library() is None:
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    small, large = explain(8), explain(1 << 12)
+    assert small.backend == "small_calls"
+    assert dict(small.reasons)["small_calls"] == "chosen, from the third equal call on"
+    assert large.backend != "small_calls"
+    assert "a matrix has more than 65536 elements" in dict(large.reasons)["small_calls"]
+    assert "a size is below 2" in dict(explain(1).reasons)["small_calls"]
+
+
+def test_explain_tells_that_small_calls_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QTENSOR_SMALL_CALLS", "0")
+    off = explain(8)
+    assert off.backend in choice.BACKENDS
+    assert dict(off.reasons)["small_calls"] == "switched off by QTENSOR_SMALL_CALLS=0"

@@ -15,7 +15,7 @@ from native_cases import assert_same_floats
 from triton_checks import device
 
 from qtensor.kernels import table
-from qtensor.kernels.cpu.floats import Target
+from qtensor.kernels.fusion import Target
 
 ops = torch.ops.qtensor
 
@@ -110,5 +110,5 @@ def check_left_to_the_pair() -> None:
         assert kernels(None, buffers, x, "gelu", target) is False
         assert all(bool((b == 7).all()) for b in buffers)
     mx = Target(BY_NAME["mxfp8"].quantizer(), x.dtype, (None, None, None))
-    buffers = list(mx.codec.alloc_tensors((4, 32)).values())
+    buffers = list(mx.quantizer.alloc_tensors((4, 32)).values())
     assert kernels(torch.empty_like(x), buffers, x, "gelu", mx) is False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu import native, state
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
@@ -21,25 +21,31 @@ from qtensor.registry import transposed
 QuantizeKernel = Callable[
     [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
 ]
-"""Write the buffers: (quantizer, buffers in slot order, x, scale, amax, seed) -> success.
+"""A function of (quantizer, buffers in slot order, x, scale, amax, seed) that writes the buffers.
 
-False means that nothing was written and the reference must compute the buffers.
+It returns False, with nothing written, if it does not serve the call.
 """
 
 DequantizeKernel = Callable[[Any, Sequence[Tensor], Shape, Tensor, native.Part], bool]
-"""Decode into ``out``: (quantizer, buffers in slot order, shape, out, part) -> success.
+"""A function of (quantizer, buffers in slot order, shape, out, part) that decodes into ``out``.
 
-False means that nothing was written and the reference must decode.
+It returns False, with nothing written, if it does not serve the call.
 """
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernels for the tensors of one device type."""
+    """Kernels for the tensors of one device type.
+
+    Attributes:
+        name: for `explain`.
+        supports: returns why the kernels do not serve a quantizer and a dtype, or None.
+        quantize_: writes the buffers of a quantized tensor.
+        dequantize_: decodes them.
+    """
 
     name: str
     supports: Callable[[Any, torch.dtype], str | None]
-    """Why a format and dtype are not served, or None."""
     quantize_: QuantizeKernel
     dequantize_: DequantizeKernel
 
@@ -57,16 +63,36 @@ BACKENDS = {
 
 
 FLOATS: dict[str, dict[str, Callable[..., bool]]] = {"cpu": CPU_FLOATS, "cuda": TRITON_FLOATS}
-"""Kernels for plain tensors: device type -> op -> kernel.
+"""Device type -> op -> kernel over plain tensors.
 
-A kernel returns False if it wrote nothing and the reference must compute the op.
+A kernel returns False, with nothing written, if it does not serve the call.
 """
+
+STATE: dict[str, Callable[..., bool]] = {
+    "delayed_begin_": state.begin_,
+    "record_amax_": state.record_,
+    "record_gradient_amax_": state.record_gradient_,
+}
+"""Op on the state of delayed scaling -> its native function, which checks that it can serve."""
 
 
 def floats_(name: str, device_type: str, *args: Any) -> bool:
-    """Write the outputs of an op on plain tensors with a device's kernel; False if none serves."""
+    """Write the outputs of an op over plain tensors by the kernels of a device type.
+
+    Returns:
+        False, with nothing written, if no kernel serves the call.
+    """
     kernel = FLOATS.get(device_type, {}).get(name)
     return kernel is not None and kernel(*args)
+
+
+def state_(name: str, *args: Any) -> bool:
+    """Run an op on the state of delayed scaling in native code.
+
+    Returns:
+        False, with nothing written, if native code does not serve the call.
+    """
+    return STATE[name](*args)
 
 
 def _backend(t: Tensor) -> Backend | None:
@@ -75,28 +101,36 @@ def _backend(t: Tensor) -> Backend | None:
 
 
 def quantize_(
-    codec: Any,
+    quantizer: Any,
     buffers: Sequence[Tensor],
     x: Tensor,
     scale: Tensor | None,
     amax: list[Tensor] | None,
     seed: Tensor | None,
 ) -> bool:
-    """Quantize by the kernels of the device of ``x``, where they serve the call."""
+    """Quantize ``x`` (..., K) into ``buffers`` by the kernels of its device.
+
+    Returns:
+        False, with nothing written, if no kernel serves the call.
+    """
     backend = _backend(x)
-    return backend is not None and backend.quantize_(codec, buffers, x, scale, amax, seed)
+    return backend is not None and backend.quantize_(quantizer, buffers, x, scale, amax, seed)
 
 
 def dequantize_(
-    codec: Any,
+    quantizer: Any,
     buffers: Sequence[Tensor],
     shape: Shape,
     out: Tensor,
     part: native.Part = native.WHOLE,
 ) -> bool:
-    """Decode by the kernels of the device of ``out``, where they serve the call."""
+    """Decode ``buffers`` into ``out``, of ``shape`` or a part of it, by the kernels of its device.
+
+    Returns:
+        False, with nothing written, if no kernel serves the call.
+    """
     backend = _backend(out)
-    return backend is not None and backend.dequantize_(codec, buffers, shape, out, part)
+    return backend is not None and backend.dequantize_(quantizer, buffers, shape, out, part)
 
 
 def decode_transposed(
@@ -130,16 +164,14 @@ def refusal(quantizer: Any, dtype: torch.dtype, device_type: str) -> str | None:
     return backend.supports(quantizer, dtype)
 
 
-def serves(codec: Any, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether a device type has kernels for a format."""
+def serves(quantizer: Any, dtype: torch.dtype, device_type: str) -> bool:
+    """Return whether a device type has kernels for a quantizer and a dtype."""
     backend = BACKENDS.get(device_type)
-    return backend is not None and backend.supports(codec, dtype) is None
+    return backend is not None and backend.supports(quantizer, dtype) is None
 
 
-def explain(codec: Any, dtype: torch.dtype, device_type: str) -> str:
-    """Who quantizes a format from ``dtype`` on a device type, and why not something faster."""
-    backend = BACKENDS.get(device_type)
-    reason = f"no kernels for {device_type}" if backend is None else backend.supports(codec, dtype)
-    if backend is None or reason is not None:
-        return f"{codec.format} from {dtype} on {device_type}: reference ({reason})"
-    return f"{codec.format} from {dtype} on {device_type}: {backend.name}"
+def explain(quantizer: Any, dtype: torch.dtype, device_type: str) -> str:
+    """Return which kernels quantize a format from ``dtype`` on a device type, and why no faster ones."""
+    reason = refusal(quantizer, dtype, device_type)
+    chosen = BACKENDS[device_type].name if reason is None else f"reference ({reason})"
+    return f"{quantizer.format} from {dtype} on {device_type}: {chosen}"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import check
-from qtensor.kernels.cpu import state
+from qtensor.kernels import table
 from qtensor.library.define import below_autograd, leaf_op, no_outputs
 from qtensor.reference.float8 import delayed_scale, roll_history
 
@@ -141,7 +141,9 @@ def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
     tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
     options = (args.length, args.algorithm, args.margin)
     by_recipe = rows is None and new_scale is None
-    if by_recipe and state.begin_(outputs, tensors, args.advance, options, args.largest):
+    if by_recipe and table.state_(
+        "delayed_begin_", outputs, tensors, args.advance, options, args.largest
+    ):
         return
     _check_begin(args)
     with below_autograd():
@@ -227,7 +229,7 @@ class RecordAmaxArgs(NamedTuple):
 
 def _record_fill(_: None, args: RecordAmaxArgs) -> None:
     history, amax, first = args
-    if state.record_(history, amax, first):
+    if table.state_("record_amax_", history, amax, first):
         return
     op = "record_amax_"
     _check_tensors(op, torch.float32, history=history)
@@ -277,7 +279,7 @@ class RecordGradientAmaxArgs(NamedTuple):
 
 def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
     cell, cell_step, amax, ticket = args
-    if state.record_gradient_(cell, cell_step, amax, ticket):
+    if table.state_("record_gradient_amax_", cell, cell_step, amax, ticket):
         return
     op = "record_gradient_amax_"
     _check_tensors(op, torch.float32, cell=cell)

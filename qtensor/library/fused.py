@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels import table
-from qtensor.kernels.cpu.floats import Target
+from qtensor.kernels.fusion import Target
 from qtensor.library.activation import ActivationArgs, activated_shape, check_kind
 from qtensor.library.checks import check_seed
 from qtensor.library.codec import alloc_slots, parse

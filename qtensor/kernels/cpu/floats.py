@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.structs import ActivationCall, NormCall
+from qtensor.kernels.fusion import Clamp, Target
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"gelu": 0, "qgelu": 1, "relu": 2, "silu": 3, "srelu": 4}
@@ -30,25 +30,6 @@ _GATED = {
     "glu": 5,
     "clamped_swiglu": 6,
 }
-
-
-Clamp = tuple[float, float, float, float]
-"""The constants of `clamped_swiglu`: alpha, limit, offset, and 128 / alpha."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """How a fused kernel quantizes its result.
-
-    Attributes:
-        quantizer: the quantizer.
-        dtype: the dtype that values are rounded to before they are quantized.
-        factors: scale, maxima and seed of the call, as `native.quantize_` takes them.
-    """
-
-    quantizer: Any
-    dtype: torch.dtype
-    factors: tuple[Tensor | None, list[Tensor] | None, Tensor | None]
 
 
 def readable(*tensors: Tensor | None) -> Any:

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from qtensor.kernels.gemm.problem import Problem
 
 IN_FRONT: dict[str, Callable[[Problem], str | None]] = {}
-"""Functions that may answer a product before the table of ``choice.py``, by name.
+"""Name of a program that answers products before ``choice.py`` does -> its refusal.
 
-Each returns None if it answers, else the reason why it does not.
+A refusal is a function of the problem: it returns why the program does not answer, or None. These
+programs serve CPUs.
 """

@@ -318,12 +318,14 @@ class Explanation:
 def explain(problem: Problem) -> Explanation:
     """Return the table of a problem: the chosen backend, and a reason for each other one."""
     choice = choose(problem)
-    said = {name: refusal(problem) for name, refusal in IN_FRONT.items()}
+    on_cpu = problem.capability is None and problem.device == "cpu"
+    in_front = IN_FRONT if on_cpu else {}
+    said = {name: refusal(problem) for name, refusal in in_front.items()}
     chosen = next((name for name, reason in said.items() if reason is None), choice.chosen)
     said |= dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
-    first = said[chosen] or "possible"
+    first = said[chosen] or "possible, from the third equal call on"
     said[chosen] = first.replace("possible", "chosen", 1)
-    reasons = tuple((name, said[name] or "possible") for name in (*IN_FRONT, *BACKENDS))
+    reasons = tuple((name, said[name] or "possible") for name in (*in_front, *BACKENDS))
     kernel = choice.kernel if chosen == choice.chosen else None
     return Explanation(problem.text(), chosen, kernel, reasons)
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.cpu.floats import Clamp
+from qtensor.kernels.fusion import Clamp
 from qtensor.kernels.triton.common import (
     as_matrix,
     launch,

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from qtensor.kernels.cpu.floats import Clamp, Target
+from qtensor.kernels.fusion import Clamp, Target
 from qtensor.kernels.triton.calls import backend, supports, whole, write_
 from qtensor.layout import Shape
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.kernels.cpu.floats import Clamp
+from qtensor.kernels.fusion import Clamp
 from qtensor.kernels.triton.activation import GATED, NO_CLAMP, load_activated
 from qtensor.kernels.triton.common import LazyMatrix, as_matrix, load_tile, raw
 from qtensor.kernels.triton.float_math import through

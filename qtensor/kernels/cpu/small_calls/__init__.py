@@ -27,8 +27,10 @@ import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from qtensor.kernels.cpu.small_calls.answers import offer
-from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Parse
+from qtensor.kernels.cpu.small_calls.answers import library, offer
+from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Parse, refuse_gemm
+from qtensor.kernels.gemm import IN_FRONT
+from qtensor.kernels.gemm.problem import Problem
 
 OPS = tuple(PLANNERS)
 """Names of the ops whose small calls C++ answers."""
@@ -47,5 +49,15 @@ def install(observers: MutableMapping[str, Callable[[Any, Any], None]], parse: P
             kernel.
         parse: canonical text -> quantizer.
     """
+    IN_FRONT["small_calls"] = _refuse_product
     if is_enabled():
         observers.update({name: offer(name, parse) for name in OPS})
+
+
+def _refuse_product(problem: Problem) -> str | None:
+    """Return why C++ does not answer a product, or None if it does once the call comes again."""
+    if not is_enabled():
+        return "switched off by QTENSOR_SMALL_CALLS=0"
+    if library() is None:
+        return "its library is not built; run: qtensor kernels build"
+    return refuse_gemm(problem)

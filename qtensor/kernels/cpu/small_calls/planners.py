@@ -30,6 +30,7 @@ from qtensor.kernels.cpu.small_calls.program import (
     available,
     serves,
 )
+from qtensor.kernels.gemm.problem import Problem
 from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
 
 Parse = Callable[[str], Any]
@@ -192,6 +193,26 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgr
     builder.multiply(matrices[0], matrices[1], Result(layout, (m, n, k), out, added))
     addresses += _outputs([0]) if bias is None else [*_outputs([0]), call.at("bias")]
     return CallProgram(builder.build(), addresses)
+
+
+def refuse_gemm(problem: Problem) -> str | None:
+    """Return why no program computes a product on a CPU, or None if one does."""
+    if len(problem.a.shape) != 2 or len(problem.b.shape) != 2:
+        return "an operand is a batch of matrices"
+    _, m, n, k = problem.sizes
+    if not _fits(m, n, k):
+        return f"a matrix has more than {SMALL} elements, or a size is below 2"
+    if problem.dtype not in DTYPES:
+        return f"no program writes {problem.dtype}"
+    if not (problem.a.canonical or problem.b.canonical):
+        return "both operands are plain"
+    for side in (problem.a, problem.b):
+        served = serves(side.quantizer, side.shape) if side.canonical else side.dtype in DTYPES
+        if not served:
+            return f"no program reads {side.label}"
+    if problem.bias is not None and not (problem.bias[0] == (n,) and problem.bias[1] in DTYPES):
+        return f"the bias is not a vector of {n} values that a program reads"
+    return None if available() else "the matrix product of torch was not found"
 
 
 def _matrix(
