@@ -17,11 +17,11 @@ class Target:
     """How a fused kernel quantizes its result.
 
     Attributes:
-        codec: the quantizer.
+        quantizer: the quantizer.
         dtype: the dtype that values are rounded to before they are quantized.
         factors: scale, maxima and seed of the call, as the op `quantize` takes them.
     """
 
-    codec: Any
+    quantizer: Any
     dtype: torch.dtype
     factors: tuple[Tensor | None, list[Tensor] | None, Tensor | None]

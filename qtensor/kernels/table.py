@@ -171,7 +171,7 @@ def serves(quantizer: Any, dtype: torch.dtype, device_type: str) -> bool:
 
 
 def explain(quantizer: Any, dtype: torch.dtype, device_type: str) -> str:
-    """Return which kernels quantize a format from ``dtype`` on a device type, and why no faster ones."""
+    """Return which kernels quantize a format on a device type, and why no faster ones do."""
     reason = refusal(quantizer, dtype, device_type)
     chosen = BACKENDS[device_type].name if reason is None else f"reference ({reason})"
     return f"{quantizer.format} from {dtype} on {device_type}: {chosen}"
