@@ -11,6 +11,7 @@ from formats import FormatCase
 from torch import Tensor
 
 from qtensor.library.codec import parse
+from qtensor.library.linear import backward_text, forward_text
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -36,14 +37,15 @@ def forward_arguments(
     kept: tuple[str, str] = ("columnwise", "columnwise"),
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
     bias: Tensor | None = None,
+    packed: bool = False,
 ) -> tuple[Any, ...]:
-    """Arguments of ``linear_forward`` for sizes (M, N, K); dtypes of input, weight and result."""
+    """Return the arguments of ``linear_forward`` for (M, N, K) and dtypes of its tensors."""
     m, n, k = sizes
     x, weight = ordinary((m, k), dtypes[0], seed=1), ordinary((n, k), dtypes[1], seed=2)
     texts = [kept_text(q, usage) for usage in kept]
     scales, seed = call_values(q)
-    sides = (x, q.canonical, texts[0], weight, q.canonical, texts[1])
-    return (*sides, bias, dtypes[2], scales, seed, seed)
+    plan = forward_text(q.canonical, texts[0], q.canonical, texts[1], dtypes[2], packed)
+    return (x, weight, bias, plan, scales, seed, seed)
 
 
 def backward_arguments(
@@ -62,10 +64,10 @@ def backward_arguments(
     count = len(parse(text).slots)
     x = found[:count] if wanted[1] else []
     weight = found[count : 2 * count] if wanted[0] else []
-    scales, seed = call_values(q)
-    saved = (x, text, [m, k], weight, text, [n, k])
+    texts = text if wanted[1] else "", text if wanted[0] else ""
+    plan = backward_text(q.canonical, *texts, dtypes[1], dtypes[2], wanted[2], False)
     dy = ordinary((m, n), dtypes[0], seed=3)
-    return (dy, q.canonical, *saved, dtypes[1], dtypes[2], wanted[2], scales, seed)
+    return (dy, [*x, *weight], k, plan, *call_values(q))
 
 
 def packed_forward_arguments(
@@ -76,7 +78,7 @@ def packed_forward_arguments(
     bias: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Return arguments of a packed ``linear_forward``; dtypes of input and weight."""
-    return (*forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias), True)
+    return forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias, packed=True)
 
 
 def packed_backward_arguments(
@@ -91,8 +93,8 @@ def packed_backward_arguments(
     saved = torch.ops.qtensor.linear_forward(*packed_forward_arguments(q, sizes, kept))[1]
     x, weight = (kept_text(q, usage) for usage in kept)
     dy = ordinary((m, n), dtypes[0], seed=3)
-    operands = ([saved], x, [m, k], [], weight, [n, k])
-    return (dy, q.canonical, *operands, *dtypes, of_bias, *call_values(q), True)
+    plan = backward_text(q.canonical, x, weight, *dtypes, of_bias, True)
+    return (dy, [saved], k, plan, *call_values(q))
 
 
 def linear_forward(case: FormatCase) -> Iterator[Sample]:

@@ -11,6 +11,7 @@ from formats import BY_NAME
 from torch import Tensor
 
 import qtensor
+from qtensor.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.registry import parse
 
 Arguments = dict[str, Any]
@@ -174,40 +175,41 @@ def _accumulate(make: Maker) -> Arguments:
     return {"out": torch.ones(32, 48), **operands, "layout": "NT", "overwrite": False}
 
 
-def _linear_forward(make: Maker) -> Arguments:
+def _forward_plan(make: Maker) -> ForwardPlan:
     quantizers = [make.quantizer(rowwise=True), make.quantizer(rowwise=True)]
-    kept = []
+    texts = []
     for quantizer in quantizers:
         columnwise = quantizer.with_usage(rowwise=False, columnwise=True).canonical
-        kept.append(columnwise if quantizer.columnwise and make.random.random() < 0.7 else "")
+        kept = columnwise if quantizer.columnwise and make.random.random() < 0.7 else ""
+        texts += [quantizer.canonical, kept]
+    return ForwardPlan(*texts, make.dtype, make.random.random() < 0.5)
+
+
+def _linear_forward(make: Maker) -> Arguments:
+    return _linear_forward_of(make, _forward_plan(make))
+
+
+def _linear_forward_of(make: Maker, plan: ForwardPlan) -> Arguments:
     return {
-        **{"x": make.floats(make.rows, make.columns), "x_quantizer": quantizers[0].canonical},
-        **{"x_kept": kept[0], "weight": make.floats(48, make.columns)},
-        **{"weight_quantizer": quantizers[1].canonical, "weight_kept": kept[1]},
-        **{"bias": make.maybe(make.floats(48)), "dtype": make.dtype},
+        **{"x": make.floats(make.rows, make.columns), "weight": make.floats(48, make.columns)},
+        **{"bias": make.maybe(make.floats(48)), "plan": plan_text(plan)},
         **{"scales": torch.tensor([0.5, 2.0]), "x_seed": torch.tensor([1])},
-        **{"weight_seed": torch.tensor([2]), "packed": make.random.random() < 0.5},
+        **{"weight_seed": torch.tensor([2])},
     }
 
 
 def _linear_backward(make: Maker) -> Arguments:
-    forward = _linear_forward(make)
-    made = torch.ops.qtensor.linear_forward(**forward)
-    counts = [
-        len(parse(forward[name]).slots) if forward[name] else 0
-        for name in ("x_kept", "weight_kept")
-    ]
-    x, weight = made[1 : 1 + counts[0]], made[1 + counts[0] : 1 + sum(counts)]
-    if forward["packed"]:
-        x, weight = made[1:2], []
+    forward = _forward_plan(make)
+    made = torch.ops.qtensor.linear_forward(**_linear_forward_of(make, forward))
+    kept = (forward.x_kept, forward.weight_kept)
+    count = 1 if forward.packed else sum(len(parse(text).slots) for text in kept if text)
     quantizer = make.quantizer(rowwise=True, columnwise=True)
+    bias = make.random.random() < 0.5
+    plan = BackwardPlan(quantizer.canonical, *kept, make.dtype, torch.float32, bias, forward.packed)
     return {
-        **{"dy": make.floats(make.rows, 48), "quantizer": quantizer.canonical},
-        **{"x": x, "x_quantizer": forward["x_kept"], "x_shape": (make.rows, make.columns)},
-        **{"weight": weight, "weight_quantizer": forward["weight_kept"]},
-        **{"weight_shape": (48, make.columns), "dtype": make.dtype, "weight_dtype": torch.float32},
-        **{"bias": make.random.random() < 0.5, "scales": torch.tensor([0.5, 2.0, 1.0])},
-        **{"seed": torch.tensor([3]), "packed": forward["packed"]},
+        **{"dy": make.floats(make.rows, 48), "saved": made[1 : 1 + count]},
+        **{"columns": make.columns, "plan": plan_text(plan)},
+        **{"scales": torch.tensor([0.5, 2.0, 1.0]), "seed": torch.tensor([3])},
     }
 
 

@@ -16,7 +16,8 @@ import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.small_calls import answers, program
 from qtensor.library.codec import by_name, parse
-from qtensor.library.linear import forward_by_ops, places
+from qtensor.library.linear import LinearBackwardArgs, forward_by_ops, places
+from qtensor.linear_plans import backward_plan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (128, 64, 256))
@@ -87,7 +88,12 @@ def test_backward_is_quantize_gemm_and_bias_grad(case):
 
 
 def backward_by_ops(*args: Any) -> list[torch.Tensor]:
-    dy, text, x, x_text, x_shape, weight, w_text, w_shape, dtype, w_dtype, bias, scales, seed = args
+    call = LinearBackwardArgs(*args)
+    dy, scales, seed = call.dy, call.scales, call.seed
+    text, x_text, w_text, dtype, w_dtype, bias, _ = backward_plan(call.plan)
+    x_shape, w_shape = (dy.shape[0], call.columns), (dy.shape[1], call.columns)
+    count = len(parse(x_text).slots) if x_text else 0
+    x, weight = call.saved[:count], call.saved[count:]
     q = parse(text)
     ops = torch.ops.qtensor
     buffers = ops.quantize(dy, text, None if scales is None else scales[2:3], None, seed)
@@ -107,7 +113,7 @@ def backward_by_ops(*args: Any) -> list[torch.Tensor]:
 def test_what_is_not_finite(case):
     q = case.quantizer(columnwise=True)
     args = list(forward_arguments(q))
-    args[0][3, 5], args[3][7, 9] = float("inf"), float("nan")
+    args[0][3, 5], args[1][7, 9] = float("inf"), float("nan")
     found = answered(torch.ops.qtensor.linear_forward, args)
     with answers.left_to_python():
         same(found, torch.ops.qtensor.linear_forward(*args))
@@ -136,12 +142,12 @@ def test_sizes_that_do_not_meet_reach_no_kernel():
     """Operands that do not fit are refused before anything is read."""
     q = qtensor.quantizer("fp8", columnwise=True)
     args = list(forward_arguments(q))
-    args[3] = torch.randn(64, 32)
+    args[1] = torch.randn(64, 32)
     with pytest.raises(qtensor.QTensorError, match="must be equal"):
         torch.ops.qtensor.linear_forward(*args)
     args = list(backward_arguments(q))
     args[0] = torch.randn(48, 64)
-    with pytest.raises(qtensor.QTensorError, match="must be equal"):
+    with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
         torch.ops.qtensor.linear_backward(*args)
     delayed = qtensor.quantizer("fp8_delayed", columnwise=True)
     args = list(backward_arguments(delayed))

@@ -26,6 +26,7 @@ from training import RECIPES, WIDTH, assert_same, build, compiled, region, step,
 from qtensor.kernels.cpu.small_calls.answers import left_to_python
 from qtensor.library.codec import parse
 from qtensor.library.linear import LinearForwardArgs, packing, unpack
+from qtensor.linear_plans import forward_plan
 
 OPS = torch.ops.qtensor
 SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (1, 32, 32), (300, 256, 288))
@@ -37,7 +38,8 @@ KEPT = SAVED | {"delayed": SAVED["current"], "nvfp4": SAVED["nvfp4"] - 8}
 def unpacked(outputs: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the product, the kept buffers and the amaxes."""
     call = LinearForwardArgs(*args)
-    layout = packing(call.x_kept, call.x.shape, call.weight_kept, call.weight.shape)
+    plan = forward_plan(call.plan)
+    layout = packing(plan.x_kept, call.x.shape, plan.weight_kept, call.weight.shape)
     assert outputs[1].shape == (layout.size,)
     assert outputs[1].dtype == torch.uint8
     return [outputs[0], *unpack(outputs[1], layout), *outputs[2:]]
@@ -59,8 +61,8 @@ def test_forward_keeps_the_same_bytes(case: FormatCase):
             for _ in range(4):
                 same(unpacked(OPS.linear_forward(*args), args), expected)
             assert torch.equal(*(OPS.linear_forward(*args)[1] for _ in range(2)))
-            x, weight = args[0].t().contiguous().t(), args[3].t().contiguous().t()
-            turned = (x, *args[1:3], weight, *args[4:])
+            x, weight = args[0].t().contiguous().t(), args[1].t().contiguous().t()
+            turned = (x, weight, *args[2:])
             same(unpacked(OPS.linear_forward(*turned), args), expected)
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from formats import BY_NAME
 
 import qtensor
+from qtensor.library.linear import backward_text, forward_text
 
 OPS = torch.ops.qtensor
 STOCHASTIC = "nvfp4(stochastic_rounding=True)"
@@ -144,8 +145,9 @@ def test_quantize_refuses_buffers_of_another_tensor():
 def test_a_linear_op_keeps_no_buffers_of_another_format():
     """The kernels would write bytes of codes into memory for half as many."""
     x = torch.randn(32, 64)
+    plan = forward_text("mxfp8", "mxfp4", "mxfp8", "", torch.float32, False)
     with pytest.raises(qtensor.QTensorError, match="only buffers of the quantizer"):
-        OPS.linear_forward(x, "mxfp8", "mxfp4", x, "mxfp8", "", None, torch.float32)
+        OPS.linear_forward(x, x, None, plan)
 
 
 # ---- seeds -------------------------------------------------------------------------------------
@@ -163,19 +165,11 @@ def calls_without_a_seed():
         "norm_quantize": lambda: OPS.norm_quantize(
             *(x, None, None, "rmsnorm", 1e-5, False, torch.float32), *quantized
         ),
-        "linear_forward": lambda: OPS.linear_forward(*(
-            x,
-            STOCHASTIC,
-            "",
-            x,
-            "nvfp4",
-            "",
-            None,
-            torch.float32,
-        )),
+        "linear_forward": lambda: OPS.linear_forward(
+            x, x, None, forward_text(STOCHASTIC, "", "nvfp4", "", torch.float32, False)
+        ),
         "linear_backward": lambda: OPS.linear_backward(
-            *(x, STOCHASTIC, [], "", (0,), [], "", (0,)),
-            *(torch.float32, torch.float32, True),
+            x, [], 0, backward_text(STOCHASTIC, "", "", torch.float32, torch.float32, True, False)
         ),
     }
 
@@ -221,9 +215,9 @@ def test_dequantize_needs_all_buffers():
 
 
 def test_linear_backward_of_nothing_returns_nothing():
-    arguments = torch.randn(4, 32), "mxfp8", [], "", (4, 16), [], "", (32, 16)
+    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, False, False)
     for _ in range(4):
-        assert OPS.linear_backward(*arguments, torch.float32, torch.float32, False) == []
+        assert OPS.linear_backward(torch.randn(4, 32), [], 16, plan) == []
 
 
 @pytest.mark.parametrize("p", [-0.5, 1.5, float("inf"), float("nan")])
@@ -274,14 +268,13 @@ def test_a_grouped_scale_has_a_value_for_each_group():
 
 def test_linear_ops_take_matrices():
     x, weight = torch.randn(4, 32), torch.randn(16, 32)
-    rest = torch.float32, torch.float32, False
+    plan = forward_text("mxfp8", "", "mxfp8", "", torch.float32, False)
     for pair in ((x[0], weight), (x[0, 0], weight), (x, weight[0])):
         with pytest.raises(qtensor.QTensorError, match="must be matrices"):
-            OPS.linear_forward(pair[0], "mxfp8", "", pair[1], "mxfp8", "", None, torch.float32)
-    kept = qtensor.quantizer("mxfp8", columnwise=True).quantize(weight).buffers()[2:]
-    text = "mxfp8(rowwise=False,columnwise=True)"
-    with pytest.raises(qtensor.QTensorError, match="kept operands must be matrices"):
-        OPS.linear_backward(torch.randn(4, 16), "mxfp8", [], "", (), kept, text, (16,), *rest)
+            OPS.linear_forward(*pair, None, plan)
+    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, True, False)
+    with pytest.raises(qtensor.QTensorError, match="dy must be a matrix"):
+        OPS.linear_backward(torch.randn(16), [], 32, plan)
 
 
 def test_gemm_of_plain_tensors_needs_both():

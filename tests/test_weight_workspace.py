@@ -27,7 +27,7 @@ class Quantizations(TorchDispatchMode):
         if func.__name__ in ("quantize.default", "quantize_.default"):
             self.count += tuple(args[0].shape) == self.shape
         if func.__name__ == "linear_forward.default":
-            self.count += tuple(args[3].shape) == self.shape
+            self.count += tuple(args[1].shape) == self.shape
         return func(*args, **(kwargs or {}))
 
 

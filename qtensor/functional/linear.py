@@ -55,7 +55,12 @@ from qtensor.functional.saved import (
 from qtensor.layout import Shape
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
-from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
+from qtensor.library.linear import (
+    LINEAR_BACKWARD,
+    LINEAR_FORWARD,
+    backward_text,
+    forward_text,
+)
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.storage.registry import lookup
@@ -164,10 +169,8 @@ def _forward_in_one_op(args: LinearFwdArgs, x: Tensor) -> _Products:
     weight_kept = plan.weight if args.cache_weight else plan.saved_weight
     x_quantizer = plan.input if x_kept else parts(plan.input).row_canonical
     scales = None if args.delayed is None else args.delayed.scales
-    out, *rest = LINEAR_FORWARD(
-        *(x, x_quantizer, x_kept, args.weight, plan.weight, weight_kept),
-        *(args.bias, args.dtype, scales, seeds[0], seeds[1], args.packs),
-    )
+    text = forward_text(x_quantizer, x_kept, plan.weight, weight_kept, args.dtype, args.packs)
+    out, *rest = LINEAR_FORWARD(x, args.weight, args.bias, text, scales, seeds[0], seeds[1])
     if args.packs:
         counts = (1, 0) if x_kept else (0, 1)
     else:
@@ -354,16 +357,12 @@ def _backward_in_one_op(args: LinearBwdArgs, matrix: Tensor) -> _Gradients:
     inp = args.inp if args.weight_requires_grad and args.inp is not None else _ABSENT
     weight = args.weight if args.inp_requires_grad and args.weight is not None else _ABSENT
     scales = args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None
-    buffers = inp.buffers, weight.buffers
-    if args.packed:
-        buffers = [*inp.buffers, *weight.buffers][:1], []
-    gradients = LINEAR_BACKWARD(
-        *(matrix, args.plan.grad_output),
-        *(buffers[0], inp.canonical, args.rows_shape),
-        *(buffers[1], weight.canonical, args.weight_shape),
-        *(args.dtype, args.weight_dtype, args.bias_requires_grad),
-        *(scales, args.seed, args.packed),
+    text = backward_text(
+        *(args.plan.grad_output, inp.canonical, weight.canonical),
+        *(args.dtype, args.weight_dtype, args.bias_requires_grad, args.packed),
     )
+    buffers = [*inp.buffers, *weight.buffers]
+    gradients = LINEAR_BACKWARD(matrix, buffers, args.weight_shape[1], text, scales, args.seed)
     second = 1 if weight.canonical else 0
     third = second + 1 if inp.canonical else second
     fourth = third + 1 if args.bias_requires_grad else third

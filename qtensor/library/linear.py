@@ -4,9 +4,9 @@ They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the
 same bytes, and return the buffers that backward needs beside the products. A layer that splits over
 ranks, keeps a workspace or postpones a gradient calls the single ops instead.
 
-The buffers that are kept have two layouts. By default each is an output of its own. With
-``packed=True`` they share one byte tensor (``qtensor.layout.pack``): a compiled program checks,
-saves and frees each tensor between forward and backward, so that fewer tensors cost less.
+The buffers that are kept have two layouts. By default each is an output of its own. In a packed
+plan they share one byte tensor (``qtensor.layout.pack``): a compiled program checks, saves and
+frees each tensor between forward and backward, so that fewer tensors cost less.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from qtensor.errors import fail
 from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
 from qtensor.library.checks import check_seed
 from qtensor.library.codec import alloc_outputs, alloc_slots, parse
+from qtensor.library.constant import compile_constant
 from qtensor.library.define import FILLS, below_autograd, leaf_op
 from qtensor.library.gemm import GEMM, GemmArgs
 from qtensor.library.norm import BiasGradArgs
 from qtensor.library.quantize import QUANTIZE, QuantizeArgs, check_input
+from qtensor.linear_plans import (
+    BackwardPlan,
+    ForwardPlan,
+    backward_plan,
+    forward_plan,
+    plan_text,
+)
 
 
 class LinearForwardArgs(NamedTuple):
@@ -33,31 +41,21 @@ class LinearForwardArgs(NamedTuple):
 
     Attributes:
         x: input (M, K), float32, bfloat16 or float16.
-        x_quantizer: canonical text of its quantizer.
-        x_kept: canonical text of the buffers of ``x`` that are returned, "" for none.
         weight: (N, K), float32, bfloat16 or float16.
-        weight_quantizer: as for ``x``.
-        weight_kept: as for ``x``.
         bias: (N,), or None.
-        dtype: of the product.
+        plan: text of a ``ForwardPlan``.
         scales: (2,) float32 or longer: factors of input and weight under delayed scaling.
         x_seed: (1,) int64 for stochastic rounding.
         weight_seed: (1,) int64 for stochastic rounding.
-        packed: the kept buffers share one byte tensor.
     """
 
     x: Tensor
-    x_quantizer: str
-    x_kept: str
     weight: Tensor
-    weight_quantizer: str
-    weight_kept: str
     bias: Tensor | None
-    dtype: torch.dtype
+    plan: str
     scales: Tensor | None = None
     x_seed: Tensor | None = None
     weight_seed: Tensor | None = None
-    packed: bool = False
 
 
 class LinearBackwardArgs(NamedTuple):
@@ -65,36 +63,32 @@ class LinearBackwardArgs(NamedTuple):
 
     Attributes:
         dy: gradient (M, N) of the product, float32, bfloat16 or float16.
-        quantizer: canonical text of its quantizer.
-        x: kept buffers of the input; [] if the weight has no gradient. Packed: the one byte tensor
-            of both operands.
-        x_quantizer: canonical text of these buffers, "" for none.
-        x_shape: (M, K).
-        weight: kept buffers of the weight; [] if the input has no gradient, and if packed.
-        weight_quantizer: canonical text of these buffers, "" for none.
-        weight_shape: (N, K).
-        dtype: of the gradient of the input.
-        weight_dtype: of the gradient of the weight.
-        bias: return the gradient of the bias.
+        saved: the kept buffers of the input, then those of the weight. Packed: the byte tensor that
+            they share.
+        columns: K.
+        plan: text of a ``BackwardPlan``.
         scales: (3,) float32 under delayed scaling; the third is that of ``dy``.
         seed: (1,) int64 for stochastic rounding.
-        packed: ``x`` holds the byte tensor of a packed forward.
     """
 
     dy: Tensor
-    quantizer: str
-    x: list[Tensor]
-    x_quantizer: str
-    x_shape: Shape
-    weight: list[Tensor]
-    weight_quantizer: str
-    weight_shape: Shape
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias: bool
+    saved: list[Tensor]
+    columns: int
+    plan: str
     scales: Tensor | None = None
     seed: Tensor | None = None
-    packed: bool = False
+
+
+@compile_constant
+def forward_text(*fields: Any) -> str:
+    """Return the text of the ``ForwardPlan`` with these fields."""
+    return plan_text(ForwardPlan(*fields))
+
+
+@compile_constant
+def backward_text(*fields: Any) -> str:
+    """Return the text of the ``BackwardPlan`` with these fields."""
+    return plan_text(BackwardPlan(*fields))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,27 +167,27 @@ def alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
 
 
 def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
-    x, weight = args.x, args.weight
+    x, weight, plan = args.x, args.weight, forward_plan(args.plan)
     if x.ndim != 2 or weight.ndim != 2:
         got = f"{tuple(x.shape)} and {tuple(weight.shape)}"
         fail("linear_forward", "x and weight must be matrices", got, "Reshape them")
-    for t, text, kept_text, seed in (
-        (x, args.x_quantizer, args.x_kept, args.x_seed),
-        (weight, args.weight_quantizer, args.weight_kept, args.weight_seed),
+    for t, canonical, kept_canonical, seed in (
+        (x, plan.x_quantizer, plan.x_kept, args.x_seed),
+        (weight, plan.weight_quantizer, plan.weight_kept, args.weight_seed),
     ):
-        check_seed("linear_forward", parse(text), seed)
-        places(text, kept_text)
-        check_input(t, parse(text).format)
+        check_seed("linear_forward", parse(canonical), seed)
+        places(canonical, kept_canonical)
+        check_input(t, parse(canonical).format)
     kept: list[Tensor] = []
-    if args.packed:
-        layout = packing(args.x_kept, x.shape, args.weight_kept, weight.shape)
+    if plan.packed:
+        layout = packing(plan.x_kept, x.shape, plan.weight_kept, weight.shape)
         make = torch.zeros if any(piece.padded for piece in layout.pieces) else torch.empty
         kept.append(make(layout.size, dtype=torch.uint8, device=x.device))
     else:
-        for t, text in ((x, args.x_kept), (weight, args.weight_kept)):
-            kept += alloc_outputs(parse(text), t) if text else []
-    amaxes = alloc_amax(x, args.x_quantizer) + alloc_amax(weight, args.weight_quantizer)
-    return [_matrix(x.shape[0], weight.shape[0], args.dtype, x.device), *kept, *amaxes]
+        for t, canonical in ((x, plan.x_kept), (weight, plan.weight_kept)):
+            kept += alloc_outputs(parse(canonical), t) if canonical else []
+    amaxes = alloc_amax(x, plan.x_quantizer) + alloc_amax(weight, plan.weight_quantizer)
+    return [_matrix(x.shape[0], weight.shape[0], plan.dtype, x.device), *kept, *amaxes]
 
 
 def quantize_all(
@@ -225,18 +219,18 @@ def _scale(scales: Tensor | None, quantizer: str, role: int) -> Tensor | None:
 
 
 def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
-    x, weight = args.x, args.weight
+    x, weight, plan = args.x, args.weight, forward_plan(args.plan)
     with below_autograd():
         rest, buffers = outputs[1:], []
-        if args.packed:
-            layout = _known_packing(args.x_kept, x.shape, args.weight_kept, weight.shape)
+        if plan.packed:
+            layout = _known_packing(plan.x_kept, x.shape, plan.weight_kept, weight.shape)
             for start, end in layout.gaps():
                 # Equal calls give equal bytes.
                 rest[0][start:end].zero_()
             rest = [*unpack(rest[0], layout), *rest[1:]]
         sides = (
-            (x, args.x_quantizer, args.x_kept, args.x_seed),
-            (weight, args.weight_quantizer, args.weight_kept, args.weight_seed),
+            (x, plan.x_quantizer, plan.x_kept, args.x_seed),
+            (weight, plan.weight_quantizer, plan.weight_kept, args.weight_seed),
         )
         amaxes = rest[sum(len(places(quantizer, kept)) for _, quantizer, kept, _ in sides) :]
         for role, (t, quantizer, kept, seed) in enumerate(sides):
@@ -250,21 +244,20 @@ def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
             [own[i] for i in slots] for own, (slots, _) in zip(buffers, rows, strict=True)
         )
         operands = (left, rows[0][1], x.shape, right, rows[1][1], weight.shape)
-        FILLS["gemm"](outputs[0], GemmArgs(*operands, "TN", args.dtype, args.bias))
+        FILLS["gemm"](outputs[0], GemmArgs(*operands, "TN", plan.dtype, args.bias))
 
 
 LINEAR_FORWARD = leaf_op(
-    "linear_forward(Tensor x, str x_quantizer, str x_kept, Tensor weight, str weight_quantizer, "
-    "str weight_kept, Tensor? bias, ScalarType dtype, Tensor? scales=None, Tensor? x_seed=None, "
-    "Tensor? weight_seed=None, bool packed=False) -> Tensor[]",
+    "linear_forward(Tensor x, Tensor weight, Tensor? bias, str plan, Tensor? scales=None, "
+    "Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
     LinearForwardArgs,
     _forward_alloc,
     _forward_fill,
 )
-"""``x @ weight.T + bias`` of quantized operands: see ``LinearForwardArgs``.
+"""``x @ weight.T + bias`` of quantized operands: see ``LinearForwardArgs`` and ``ForwardPlan``.
 
 Returns [product (M, N), the kept buffers of ``x`` and of ``weight``, the amaxes (1,) of delayed
-scaling]; with ``packed`` one byte tensor stands for all kept buffers.
+scaling]; in a packed plan one byte tensor stands for all kept buffers.
 """
 
 
@@ -274,93 +267,97 @@ def forward_by_ops(*args: Any, **kwargs: Any) -> list[Tensor]:
     Quantized tensors handle the single ops themselves.
     """
     call = LinearForwardArgs(*args, **kwargs)
+    plan = forward_plan(call.plan)
     sides = (
-        (call.x, call.x_quantizer, call.x_kept, call.x_seed),
-        (call.weight, call.weight_quantizer, call.weight_kept, call.weight_seed),
+        (call.x, plan.x_quantizer, plan.x_kept, call.x_seed),
+        (call.weight, plan.weight_quantizer, plan.weight_kept, call.weight_seed),
     )
     operands: list[Any] = []
     kept, amaxes = [], []
-    for role, (t, quantizer, text, seed) in enumerate(sides):
+    for role, (t, quantizer, kept_canonical, seed) in enumerate(sides):
         buffers = QUANTIZE(t, quantizer, _scale(call.scales, quantizer, role), None, seed)
         if parse(quantizer).returns_amax:
             *buffers, amax = buffers
             amaxes.append(amax)
         slots, rows = part(quantizer, "rowwise")
         operands += [[buffers[i] for i in slots], rows, t.shape]
-        kept += [buffers[i] for i in places(quantizer, text)]
-    return [GEMM(*operands, "TN", call.dtype, call.bias), *kept, *amaxes]
+        kept += [buffers[i] for i in places(quantizer, kept_canonical)]
+    return [GEMM(*operands, "TN", plan.dtype, call.bias), *kept, *amaxes]
 
 
 def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
-    dy = args.dy
-    check_input(dy, parse(args.quantizer).format)
-    check_seed("linear_backward", parse(args.quantizer), args.seed)
-    for text, shape in (
-        (args.x_quantizer, args.x_shape),
-        (args.weight_quantizer, args.weight_shape),
-    ):
-        if dy.ndim != 2 or (text and len(shape) != 2):
-            got = f"dy {tuple(dy.shape)}, operand {tuple(shape)}"
-            rule = "dy and the kept operands must be matrices"
-            fail("linear_backward", rule, got, "Pass the shapes (M, K) and (N, K)")
+    dy, columns, plan = args.dy, args.columns, backward_plan(args.plan)
+    check_input(dy, parse(plan.quantizer).format)
+    check_seed("linear_backward", parse(plan.quantizer), args.seed)
+    if dy.ndim != 2:
+        fail("linear_backward", "dy must be a matrix (M, N)", tuple(dy.shape), "Reshape it")
     outputs = []
-    if args.weight_quantizer if args.packed else args.weight:
-        outputs.append(_matrix(dy.shape[0], args.weight_shape[1], args.dtype, dy.device))
-    if args.x_quantizer if args.packed else args.x:
-        outputs.append(_matrix(dy.shape[1], args.x_shape[1], args.weight_dtype, dy.device))
-    if args.bias:
+    if plan.weight_kept:
+        outputs.append(_matrix(dy.shape[0], columns, plan.dtype, dy.device))
+    if plan.x_kept:
+        outputs.append(_matrix(dy.shape[1], columns, plan.weight_dtype, dy.device))
+    if plan.bias:
         outputs.append(torch.empty_strided(dy.shape[1:], (1,), dtype=dy.dtype, device=dy.device))
-    return [*outputs, *alloc_amax(dy, args.quantizer)]
+    return [*outputs, *alloc_amax(dy, plan.quantizer)]
 
 
-def kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]]:
+def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]]:
     """Return the kept buffers of input and weight, each [] where there are none."""
-    if not args.packed:
-        return args.x, args.weight
-    shapes = torch.Size(args.x_shape), torch.Size(args.weight_shape)
-    layout = _known_packing(args.x_quantizer, shapes[0], args.weight_quantizer, shapes[1])
-    if len(args.x) != 1 or args.x[0].shape != (layout.size,) or args.x[0].dtype != torch.uint8:
-        sizes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in args.x)
-        rule = f"packed: x must hold one uint8 tensor of {layout.size} bytes"
-        fail("linear_backward", rule, f"[{sizes}]", "Pass the tensor that linear_forward returned")
-    buffers = unpack(args.x[0], layout)
-    count = len(parse(args.x_quantizer).slots) if args.x_quantizer else 0
-    return buffers[:count], buffers[count:]
+    plan, saved = backward_plan(args.plan), args.saved
+    x_count, weight_count = (
+        len(parse(canonical).slots) if canonical else 0
+        for canonical in (plan.x_kept, plan.weight_kept)
+    )
+    if plan.packed:
+        rows, width = args.dy.shape
+        shapes = torch.Size((rows, args.columns)), torch.Size((width, args.columns))
+        layout = _known_packing(plan.x_kept, shapes[0], plan.weight_kept, shapes[1])
+        if len(saved) != 1 or saved[0].shape != (layout.size,) or saved[0].dtype != torch.uint8:
+            sizes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in saved)
+            rule = f"packed: saved must hold one uint8 tensor of {layout.size} bytes"
+            fix = "Pass the tensor that linear_forward returned"
+            fail("linear_backward", rule, f"[{sizes}]", fix)
+        saved = unpack(saved[0], layout)
+    elif len(saved) != x_count + weight_count:
+        rule = f"saved must hold {x_count} buffers of the input and {weight_count} of the weight"
+        fix = "Pass the buffers that linear_forward returned"
+        fail("linear_backward", rule, f"{len(saved)} tensors", fix)
+    return saved[:x_count], saved[x_count:]
 
 
 def _backward_fill(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
-    dy, quantizer = args.dy, args.quantizer
+    dy, columns, plan = args.dy, args.columns, backward_plan(args.plan)
+    quantizer = plan.quantizer
     with below_autograd():
-        x, weight = kept_operands(args)
+        x, weight = _kept_operands(args)
         rest = list(outputs)
         amax = rest.pop() if parse(quantizer).returns_amax else None
         values = (amax, _scale(args.scales, quantizer, 2), args.seed)
         buffers = quantize_all(dy, quantizer, ("", ()), values)
         if weight:
-            slots, text = part(quantizer, "rowwise")
+            slots, canonical = part(quantizer, "rowwise")
             left = [buffers[i] for i in slots]
-            right = (weight, args.weight_quantizer, args.weight_shape)
-            product = GemmArgs(left, text, dy.shape, *right, "NN", args.dtype)
+            right = (weight, plan.weight_kept, (dy.shape[1], columns))
+            product = GemmArgs(left, canonical, dy.shape, *right, "NN", plan.dtype)
             FILLS["gemm"](rest.pop(0), product)
         if x:
-            slots, text = usable(quantizer, "columnwise")
-            left, right = [buffers[i] for i in slots], (x, args.x_quantizer, args.x_shape)
-            product = GemmArgs(left, text, dy.shape, *right, "NT", args.weight_dtype)
+            slots, canonical = usable(quantizer, "columnwise")
+            left = [buffers[i] for i in slots]
+            right = (x, plan.x_kept, (dy.shape[0], columns))
+            product = GemmArgs(left, canonical, dy.shape, *right, "NT", plan.weight_dtype)
             FILLS["gemm"](rest.pop(0), product)
-        if args.bias:
+        if plan.bias:
             FILLS["bias_grad"](rest.pop(0), BiasGradArgs(dy))
 
 
 LINEAR_BACKWARD = leaf_op(
-    "linear_backward(Tensor dy, str quantizer, Tensor[] x, str x_quantizer, SymInt[] x_shape, "
-    "Tensor[] weight, str weight_quantizer, SymInt[] weight_shape, ScalarType dtype, "
-    "ScalarType weight_dtype, bool bias, Tensor? scales=None, Tensor? seed=None, "
-    "bool packed=False) -> Tensor[]",
+    "linear_backward(Tensor dy, Tensor[] saved, SymInt columns, str plan, Tensor? scales=None, "
+    "Tensor? seed=None) -> Tensor[]",
     LinearBackwardArgs,
     _backward_alloc,
     _backward_fill,
 )
-"""The gradients of a linear layer from its quantized ``dy``: see ``LinearBackwardArgs``.
+"""Gradients of a linear layer from its quantized ``dy``: see ``LinearBackwardArgs``.
 
 Returns [gradient of x (M, K) where buffers of the weight are kept, gradient of the weight (N, K)
 where buffers of x are kept, gradient of the bias (N,) if asked for, amax (1,) of delayed scaling].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,21 +14,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor.autocasting import active_recipe
 from qtensor.errors import fail
+from qtensor.linear_plans import backward_plan, forward_plan
 from qtensor.ops.fuser import OperationFuser, SequencePlan, run_plan
 from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation
 
 ROWS = 1024
 """Rows of the example input that is used if the caller passes none."""
-_QUANTIZERS = {
-    "quantize": (1,),
-    "grouped_quantize": (1,),
-    "linear_forward": (1, 4),
-    "linear_backward": (1,),
-    "norm_quantize": (7,),
-    "activation_quantize": (2,),
+
+
+def _forward_quantizers(text: str) -> tuple[str, str]:
+    plan = forward_plan(text)
+    return plan.x_quantizer, plan.weight_quantizer
+
+
+_QUANTIZERS: dict[str, Callable[[Sequence[Any]], tuple[str, ...]]] = {
+    "quantize": lambda args: (args[1],),
+    "grouped_quantize": lambda args: (args[1],),
+    "linear_forward": lambda args: _forward_quantizers(args[3]),
+    "linear_backward": lambda args: (backward_plan(args[3]).quantizer,),
+    "norm_quantize": lambda args: (args[7],),
+    "activation_quantize": lambda args: (args[2],),
 }
-"""Op -> indices of its arguments that are canonical strings of the tensors that it quantizes."""
+"""Op -> canonical strings of the tensors that it quantizes, by its arguments."""
 _IN_PASSING = ("norm_quantize", "activation_quantize")
 
 
@@ -118,11 +127,11 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname if func.namespace == "qtensor" else ""
-        for index in _QUANTIZERS.get(name, ()):
+        for canonical in _QUANTIZERS[name](args) if name in _QUANTIZERS else ():
             self.calls.append(name)
             if self.index is not None:
                 row = self.rows[self.index]
-                format_ = str(args[index]).partition("(")[0]
+                format_ = canonical.partition("(")[0]
                 into = row.grad_quantized if self.backward else row.quantized
                 into.append(f"{format_} ({name})" if name in _IN_PASSING else format_)
         return func(*args, **(kwargs or {}))

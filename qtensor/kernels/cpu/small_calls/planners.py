@@ -32,9 +32,10 @@ from qtensor.kernels.cpu.small_calls.program import (
 )
 from qtensor.kernels.gemm.problem import Problem
 from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
+from qtensor.linear_plans import backward_plan, forward_plan
 
 Parse = Callable[[str], Any]
-"""Canonical canonical -> quantizer."""
+"""Canonical text -> quantizer."""
 
 Address = tuple[int, int]
 """(index of a tensor of the call, or -1 - index of an output; bytes after its start)."""
@@ -236,7 +237,8 @@ def _matrix(
 def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
     """Plan `linear_forward`: x (M, K), weight (N, K) to [product (M, N), saved buffers, amaxes]."""
     x, weight, bias, scales = call.x, call.weight, call.bias, call.scales
-    quantizers = [parse(canonical) for canonical in (call.x_quantizer, call.weight_quantizer)]
+    plan = forward_plan(call.plan)
+    quantizers = [parse(canonical) for canonical in (plan.x_quantizer, plan.weight_quantizer)]
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         return None
     sizes = (x.shape[0], weight.shape[0], x.shape[1])
@@ -244,7 +246,7 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
     matrix_layouts = [layout for layout in served if layout is not None]
     if not available() or not _fits(*sizes) or len(matrix_layouts) < 2:
         return None
-    if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, call.dtype)):
+    if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, plan.dtype)):
         return None
     if bias is not None and (bias.dtype not in DTYPES or tuple(bias.shape) != (sizes[1],)):
         return None
@@ -259,7 +261,7 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         builder.call_address() for _ in range(8)
     ]
     slots = [
-        parse(canonical).slots if canonical else () for canonical in (call.x_kept, call.weight_kept)
+        parse(canonical).slots if canonical else () for canonical in (plan.x_kept, plan.weight_kept)
     ]
     saved = [{slot.name: builder.call_address() for slot in group} for group in slots]
     amax_at = [builder.call_address() if q.returns_amax else 0 for q in quantizers]
@@ -274,12 +276,12 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
             builder.quantize(quantizers[i], matrix_layouts[i], source, saved[i], values)
         )
     added = None if bias is None else Source(bias_at, bias.dtype)
-    result = Result("TN", sizes, Source(out_at, call.dtype), added)
+    result = Result("TN", sizes, Source(out_at, plan.dtype), added)
     builder.multiply(matrices[0], matrices[1], result)
     addresses = [call.at("x"), call.at("weight"), call.at("bias")]
     addresses += [call.at("scales"), call.at("scales", 4), call.at("x_seed")]
     addresses.append(call.at("weight_seed"))
-    if not call.packed:
+    if not plan.packed:
         addresses += _outputs(range(len(outputs)))
         padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
         return CallProgram(builder.build(), addresses, padded)
@@ -307,39 +309,42 @@ def plan_linear_backward(
     The outputs are dgrad (M, K), wgrad (N, K), the gradient of the bias (N,) and the amax, those
     that the call asks for.
     """
-    dy, quantizer = call.dy, parse(call.quantizer)
+    dy, columns, plan = call.dy, call.columns, backward_plan(call.plan)
+    quantizer = parse(plan.quantizer)
     matrix_layout = serves(quantizer, tuple(dy.shape))
     if not available() or matrix_layout is None or dy.dtype not in DTYPES:
         return None
     if quantizer.needs_scale and not _has_scale(call.scales, 2):
         return None
-    saved = _saved(call, parse)
-    if saved is None or not _is_one(call.seed, torch.int64):
+    if not _is_one(call.seed, torch.int64):
         return None
     rows, width = dy.shape
+    operands: list[tuple[Any, Shape] | None] = [
+        (parse(canonical), (first, columns)) if canonical else None
+        for canonical, first in ((plan.x_kept, rows), (plan.weight_kept, width))
+    ]
+    saved_addresses = _saved_addresses(call, operands)
+    if saved_addresses is None:
+        return None
     builder = Builder()
     dy_source = Source(builder.call_address(), dy.dtype)
     values = {"scale": builder.call_address(), "seed": builder.call_address()}
-    addresses = [call.at("dy"), call.at("scales", 8), call.at("seed")]
+    addresses = [call.at("dy"), call.at("scales", 8), call.at("seed"), *saved_addresses]
     matrices: list[ProgramMatrix | None] = []
-    for operand, first in zip(saved, (width, rows), strict=True):
-        matrices.append(None)
+    for operand in operands:
+        operand_layout = None if operand is None else serves(*operand)
         if operand is None:
-            continue
-        operand_quantizer, shape, buffers = operand
-        operand_layout = serves(operand_quantizer, shape)
-        if operand_layout is None or shape[0] != first or not _fits(rows, width, shape[1]):
+            matrices.append(None)
+        elif operand_layout is None or not _fits(rows, width, columns):
             return None
-        if buffers is not None and not _are_buffers(buffers, operand_layout):
-            return None
-        matrices[-1] = builder.operand(operand_quantizer, operand_layout)
-    addresses += _saved_addresses(call, saved)
-    weight, x = matrices
-    dtypes = ([call.dtype] if weight else []) + ([call.weight_dtype] if x else [])
+        else:
+            matrices.append(builder.operand(operand[0], operand_layout))
+    x, weight = matrices
+    dtypes = ([plan.dtype] if weight else []) + ([plan.weight_dtype] if x else [])
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
     results = [Source(builder.call_address(), dtype) for dtype in dtypes]
-    bias_at = builder.call_address() if call.bias else 0
+    bias_at = builder.call_address() if plan.bias else 0
     if quantizer.returns_amax:
         values["amax"] = builder.call_address()
     if not quantizer.needs_scale:
@@ -350,61 +355,44 @@ def plan_linear_backward(
         matrix_layout = serves(quantizer, tuple(dy.shape)) or matrix_layout
     gradient = builder.quantize(quantizer, matrix_layout, dy_source, {}, values)
     if weight is not None:
-        sizes = (rows, call.weight_shape[1], width)
-        builder.multiply(gradient, weight, Result("NN", sizes, results[0]))
+        builder.multiply(gradient, weight, Result("NN", (rows, columns, width), results[0]))
     if x is not None:
-        sizes = (width, call.x_shape[1], rows)
-        builder.multiply(gradient, x, Result("NT", sizes, results[-1]))
-    if call.bias:
+        builder.multiply(gradient, x, Result("NT", (width, columns, rows), results[-1]))
+    if plan.bias:
         builder.sum_rows(dy_source, rows, width, bias_at)
     return CallProgram(builder.build(), [*addresses, *_outputs(range(len(outputs)))])
 
 
-_Saved = tuple[Any, tuple[int, ...], Sequence[Tensor] | None]
-"""(quantizer, shape, buffers) of an operand that `linear_forward` saved.
+def _saved_addresses(
+    call: Arguments, operands: Sequence[tuple[Any, Shape] | None]
+) -> list[Address] | None:
+    """Return the address sources of the saved buffers of x, then of the weight.
 
-The buffers are None if they are pieces of the packed tensor.
-"""
-
-
-def _saved(call: Arguments, parse: Parse) -> tuple[_Saved | None, _Saved | None] | None:
-    """Return the saved operands (weight, x), or None if no program reads them."""
-    saved: list[_Saved | None] = []
-    for name in ("weight", "x"):
-        canonical, buffers = call.values[f"{name}_quantizer"], call.values[name]
-        shape = tuple(call.values[f"{name}_shape"])
-        if call.packed:
-            saved.append((parse(canonical), shape, None) if canonical else None)
-        elif not buffers:
-            saved.append(None)
-        elif canonical:
-            saved.append((parse(canonical), shape, buffers))
-        else:
-            return None
-    if call.packed:
-        packed_tensor = call.x[0]
-        layout = _saved_packing(call, saved)
-        if packed_tensor.data_ptr() % PACK_ALIGNMENT or tuple(packed_tensor.shape) != (
-            layout.size,
-        ):
-            return None
-        if packed_tensor.dtype is not torch.uint8 or not packed_tensor.is_contiguous():
-            return None
-    return saved[0], saved[1]
-
-
-def _saved_packing(call: Arguments, saved: Sequence[_Saved | None]) -> Packing:
-    weight_slots, x_slots = ([] if operand is None else operand[0].slots for operand in saved)
-    return _packing(x_slots, call.x_shape, weight_slots, call.weight_shape)
-
-
-def _saved_addresses(call: Arguments, saved: Sequence[_Saved | None]) -> list[Address]:
-    """Return the address sources of the saved buffers: those of the weight, then those of x."""
-    if not call.packed:
-        return [*call.all_at("weight"), *call.all_at("x")]
-    pieces = _saved_packing(call, saved).pieces
-    count = 0 if saved[1] is None else len(saved[1][0].slots)
-    return [call.at("x", piece.offset) for piece in (*pieces[count:], *pieces[:count])]
+    None if no program reads the tensors of `saved`.
+    """
+    saved = call.saved
+    if not backward_plan(call.plan).packed:
+        first = 0
+        for operand in operands:
+            if operand is None:
+                continue
+            operand_layout = serves(*operand)
+            count = len(operand[0].slots)
+            buffers = saved[first : first + count]
+            if operand_layout is None or not _are_buffers(buffers, operand_layout):
+                return None
+            first += count
+        return call.all_at("saved") if first == len(saved) else None
+    x_slots, weight_slots = ([] if operand is None else operand[0].slots for operand in operands)
+    x_shape, weight_shape = ((size, call.columns) for size in call.dy.shape)
+    layout = _packing(x_slots, x_shape, weight_slots, weight_shape)
+    if len(saved) != 1 or tuple(saved[0].shape) != (layout.size,):
+        return None
+    if saved[0].dtype is not torch.uint8 or not saved[0].is_contiguous():
+        return None
+    if saved[0].data_ptr() % PACK_ALIGNMENT:
+        return None
+    return [call.at("saved", piece.offset) for piece in layout.pieces]
 
 
 Planner = Callable[[Arguments, list[Tensor], Parse], CallProgram | None]
