@@ -7,10 +7,11 @@ faster so. The library makes and reads these texts; the kernels of small calls r
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from qtensor.encoding import decode_list, encode_list
 from qtensor.errors import fail
 
 
@@ -58,32 +59,31 @@ class BackwardPlan(NamedTuple):
 
 def plan_text(plan: ForwardPlan | BackwardPlan) -> str:
     """Return the text of a plan."""
-    return "|".join(str(value).removeprefix("torch.") for value in plan)
+    return encode_list([str(value).removeprefix("torch.") for value in plan], "|")
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_plan(text: str) -> ForwardPlan:
     """Return the plan of a text that ``forward_text`` made."""
-    *texts, dtype, packed = _fields(text, ForwardPlan)
-    return ForwardPlan(*texts, _dtype(dtype), packed == "True")
+    x, x_kept, weight, weight_kept, dtype, packed = _fields(text, 6)
+    return ForwardPlan(x, x_kept, weight, weight_kept, _dtype(dtype), packed == "True")
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(text: str) -> BackwardPlan:
     """Return the plan of a text that ``backward_text`` made."""
-    *texts, dtype, weight_dtype, bias, packed = _fields(text, BackwardPlan)
+    quantizer, x_kept, weight_kept, dtype, weight_dtype, bias, packed = _fields(text, 7)
     dtypes = _dtype(dtype), _dtype(weight_dtype)
-    return BackwardPlan(*texts, *dtypes, bias == "True", packed == "True")
+    return BackwardPlan(quantizer, x_kept, weight_kept, *dtypes, bias == "True", packed == "True")
 
 
 _MAKERS = "forward_text or backward_text of qtensor.library.linear"
 
 
-def _fields(text: str, plan: type[Any]) -> list[str]:
-    fields = text.split("|")
-    if len(fields) != len(plan._fields):
-        rule = f"the plan must have {len(plan._fields)} fields"
-        fail("linear", rule, repr(text), f"Make it with {_MAKERS}")
+def _fields(text: str, count: int) -> list[str]:
+    fields = decode_list(text, "|")
+    if len(fields) != count:
+        fail("linear", f"the plan must have {count} fields", repr(text), f"Make it with {_MAKERS}")
     return fields
 
 

@@ -319,7 +319,7 @@ def plan_linear_backward(
     if not _is_one(call.seed, torch.int64):
         return None
     rows, width = dy.shape
-    operands: list[tuple[Any, Shape] | None] = [
+    operands: list[tuple[Any, tuple[int, int]] | None] = [
         (parse(canonical), (first, columns)) if canonical else None
         for canonical, first in ((plan.x_kept, rows), (plan.weight_kept, width))
     ]
@@ -364,7 +364,7 @@ def plan_linear_backward(
 
 
 def _saved_addresses(
-    call: Arguments, operands: Sequence[tuple[Any, Shape] | None]
+    call: Arguments, operands: Sequence[tuple[Any, tuple[int, int]] | None]
 ) -> list[Address] | None:
     """Return the address sources of the saved buffers of x, then of the weight.
 
