@@ -302,7 +302,8 @@ def test_a_library_that_another_process_put_there_first(tmp_path, monkeypatch):
         compile_(*args)
         with monkeypatch.context() as patch:
             patch.setattr(module, "_compile", compile_)
-            module._make(asked, entry.name.removeprefix("answer-"), entry, first.append)
+            key = entry.name.removeprefix("answer-")
+            module._make(asked, key, entry, find_cxx(), first.append)
         first.append(library_path(asked).stat().st_ino)
 
     monkeypatch.setattr(module, "_compile", compile_late)
