@@ -19,7 +19,10 @@ def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 
 
 class Routes:
-    """Passes on the gradients of extra tensors by channel, from the caller and to it.
+    """Carry gradients of extra inputs and outputs between the operations of a sequence.
+
+    Those of a named channel go from operation to operation, the others come from the caller or go
+    back to it.
 
     Args:
         fuser: the sequence.
@@ -72,7 +75,10 @@ class Routes:
                     self.by_channel[channel] = grad if known is None else add(known, grad)
 
     def outside(self) -> list[Any]:
-        """Return the gradients of the caller's extra inputs, None outside backward."""
+        """Return the gradients of the caller's extra inputs.
+
+        None stands for an input of an operation that took no part in backward.
+        """
         grads: list[Any] = []
         if self.fuser.n_extra_inputs:
             for index, names in enumerate(self.fuser.input_channels):

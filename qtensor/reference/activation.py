@@ -24,7 +24,7 @@ CLAMPED = "clamped_swiglu"
 KINDS = (*PLAIN, *GATED, CLAMPED)
 
 GELU_LINEAR = 1.595769166946411
-"""2 sqrt(2 / pi), for 0.5 (1 + tanh(u)) = sigmoid(2 u), which does not cancel."""
+"""2 sqrt(2 / pi). GELU uses sigmoid(2 u): 0.5 (1 + tanh(u)), which is equal, loses digits."""
 GELU_CUBIC = 0.07135481387376785
 """GELU_LINEAR * 0.044715."""
 GELU_SLOPE = 0.21406444907188416
@@ -74,6 +74,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
         return rectified * rectified
     if kind == "sigmoid":
         return sigmoid(x).value
+    # Only minus infinity times 0 can occur: at large positive x the sigmoid is 1.
     x = torch.where(x < -BOUND, -BOUND, x)
     return x * sigmoid(_argument(x, kind)).value
 

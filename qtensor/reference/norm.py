@@ -57,8 +57,8 @@ def norm_(
         average = _mean(values)
         write_(mean, average.reshape(mean.shape))
         values = values - average
-    variance = _mean(values * values) + table(eps, x.device)
-    inverse = quotient(1.0, square_root(variance))
+    variance = _mean(values * values)
+    inverse = quotient(1.0, square_root(variance + table(eps, x.device)))
     write_(rstd, inverse.reshape(rstd.shape))
     values = values * inverse
     if gamma is not None:
@@ -77,9 +77,9 @@ def norm_backward_(
 ) -> None:
     """Write dx, dweight and dbias; skip dweight and dbias if they are empty.
 
-    With n the normalized values, g = dy * gamma, and means over the row,
-    dx = (g - (n * mean(g * n) + mean(g))) * rstd, without mean(g) for "rmsnorm";
-    dweight = sum of dy * n over the rows, dbias = sum of dy.
+    Let n be the normalized values and g = dy * gamma. Then
+    dx = (g - (n * mean(g * n) + mean(g))) * rstd, where mean() is over the row and mean(g) is left
+    out for "rmsnorm". dweight is the sum of dy * n over the rows, and dbias the sum of dy.
 
     Args:
         outputs: dx like ``x``; dweight and dbias, (K,) or (0,).

@@ -63,9 +63,10 @@ def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     ]
     for original, changed in written:
         _write_back(original, changed)
-    if not written:
-        return result
-    return written[0][0] if isinstance(result, torch.Tensor) else None if result is None else result
+    if written and isinstance(result, torch.Tensor):
+        # An in-place op returns the tensor that it changed.
+        return written[0][0]
+    return result
 
 
 def _arguments(

@@ -87,9 +87,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        table: Any = QuantizedTensor.__torch_dispatch__
+        inherited: Any = QuantizedTensor.__torch_dispatch__
         own: Any = cls.__torch_dispatch__
-        cls._dispatches_here = own.__func__ is table.__func__
+        cls._dispatches_here = own.__func__ is inherited.__func__
         for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
             # The buffer of an absent usage reads as None; __new__ sets only existing buffers.
             setattr(cls, attribute, None)
@@ -208,7 +208,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take over the buffers of another tensor of this class, or become a plain tensor.
+        """Take over the buffers of a tensor of this class; become plain if ``value`` is plain.
 
         Raises:
             QTensorError: ``value`` has another quantized class or another shape.

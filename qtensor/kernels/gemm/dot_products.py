@@ -69,7 +69,10 @@ class DotProducts:
 
 
 def _format_refusal(side: GemmSide) -> str | None:
-    """Return why bfloat16 does not hold the values of a format but for factors of rows, or None."""
+    """Return why bfloat16 does not hold a format's values exactly; None if it does.
+
+    Factors of rows do not count, because they are applied to the sums.
+    """
     if side.quantizer is None:
         return None if side.dtype == torch.bfloat16 else f"{side.dtype} would be rounded"
     spec = side.quantizer.spec
@@ -85,8 +88,8 @@ def _format_refusal(side: GemmSide) -> str | None:
 def has_normal_values(matrix: GemmRows) -> bool:
     """Return whether every value is zero or a normal bfloat16 number times the factor of its row.
 
-    Only the factors of blocks are read, one for 16 elements or more. Padding does not count. The
-    codes are read only of blocks whose factor is small: a block of zeros does not count either.
+    The check reads the factors of blocks, one for 16 elements or more, without the padding. If a
+    factor is too small, it also reads the codes of that block: a block of zeros is accepted.
 
     Args:
         matrix: rowwise rows; a plain one is bfloat16.
@@ -153,7 +156,7 @@ def _has_codes(quantizer: QuantizerLike, matrix: GemmRows, wanted: Tensor) -> bo
 
 @functools.cache
 def is_available(linear_: Callable[..., bool]) -> bool:
-    """Return whether the CPU and the kernels have dot products, by a product of one element."""
+    """Return whether the CPU and the kernels have dot products; multiplies one element to see."""
     quantizer = parse("fp8")
     weight = GemmRows(quantizer, alloc_slots(quantizer.slots, (1, 2), torch.device("cpu")), (1, 2))
     for buffer in weight.buffers:

@@ -20,11 +20,11 @@ class Reading:
     """How a kernel gets the buffers of an operand: functions from the buffers to what it reads.
 
     Attributes:
-        codes: to the matrix of codes, in the kernel's layout, contiguous.
-        slots: indices of the buffers in use, which must be whole.
-        factors: to block factors, or None.
-        scale: to one float32 factor, or one a line; None where there is none.
-        lines: ``scale`` has one entry a line.
+        codes: returns the matrix of codes, in the kernel's layout, contiguous.
+        slots: indices of the buffers in use, which must be those of a whole tensor.
+        factors: returns the factors of blocks; None if the format has none.
+        scale: returns one float32 factor, or one for each row; None if the format has none.
+        lines: True if ``scale`` returns one factor for each row.
     """
 
     codes: Reader
@@ -57,7 +57,10 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
 
 
 def _read_fp8(operand: GemmSide) -> Reading:
-    """Codes with the contraction last: either copy of them holds the same bytes."""
+    """Return how FP8 codes are read, with the contracted dim last.
+
+    ``_data`` and ``_transpose`` hold the same bytes, so that one of them is enough.
+    """
     scale = operand.slot("_scale_inv")
     straight = operand.slot("_data" if operand.contracted == -1 else "_transpose")
     other = operand.slot("_transpose" if operand.contracted == -1 else "_data")
