@@ -31,6 +31,7 @@ from native_cases import (
 import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.structs import c_quantizer
 from qtensor.library.codec import by_name
 
 
@@ -62,7 +63,7 @@ def assert_rows(codec: Any, options: dict[str, Any], shape: tuple[int, int]) -> 
 
 def reads_a_transpose(codec: Any) -> bool:
     """Whether blocks along columns are decoded from data that lie transposed."""
-    return codec.side() == "_columnwise" and bool(native.c_quantizer(codec).transposed)
+    return codec.side() == "_columnwise" and bool(c_quantizer(codec).transposed)
 
 
 @layouts

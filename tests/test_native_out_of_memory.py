@@ -22,8 +22,8 @@ ALLOCATOR = """
 
 static std::atomic<long> left{-1};
 
-// The allocation number n + 1 from now on fails; returns whether the one of the last call has
-failed. extern "C" int fail_after(long n) { return left.exchange(n) == -1; }
+// The allocation number n + 1 from now on fails; returns whether that of the last call has failed.
+extern "C" int fail_after(long n) { return left.exchange(n) == -1; }
 
 static void* take(std::size_t size, std::align_val_t alignment) {
     if (left >= 0 && left.fetch_sub(1) == 0) throw std::bad_alloc();

@@ -151,9 +151,9 @@ def test_check_compares_and_writes_nothing(script, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(script, "document", lambda: "fresh")
     monkeypatch.setattr(sys, "argv", ["generate_op_matrix.py", "--check"])
     assert script.main() == status
-    assert ("is stale. Run: python docs/generate_op_matrix.py" in capsys.readouterr().err) == bool(
-        status
-    )
+    assert (
+        "is out of date. Run: python docs/generate_op_matrix.py" in capsys.readouterr().err
+    ) == bool(status)
     assert (path.read_text() if path.exists() else None) == text
 
 

@@ -21,8 +21,8 @@ using i64 = int64_t;
 
 namespace {
 
-constexpr size_t MAX_DESCRIPTIONS = 4096;  // of each op
-constexpr i64 MAX_ELEMENTS = 1 << 19;      // of the first tensor; a call with a larger one is not described
+constexpr size_t MAX_DESCRIPTIONS = 16384;  // of each op
+constexpr i64 MAX_ELEMENTS = 1 << 19;       // of the first tensor; a call with a larger one is not described
 constexpr uintptr_t ALIGNMENT = 16;
 using RunProgram = int (*)(const void* program, const void* addresses);
 
