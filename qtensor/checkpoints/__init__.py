@@ -1,0 +1,28 @@
+"""Read and write checkpoints with quantized weights, in the layouts that people have.
+
+``open`` gives a lazy mapping from names to tensors, ``load_state_dict`` all of them, and ``save``
+writes a model or a state dict. docs/checkpoints.md lists the layouts.
+"""
+
+from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
+from qtensor.checkpoints.checkpoint import open_checkpoint as open
+from qtensor.checkpoints.errors import CheckpointError
+from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Source, Unreadable, Writer, layouts
+from qtensor.checkpoints.saving import save
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "DenseOnly",
+    "Group",
+    "Layout",
+    "Row",
+    "Source",
+    "Table",
+    "Unreadable",
+    "Writer",
+    "layouts",
+    "load_state_dict",
+    "open",
+    "save",
+]

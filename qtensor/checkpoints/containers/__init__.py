@@ -1,0 +1,1 @@
+"""Read and write the files that hold checkpoints; a container knows nothing of layouts."""

@@ -1,0 +1,86 @@
+"""Choose the container of a path: a file, a folder, an index or an open file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import IO, Any
+
+from qtensor.checkpoints.containers.base import Container
+from qtensor.checkpoints.containers.safetensors import SafetensorsFile
+from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, ShardedFiles, path_inside
+from qtensor.checkpoints.errors import Place, refuse
+
+OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = ()
+"""(first bytes of a file, container): files that begin otherwise are safetensors."""
+FOREIGN = {b"GGUF": "a GGUF file", b"PK\x03\x04": "a zip, which torch.save writes"}
+_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
+_SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
+"""What a folder is searched for, the first match alone."""
+
+
+def open_container(path: str | os.PathLike[str] | IO[bytes]) -> Container:
+    """Open the container of a path.
+
+    Args:
+        path: a file, a folder, an index, or an open binary file.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is not sound.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return _open_file(path, str(getattr(path, "name", "an open file")))
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        name = _file_of_folder(name)
+    if name.endswith(".json"):
+        return ShardedFiles(name)
+    return _open_file(name, name)
+
+
+def _open_file(file: Any, path: str) -> Container:
+    """Open one file by its first bytes."""
+    first = _first_bytes(file, path)
+    for magic, opener in OPENERS:
+        if first.startswith(magic):
+            return opener(file)
+    for magic, kind in FOREIGN.items():
+        if first.startswith(magic):
+            rule = "the files that are read are safetensors"
+            refuse(Place(path), rule, kind, "Convert it to safetensors where it was made")
+    return SafetensorsFile(file)
+
+
+def _first_bytes(file: Any, path: str) -> bytes:
+    try:
+        if isinstance(file, str):
+            with open(file, "rb") as opened:
+                return opened.read(8)
+        file.seek(0)
+        first = bytes(file.read(8))
+        file.seek(0)
+        return first
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        rule = "a path is a file, a folder, an index or an open binary file"
+        refuse(Place(path), rule, error, "Check the path", error)
+
+
+def _file_of_folder(folder: str) -> str:
+    """Return the file or index that a folder holds.
+
+    Raises:
+        CheckpointError: the folder holds none, or several of which none is the model.
+    """
+    names = sorted(os.listdir(folder))
+    for name in _NAMES:
+        if name in names:
+            return path_inside(folder, name, folder)
+    for suffix in _SUFFIXES:
+        found = [name for name in names if name.endswith(suffix)]
+        if len(found) == 1:
+            return path_inside(folder, found[0], folder)
+        if found:
+            rule = "a folder has model.safetensors, an index, or one file of tensors"
+            refuse(Place(folder), rule, found, "Pass the path of the file")
+    rule = f"a folder holds a file that ends in {', '.join(_SUFFIXES)}"
+    refuse(Place(folder), rule, names or "an empty folder", "Check the path")

@@ -1,0 +1,422 @@
+"""Read and write safetensors files.
+
+The package ``safetensors`` is not used, for three reasons: checkpoints open with torch and numpy
+alone; each problem of a file needs an error that names the file and the tensor; and a writer must
+write tensors one by one, so that memory stays bounded.
+
+A file is: 8 bytes, the size n of the header as a little-endian integer; n bytes, a JSON object
+(UTF-8, may end in spaces) of ``name: {"dtype", "shape", "data_offsets": [begin, end]}`` and
+optionally ``"__metadata__": {text: text}``; the data. The offsets count from the end of the header,
+and the tensors cover the data without gap or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.containers.base import (
+    STORED_NAMES,
+    STORED_TYPES,
+    TensorInfo,
+    checked_shape,
+    stored_size,
+    torch_shape,
+)
+from qtensor.checkpoints.errors import Place, refuse
+
+MAX_HEADER = 100_000_000
+"""Most bytes of a header, as in the package ``safetensors``."""
+_AGAIN = "Download or export the file again"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+class SafetensorsFile:
+    """Read one safetensors file, memory-mapped.
+
+    Opening reads the header alone. A tensor shares the memory of the map, which is private: a write
+    to the tensor does not change the file. The map lives as long as a tensor needs it.
+    """
+
+    kind = "safetensors"
+
+    def __init__(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Open a file.
+
+        Args:
+            file: a path, or an open binary file, which is read from its beginning.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is not a sound safetensors file.
+        """
+        self.extra: Mapping[str, Any] = {}
+        named = isinstance(file, (str, os.PathLike))
+        self.path = os.fspath(file) if named else str(getattr(file, "name", "an open file"))
+        self.folder = os.path.dirname(os.path.abspath(self.path)) if named else None
+        self._map: Any = _mapped(file, Place(self.path))
+        header, start = _header(self._map, self.path)
+        self.headers = (_metadata(header.pop("__metadata__", {}), Place(self.path)),)
+        self.infos = _infos(header, self.path, start, len(self._map))
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
+
+        Raises:
+            CheckpointError: no such tensor, or the file is closed.
+        """
+        if self._map is None:
+            refuse(Place(self.path, name), "the file is open", "a closed file", "Open it again")
+        if name not in self.infos:
+            place = Place(self.path, name)
+            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
+        info = self.infos[name]
+        kind = STORED_TYPES[info.dtype]
+        shape = torch_shape(info.dtype, info.shape)
+        if info.nbytes == 0:
+            return torch.empty(shape, dtype=kind.torch_dtype)
+        itemsize = kind.torch_dtype.itemsize
+        if info.start % itemsize == 0:
+            count = info.nbytes // itemsize
+            flat = torch.frombuffer(
+                self._map, dtype=kind.torch_dtype, count=count, offset=info.start
+            )
+            return flat.view(shape)
+        data = torch.frombuffer(
+            self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start
+        ).clone()
+        return data.view(kind.torch_dtype).view(shape)
+
+    def close(self) -> None:
+        """Release the map; tensors that were read stay valid.
+
+        The map is not unmapped here, because tensors may still use it: torch holds a reference to
+        it, and Python unmaps it when the last tensor is gone.
+        """
+        self._map = None
+
+
+def _mapped(file: Any, place: Place) -> Any:
+    """Return the bytes of a file as a private, writable map, or as a bytearray without a map."""
+    try:
+        if isinstance(file, (str, os.PathLike)):
+            with open(file, "rb") as opened:
+                return _map_descriptor(opened.fileno())
+        try:
+            return _map_descriptor(file.fileno())
+        except (AttributeError, OSError, ValueError):  # a file in memory
+            file.seek(0)
+            return bytearray(file.read())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        refuse(place, "the file must be readable", error, "Check the path", error)
+
+
+def _map_descriptor(descriptor: int) -> Any:
+    if os.fstat(descriptor).st_size == 0:
+        return bytearray()
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # torch.frombuffer warns about read-only memory. Without MAP_NORESERVE, Linux refuses a
+        # private map that is larger than the memory of the machine.
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
+def _header(data: Any, path: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a file and the offset of its data.
+
+    Raises:
+        CheckpointError: the header is too long or is not a JSON object.
+    """
+    place = Place(path)
+    if len(data) < 8:
+        rule = "a safetensors file begins with the size of its header, 8 bytes"
+        refuse(place, rule, f"a file of {len(data)} bytes", _AGAIN)
+    (size,) = struct.unpack("<Q", data[:8])
+    if size > min(MAX_HEADER, len(data) - 8):
+        rule = f"the header has at most {MAX_HEADER} bytes and lies inside the file"
+        refuse(place, rule, f"{size} bytes in a file of {len(data)} bytes", _AGAIN)
+    text = bytes(data[8 : 8 + size])
+    if not text.startswith(b"{"):
+        refuse(place, "the header is a JSON object", repr(text[:20]), _AGAIN)
+    header = parse_json(text, place)
+    return header, 8 + size
+
+
+def parse_json(text: bytes, place: Place) -> dict[str, Any]:
+    """Return a JSON object of a file.
+
+    Raises:
+        CheckpointError: the text is not UTF-8 or JSON, is not an object, or has a name twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise ValueError(f"the name {twice!r} occurs twice")
+        return values
+
+    def refuse_constant(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        refuse(place, "the text is UTF-8 and JSON, and each name occurs once", error, _AGAIN, error)
+    if not isinstance(value, dict):
+        refuse(place, "the text is a JSON object", type(value).__name__, _AGAIN)
+    return value
+
+
+def _metadata(metadata: object, place: Place) -> dict[str, str]:
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        refuse(place, "__metadata__ maps texts to texts", repr(metadata), _AGAIN)
+    return metadata
+
+
+def _infos(header: dict[str, Any], path: str, start: int, size: int) -> dict[str, TensorInfo]:
+    """Return the tensors of a header after checking that they cover the data exactly."""
+    infos: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        infos[name] = _info(name, entry, path, start, size)
+    end = start
+    for info in sorted(infos.values(), key=lambda info: (info.start, info.nbytes)):
+        if info.start != end:
+            rule = f"tensors follow each other without gap or overlap; byte {end - start} is next"
+            refuse(Place(path, info.name), rule, f"begin {info.start - start}", _AGAIN)
+        end += info.nbytes
+    if end != size:
+        rule = "the tensors end where the file ends"
+        refuse(Place(path), rule, f"tensors of {end - start} bytes, data of {size - start}", _AGAIN)
+    return infos
+
+
+def _info(name: str, entry: Any, path: str, start: int, size: int) -> TensorInfo:
+    """Return the checked info of one entry of a header."""
+    if type(entry) is not dict or entry.keys() != _FIELDS:
+        got = sorted(entry) if isinstance(entry, dict) else repr(entry)
+        refuse(Place(path, name), f"an entry has the keys {sorted(_FIELDS)}", got, _AGAIN)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in STORED_TYPES:
+        rule = f"the dtype is one of {', '.join(STORED_TYPES)}"
+        refuse(Place(path, name), rule, repr(dtype), "Convert the tensor where the file was made")
+    sizes = checked_shape(Place(path, name), shape)
+    if (
+        type(offsets) is not list
+        or len(offsets) != 2
+        or any(type(n) is not int for n in offsets)
+        or not 0 <= offsets[0] <= offsets[1] <= size - start
+    ):
+        rule = f"data_offsets are [begin, end] inside the data of {size - start} bytes"
+        refuse(Place(path, name), rule, repr(offsets), _AGAIN)
+    nbytes = offsets[1] - offsets[0]
+    if stored_size(dtype, sizes) != 8 * nbytes or (dtype == "F4" and (not sizes or sizes[-1] % 2)):
+        rule = f"{dtype} of shape {list(sizes)} has {stored_size(dtype, sizes) / 8:g} whole bytes"
+        refuse(Place(path, name), rule, f"{nbytes} bytes", _AGAIN)
+    return TensorInfo(name, dtype, sizes, path, start + offsets[0], nbytes)
+
+
+# ---- writing
+
+
+class TensorSpec(NamedTuple):
+    """Describe a tensor that will be written: name, torch dtype and torch shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Write a safetensors file: the header at once, then tensor by tensor in any order.
+
+    The file has a temporary name until ``close``, which checks that every tensor was written, then
+    syncs and renames the file. Used as a context manager, an exception removes the temporary file
+    and leaves an older file of the same name as it was.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        specs: Iterable[TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the header to a temporary file beside ``path`` and reserve the space.
+
+        Args:
+            path: the final path.
+            specs: all tensors. The file holds wide dtypes first, so that every tensor is aligned.
+            metadata: texts of the header.
+
+        Raises:
+            CheckpointError: a name occurs twice, a dtype has no name in the format, the header is
+                too long, or the disk is full.
+        """
+        self.path = os.path.abspath(path)
+        self._offsets: dict[str, tuple[int, TensorSpec]] = {}
+        header = self._plan(list(specs), dict(metadata or {"format": "pt"}))
+        self._missing = set(self._offsets)
+        folder, name = os.path.split(self.path)
+        try:
+            self._file, self._temporary = tempfile.mkstemp(".tmp", f".{name}.", folder)
+        except OSError as error:
+            refuse(Place(self.path), "the folder must be writable", error, "Check it", error)
+        try:
+            self._put(header, 0)
+            if self._size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, self._size)
+        except OSError as error:
+            self.abort()
+            self._fail(error)
+
+    def _plan(self, specs: list[TensorSpec], metadata: dict[str, str]) -> bytes:
+        """Compute the offset of every tensor and return the header."""
+        entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        end, offsets = 0, {}
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+            place = Place(self.path, spec.name)
+            if spec.name in entries or spec.name == "__metadata__":
+                refuse(place, "names are unique", "the name twice", "Rename one of the tensors")
+            if spec.dtype not in STORED_NAMES:
+                rule = f"safetensors holds {', '.join(STORED_TYPES)}"
+                refuse(place, rule, spec.dtype, "Convert the tensor")
+            shape = list(spec.shape)
+            if spec.dtype == torch.float4_e2m1fn_x2:
+                shape[-1] *= 2
+            entries[spec.name] = {
+                "dtype": STORED_NAMES[spec.dtype],
+                "shape": shape,
+                "data_offsets": [end, end + spec.nbytes],
+            }
+            offsets[spec.name] = (end, spec)
+            end += spec.nbytes
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER:
+            rule = f"the header has at most {MAX_HEADER} bytes"
+            refuse(Place(self.path), rule, len(text), "Write more, smaller shards")
+        start = 8 + len(text)
+        self._offsets = {name: (start + offset, spec) for name, (offset, spec) in offsets.items()}
+        self._size = start + end
+        return struct.pack("<Q", len(text)) + text
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor at its place.
+
+        Raises:
+            CheckpointError: the tensor does not have the dtype and shape of its spec, has been
+                written already, or the disk is full.
+        """
+        place = Place(self.path, name)
+        if name not in self._missing:
+            refuse(place, "each tensor of the header is written once", name, "Fix the specs")
+        offset, spec = self._offsets[name]
+        if tensor.dtype != spec.dtype or tuple(tensor.shape) != tuple(spec.shape):
+            rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
+            refuse(place, rule, f"{tensor.dtype} of {tuple(tensor.shape)}", "Fix the specs")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        try:
+            self._put(memoryview(data.numpy()), offset)
+        except OSError as error:
+            self._fail(error)
+        self._missing.discard(name)
+
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._file, view, offset)
+            view, offset = view[count:], offset + count
+
+    def _fail(self, error: OSError) -> None:
+        fix = "Free space on the disk, or choose another folder"
+        refuse(Place(self.path), "the file must be writable", error, fix, error)
+
+    def close(self) -> None:
+        """Sync the file and give it its final name.
+
+        Raises:
+            CheckpointError: a tensor is missing, or the disk is full.
+        """
+        self.finish()
+        self.publish()
+
+    def finish(self) -> None:
+        """Sync the file under its temporary name; ``publish`` renames it later.
+
+        Raises:
+            CheckpointError: a tensor is missing, or the disk is full.
+        """
+        if self._missing:
+            got = f"{len(self._missing)} missing, for example {min(self._missing)!r}"
+            self.abort()
+            refuse(Place(self.path), "every tensor of the header is written", got, "Write them")
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self.abort()
+            self._fail(error)
+        os.close(self._file)
+        self._file = -1
+
+    def publish(self) -> None:
+        """Rename the finished file to its final name, replacing an older file.
+
+        Raises:
+            CheckpointError: the file cannot be renamed.
+        """
+        try:
+            os.replace(self._temporary, self.path)
+            sync_folder(os.path.dirname(self.path))
+        except OSError as error:
+            self.abort()
+            self._fail(error)
+
+    def abort(self) -> None:
+        """Remove the temporary file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if os.path.exists(self._temporary):
+            os.unlink(self._temporary)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

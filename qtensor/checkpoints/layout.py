@@ -1,0 +1,318 @@
+"""Define what a layout is, register layouts, and recognise the layout of a checkpoint.
+
+A layout is one file in ``checkpoints/layouts/``: a subclass of ``Layout``, which reads, and a
+subclass of ``Writer`` if the layout can be written. docs/adding_a_layout.md shows one.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.errors import Place, refuse
+from qtensor.quantizers import Quantizer
+from qtensor.storage.tensor import QuantizedTensor
+
+Loaded = Mapping[str, Tensor]
+"""The stored tensors of a group, by role."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold what a layout reads besides the weights: names, shapes, header texts and JSON files."""
+
+    path: str
+    """Path for messages."""
+    tensors: Mapping[str, TensorInfo]
+    """Every stored tensor by name."""
+    headers: tuple[Mapping[str, str], ...] = ()
+    """The texts (``__metadata__``) of each file's header."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, or an empty dict."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other JSON files of the folder that layouts read, by name: hf_quant_config.json."""
+    kind: str = "safetensors"
+    """The container: ``"safetensors"``, ``"torch"`` or ``"gguf"``."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else the container has: records of a pickle, key-values of GGUF."""
+    read: Callable[[str], Tensor] | None = None
+    """Return a stored tensor by name. ``recognises`` must not call it; a layout whose description
+    lies in small tensors (ComfyUI) calls it in ``groups``."""
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """Return ``quantization_config`` of the config, or of its text or language model part."""
+        for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
+            found = part.get("quantization_config") if isinstance(part, dict) else None
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    @property
+    def method(self) -> str:
+        """Return ``quant_method`` in lower case, or ""."""
+        return str(self.quantization.get("quant_method", "")).lower()
+
+    @property
+    def model_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the model that the config names, or None."""
+        for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
+            if isinstance(part, dict):
+                name = part.get("torch_dtype") or part.get("dtype")
+                dtype = getattr(torch, str(name).removeprefix("torch."), None)
+                if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                    return dtype
+        return None
+
+
+@dataclass(frozen=True)
+class DenseOnly:
+    """Say why a group cannot be a quantized tensor; it is then decoded to a plain one."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Say why a group cannot be read at all; asking for it raises an error with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Describe one weight of a checkpoint: its stored tensors, and what it becomes.
+
+    A layout makes groups from the header alone and has checked every shape.
+    """
+
+    name: str
+    """The logical name, for example ``"model.layers.0.mlp.up_proj.weight"``."""
+    roles: Mapping[str, TensorInfo]
+    """The layout's own word -> the stored tensor, for example ``"codes"`` and ``"scale"``."""
+    shape: tuple[int, ...]
+    """The logical shape."""
+    dtype: torch.dtype
+    """The nominal dtype, and the default dtype of the dense values."""
+    target: Quantizer | DenseOnly | Unreadable
+    """The quantizer of the quantized tensor, or why it cannot be one."""
+    scheme: str = ""
+    """The layout's own name of the format, for tables: ``"nvfp4-pack-quantized"``."""
+    options: Any = None
+    """Further facts that the layout needs to decode the group."""
+
+
+class Layout(abc.ABC):
+    """Read checkpoints of one layout; an instance belongs to one open checkpoint."""
+
+    name: ClassVar[str]
+    """The name that users write: ``"compressed-tensors"``."""
+    rank: ClassVar[int]
+    """Layouts are asked in this order; the numbers are those of the rules in docs/checkpoints.md,
+    times ten."""
+    factor_names: ClassVar[frozenset[str]] = frozenset({"input_scale", "k_scale", "v_scale"})
+    """Last name parts of plain tensors that are factors: ``dtype=`` does not change their dtype."""
+    writer: ClassVar[type[Writer] | None] = None
+    """Writes the layout; None if it is read only."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _LAYOUTS[cls.name] = cls
+
+    options: ClassVar[tuple[str, ...]] = ()
+    """Keyword arguments of ``open`` that the layout takes."""
+
+    def __init__(self, source: Source, **options: Any) -> None:
+        """Read the configuration of a checkpoint.
+
+        Args:
+            source: names, shapes, header texts and JSON files.
+            **options: those of ``options`` that the caller of ``open`` gave.
+
+        Raises:
+            CheckpointError: the configuration names something that is not read, or an option is
+                unknown.
+        """
+        self.source = source
+        for name in options:
+            if name not in self.options:
+                fix = "Leave the option out"
+                self.refuse("", f"open() takes {', '.join(self.options) or 'no options'}", name, fix)
+
+    @classmethod
+    @abc.abstractmethod
+    def recognises(cls, source: Source) -> bool:
+        """Return True if the checkpoint has this layout; read no tensor data."""
+
+    @abc.abstractmethod
+    def groups(self) -> Iterable[Group]:
+        """Return a group for each quantized weight, after checking every shape.
+
+        Stored tensors in no group are plain tensors under their own names.
+
+        Raises:
+            CheckpointError: a factor is missing, or a shape or dtype does not fit.
+        """
+
+    @abc.abstractmethod
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
+        """Return a group as a quantized tensor, by moving bytes.
+
+        It is only called if ``group.target`` is a quantizer.
+
+        Args:
+            group: one of ``groups()``.
+            stored: the stored tensors by role, mapped from the file; codes are not copied.
+
+        Raises:
+            CheckpointError: a value of a factor is not legal.
+        """
+
+    @abc.abstractmethod
+    def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
+        """Return the values of a group by the arithmetic of the origin, to the last bit.
+
+        Args:
+            group: one of ``groups()``.
+            stored: the stored tensors by role.
+            dtype: dtype of the result, ``group.dtype`` unless the caller asks for another one.
+
+        Raises:
+            CheckpointError: a value of a factor is not legal.
+        """
+
+    # ---- helpers for authors
+
+    def place(self, tensor: str = "") -> Place:
+        """Return the place for errors of this checkpoint."""
+        info = self.source.tensors.get(tensor)
+        return Place(info.file if info else self.source.path, tensor, self.name)
+
+    def refuse(self, tensor: str, rule: str, got: object, fix: str) -> NoReturn:
+        """Raise a ``CheckpointError`` that names the file, the tensor and this layout.
+
+        Raises:
+            CheckpointError: always.
+        """
+        refuse(self.place(tensor), rule, got, fix)
+
+    def expect(
+        self, info: TensorInfo, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], why: str
+    ) -> None:
+        """Refuse a stored tensor of another shape or dtype.
+
+        Args:
+            info: the tensor.
+            shapes: the legal shapes.
+            dtypes: the legal dtypes, as safetensors names them.
+            why: what decides the shape, for example ``"the weight (48, 64) in blocks of 128x128"``.
+
+        Raises:
+            CheckpointError: the shape or the dtype is none of the legal ones.
+        """
+        if info.shape not in shapes or info.dtype not in dtypes:
+            legal = " or ".join(str(list(shape)) for shape in shapes)
+            rule = f"{why} needs {' or '.join(dtypes)} of shape {legal}"
+            fix = "Check the config against the file, or export the checkpoint again"
+            self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
+
+
+class Writer(abc.ABC):
+    """Write checkpoints of one layout; an instance collects what one checkpoint's config needs."""
+
+    layout: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]]
+    """The format ids that the layout holds, for error messages."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Begin a checkpoint.
+
+        Args:
+            config: config.json of the model, without a quantization entry; may be empty.
+        """
+        self.model_config = dict(config)
+
+    @abc.abstractmethod
+    def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return the stored tensors of a quantized tensor by name; bytes are moved.
+
+        It is called twice for each tensor: for the header, and for the data. The first call may
+        pass a tensor on the meta device, so only names, shapes and dtypes may be computed then.
+
+        Raises:
+            CheckpointError: the layout cannot hold the tensor; the message names the formats.
+        """
+
+    def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors of a plain tensor; by default it is stored as it is."""
+        return {name: tensor}
+
+    def metadata(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the header texts of a file that holds these logical tensors."""
+        return {"format": "pt"}
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json with the layout's entry; called after every ``encode``."""
+        return self.model_config
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Return other JSON files of the folder, by name."""
+        return {}
+
+    def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
+        """Raise a ``CheckpointError`` that names the tensor, the layout and its formats.
+
+        Raises:
+            CheckpointError: always.
+        """
+        fix = fix or f"Write layout 'qtensor', or quantize to one of {', '.join(self.formats)}"
+        refuse(Place("", tensor, self.layout), rule, got, fix)
+
+
+# ---- the registry
+
+_LAYOUTS: dict[str, type[Layout]] = {}
+
+
+def layouts() -> dict[str, type[Layout]]:
+    """Return all layouts by name, in the order in which they are asked."""
+    package = importlib.import_module("qtensor.checkpoints.layouts")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(sorted(_LAYOUTS.items(), key=lambda item: item[1].rank))
+
+
+def find_layout(name: str) -> type[Layout]:
+    """Return the layout of that name.
+
+    Raises:
+        CheckpointError: no such layout; the message lists the known ones.
+    """
+    known = layouts()
+    if name not in known:
+        fix = f"Choose one of {', '.join(known)}"
+        refuse(Place(layout=str(name)), "layout= is the name of a layout", repr(name), fix)
+    return known[name]
+
+
+def recognise(source: Source) -> type[Layout]:
+    """Return the layout of a checkpoint: the first one, by rank, that recognises it.
+
+    Raises:
+        CheckpointError: no layout recognises it; the message names ``quant_method``.
+    """
+    known = layouts()
+    for layout in known.values():
+        if layout.recognises(source):
+            return layout
+    got = f"quant_method {source.method!r}" if source.method else "none of their marks"
+    rule = f"the layouts that are read are {', '.join(known)}"
+    refuse(Place(source.path), rule, got, "Pass layout=, or export the model in one of them")

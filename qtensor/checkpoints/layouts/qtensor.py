@@ -1,0 +1,152 @@
+"""Read and write our own layout: every buffer of a quantized tensor, and its quantizer.
+
+docs/checkpoints.md has the layout byte for byte. The header text ``qtensor`` of each file is a JSON
+object: ``{"version": 1, "tensors": {name: {"quantizer", "shape", "dtype", "buffers"}}}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
+from qtensor.checkpoints.containers.safetensors import parse_json
+from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.errors import QTensorError
+from qtensor.layout import buffer_shapes
+from qtensor.registry import parse
+from qtensor.storage.rebuild import FLOATING
+from qtensor.storage.tensor import QuantizedTensor
+
+KEY = "qtensor"
+VERSION = 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
+_STORED = {torch.uint8: "U8", torch.float32: "F32"}
+
+
+class QTensorWriter(Writer):
+    """Write every buffer as it is, in any format and with any option."""
+
+    layout = "qtensor"
+    formats = ("any format",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return the buffers, each under the name of the tensor, a dot and the keyword."""
+        stored = {
+            f"{name}.{keyword}": buffer
+            for keyword, buffer in zip(tensor.quantizer.keywords, tensor.buffers(), strict=True)
+        }
+        self._entries[name] = {
+            "quantizer": tensor.quantizer.canonical,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "buffers": dict(zip(tensor.quantizer.keywords, stored, strict=True)),
+        }
+        return stored
+
+    def metadata(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the entries of the quantized tensors among ``names``."""
+        entries = {name: self._entries[name] for name in names if name in self._entries}
+        text = json.dumps({"version": VERSION, "tensors": entries}, separators=(",", ":"))
+        return {"format": "pt", KEY: text}
+
+    def config(self) -> dict[str, Any]:
+        """Return the config with ``quantization_config.quant_method: "qtensor"``."""
+        if not self._entries:
+            return self.model_config
+        entry = {"quant_method": KEY, "version": VERSION}
+        return {**self.model_config, "quantization_config": entry}
+
+
+class QTensorLayout(Layout):
+    """Read our own layout."""
+
+    name = "qtensor"
+    rank = 5
+    writer = QTensorWriter
+
+    @classmethod
+    def recognises(cls, source: Source) -> bool:
+        """Return True if a header has the text ``qtensor``."""
+        return any(KEY in header for header in source.headers)
+
+    def groups(self) -> Iterable[Group]:
+        """Return the quantized tensors that the headers describe."""
+        for header in self.source.headers:
+            text = header.get(KEY)
+            if text is None:
+                continue
+            # The text came out of a JSON string, so it may hold lone surrogates.
+            about = parse_json(text.encode("utf-8", "surrogatepass"), self.place())
+            if about.get("version") != VERSION:
+                fix = "Install a newer qtensor"
+                rule = f"this qtensor reads version {VERSION} of the layout"
+                self.refuse("", rule, f"version {about.get('version')!r}", fix)
+            entries = about.get("tensors")
+            if not isinstance(entries, dict):
+                rule = 'the header text has "tensors": {name: entry}'
+                self.refuse("", rule, type(entries).__name__, "Write the file again")
+            for name, entry in entries.items():
+                yield self._group(name, entry)
+
+    def _group(self, name: str, entry: Any) -> Group:
+        """Return the group of an entry after checking it against the stored tensors."""
+        keys = {"quantizer", "shape", "dtype", "buffers"}
+        if not isinstance(entry, dict) or not keys <= set(entry):
+            got = sorted(entry) if isinstance(entry, dict) else repr(entry)
+            self.refuse(name, f"an entry has {sorted(keys)}", got, "Write the file again")
+        shape = checked_shape(self.place(name), entry["shape"])
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+            rule = f"the nominal dtype is one of {', '.join(_DTYPES)}"
+            self.refuse(name, rule, repr(entry["dtype"]), "Write the file again")
+        if not isinstance(entry["quantizer"], str):
+            rule = "the quantizer is its canonical text"
+            self.refuse(name, rule, repr(entry["quantizer"]), "Write the file again")
+        try:
+            quantizer: Any = parse(entry["quantizer"])
+        except QTensorError as error:
+            fix = "Install the version of qtensor that wrote the file"
+            self.refuse(name, "the quantizer must be known", error, fix)
+        names = entry["buffers"]
+        if not isinstance(names, dict) or tuple(names) != quantizer.keywords:
+            rule = f"{quantizer.canonical} has the buffers {list(quantizer.keywords)}"
+            self.refuse(name, rule, repr(names), "Write the file again")
+        roles = {keyword: self._stored(name, names[keyword]) for keyword in names}
+        sizes = buffer_shapes(quantizer.slots, shape)
+        for slot, size in zip(quantizer.slots, sizes, strict=True):
+            info = roles[slot.keyword]
+            # The buffers of a part of a tensor may lack padding; assemble checks the lower bound.
+            fits = len(info.shape) == len(size) and all(
+                n <= most for n, most in zip(info.shape, size, strict=True)
+            )
+            if info.dtype != _STORED[slot.dtype] or not fits:
+                why = f"{slot.name} of {quantizer.canonical}, {tuple(shape)},"
+                self.expect(info, [tuple(size)], [_STORED[slot.dtype]], why)
+        dtype = _DTYPES[entry["dtype"]]
+        return Group(name, roles, shape, dtype, quantizer, quantizer.canonical)
+
+    def _stored(self, name: str, stored: object) -> TensorInfo:
+        if not isinstance(stored, str) or stored not in self.source.tensors:
+            fix = "Write the file again; shards must lie in one folder"
+            self.refuse(name, "the file has each buffer of the entry", repr(stored), fix)
+        return self.source.tensors[stored]
+
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
+        """Return the tensor around the buffers of the file."""
+        quantizer: Any = group.target
+        buffers = [stored[keyword] for keyword in quantizer.keywords]
+        tensor: QuantizedTensor = quantizer.assemble(buffers, group.shape, group.dtype)
+        return tensor
+
+    def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
+        """Return the values as ``dequantize`` does: we are the origin."""
+        tensor: Any = self.read(group, stored)
+        return tensor.dequantize(dtype)  # type: ignore[no-any-return]

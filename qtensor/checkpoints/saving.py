@@ -1,0 +1,225 @@
+"""Write a model or a state dict as a checkpoint: one file, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec, sync_folder
+from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX
+from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.layout import Writer, find_layout, layouts
+from qtensor.storage.tensor import QuantizedTensor
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Shard(NamedTuple):
+    """Describe one file: its logical tensors, and the stored tensors."""
+
+    names: list[str]
+    specs: list[TensorSpec]
+
+
+def save(
+    model: torch.nn.Module | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    layout: str = "qtensor",
+    *,
+    config: Mapping[str, Any] | None = None,
+    shard_size: int | str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Write tensors as a checkpoint; quantized tensors are moved byte for byte.
+
+    Tensors are written one by one to temporary names, synced and renamed, so that a failure leaves
+    an older checkpoint as it was. The index of shards is renamed last.
+
+    Args:
+        model: a module, a state dict, or an open checkpoint.
+        path: a file that ends in ``.safetensors``, or a folder, which also gets config.json and an
+            index if there are several shards.
+        layout: name of the layout.
+        config: config.json of the model, without a quantization entry; by default that of an open
+            checkpoint, or of a transformers model, or none.
+        shard_size: most bytes of tensors in a file, as a number or a text such as ``"5GB"``; one
+            weight is never split. A single file has no limit.
+        overwrite: True to replace files that exist.
+
+    Raises:
+        CheckpointError: the layout cannot hold a tensor, a file exists, or the disk is full.
+    """
+    cls = find_layout(layout)
+    if cls.writer is None:
+        written = [name for name, known in layouts().items() if known.writer]
+        fix = f"Choose one of {', '.join(written)}"
+        refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
+    state = _state_dict(model)
+    writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
+    target = os.path.abspath(path)
+    if target.endswith(".safetensors"):
+        shards = _plan(state, writer, None)
+        _check_free([target], overwrite)
+        _write(state, writer, {target: shard for shard in shards})
+        return
+    shards = _plan(state, writer, _bytes(shard_size))
+    _save_folder(state, writer, target, shards, overwrite)
+
+
+def _save_folder(
+    state: Mapping[str, Tensor], writer: Writer, folder: str, shards: list[Shard], overwrite: bool
+) -> None:
+    """Write the shards, the index and the JSON files of a folder."""
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        count = len(shards)
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = {os.path.join(folder, name): shard for name, shard in zip(names, shards, strict=True)}
+    texts = dict(writer.files())
+    config = writer.config()
+    if config:
+        texts["config.json"] = config
+    index = f"model{INDEX_SUFFIX}"
+    if len(shards) > 1:
+        weight_map = {
+            spec.name: name
+            for name, shard in zip(names, shards, strict=True)
+            for spec in shard.specs
+        }
+        total = sum(spec.nbytes for shard in shards for spec in shard.specs)
+        texts[index] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        refuse(Place(folder), "the folder must be writable", error, "Check the path", error)
+    every = [*files, *(os.path.join(folder, name) for name in (*texts, "model.safetensors", index))]
+    _check_free(every, overwrite)
+    _write(state, writer, files)
+    for name, value in sorted(texts.items(), key=lambda item: item[0] == index):
+        _write_json(os.path.join(folder, name), value)
+    # An older file of the other kind would be read in place of this checkpoint.
+    stale = os.path.join(folder, index if len(shards) == 1 else "model.safetensors")
+    if os.path.lexists(stale):
+        os.unlink(stale)
+
+
+def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shard]) -> None:
+    """Write every file under a temporary name, then rename all of them."""
+    finished: list[SafetensorsWriter] = []
+    try:
+        for path, shard in files.items():
+            file = SafetensorsWriter(path, shard.specs, writer.metadata(shard.names))
+            finished.append(file)
+            for name in shard.names:
+                for stored, tensor in _encode(writer, name, state[name]).items():
+                    file.write(stored, tensor)
+            file.finish()
+    except BaseException:
+        for file in finished:
+            file.abort()
+        raise
+    for file in finished:
+        file.publish()
+
+
+def _encode(writer: Writer, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if isinstance(tensor, QuantizedTensor):
+        return writer.encode(name, tensor.detach())
+    return writer.plain(name, tensor.detach())
+
+
+def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> list[Shard]:
+    """Return the files: weights in order, each whole, as many as ``limit`` bytes allow."""
+    shards, size = [Shard([], [])], 0
+    for name in state:
+        stored = _encode(writer, name, state[name])
+        specs = [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in stored.items()]
+        nbytes = sum(spec.nbytes for spec in specs)
+        if limit is not None and size and size + nbytes > limit:
+            shards.append(Shard([], []))
+            size = 0
+        shards[-1].names.append(name)
+        shards[-1].specs.extend(specs)
+        size += nbytes
+    _check_unique(shards)
+    return shards
+
+
+def _check_unique(shards: list[Shard]) -> None:
+    seen: set[str] = set()
+    for spec in _specs(shards):
+        if spec.name in seen:
+            got = "two tensors that are stored under it"
+            refuse(Place("", spec.name), "stored names are unique", got, "Rename one of them")
+        seen.add(spec.name)
+
+
+def _specs(shards: Iterable[Shard]) -> Iterator[TensorSpec]:
+    for shard in shards:
+        yield from shard.specs
+
+
+def _write_json(path: str, value: Mapping[str, Any]) -> None:
+    """Write a JSON file under a temporary name, sync and rename it."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(os.path.dirname(path))
+    except OSError as error:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        refuse(Place(path), "the file must be writable", error, "Free space on the disk", error)
+
+
+def _check_free(paths: Iterable[str], overwrite: bool) -> None:
+    for path in paths:
+        if os.path.lexists(path) and not overwrite:
+            fix = "Choose another path, or pass overwrite=True"
+            refuse(Place(path), "the file must not exist", "an existing file", fix)
+
+
+def _state_dict(model: Any) -> Mapping[str, Tensor]:
+    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    if not isinstance(state, Mapping):
+        got = type(model).__name__
+        refuse(Place(), "model is a module or a mapping from names to tensors", got, "Pass one")
+    if isinstance(state, dict):
+        for name, tensor in state.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                got = f"{type(tensor).__name__} for {name!r}"
+                refuse(Place(), "a state dict maps names to tensors", got, "Leave it out")
+    return state
+
+
+def _config_of(model: Any) -> Mapping[str, Any]:
+    """Return the config of an open checkpoint or of a transformers model, or an empty dict."""
+    config = getattr(model, "config", {})
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return config if isinstance(config, Mapping) else {}
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _bytes(size: int | str) -> int:
+    """Return a number of bytes from a number or a text such as ``"5GB"``."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"(\d{1,15})\s*([KMG]I?B)?", str(size).upper().strip())
+    if match is None or int(match[1]) == 0:
+        fix = 'Pass a text such as "5GB" or "500MiB"'
+        refuse(Place(), "shard_size is a positive number of bytes", repr(size), fix)
+    return int(match[1]) * _UNITS[match[2] or ""]
