@@ -34,7 +34,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import ops, recipes
+    from qtensor import checkpoints, ops, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -89,6 +89,7 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "checkpoints",
     "convert_",
     "delayed_scaling_state",
     "delayed_scaling_update",
@@ -133,6 +134,7 @@ _LAZY = {
     "Linear": "qtensor.modules.linear",
     "autocast": "qtensor.autocasting",
     "checkpoint": "qtensor.functional.checkpoint",
+    "checkpoints": "qtensor.checkpoints",
     "convert_": "qtensor.modules.convert",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
@@ -149,7 +151,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'qtensor' has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
     # The global makes the next access skip this function.
-    value = globals()[name] = module if name in ("ops", "recipes") else getattr(module, name)
+    value = globals()[name] = (
+        module if name in ("checkpoints", "ops", "recipes") else getattr(module, name)
+    )
     return value
 
 

@@ -68,7 +68,7 @@ def e8m0(codes: Tensor) -> Tensor:
     codes = codes.view(torch.uint8)
     if bool((codes == 255).any()):
         got = f"255 at index {codes.flatten().eq(255).nonzero()[0].item()}"
-        fix = 'Read it as a quantized tensor: rounding=None decodes 255 to NaN'
+        fix = "Read it as a quantized tensor: rounding=None decodes 255 to NaN"
         fail("e8m0", 'with rounding="origin", factors are not 255', got, fix)
     return (2.0 ** (torch.arange(255, dtype=torch.float64) - 127)).float()[codes.int()]
 

@@ -7,7 +7,7 @@ hold them in tiles. The codes are shared wherever the shape allows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,29 @@ from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import read_scales, write_scales_
 from qtensor.storage.tensor import QuantizedTensor
 
-TILE_ROWS = 128
-"""Rows of a tile of swizzled factors; buffers whose first dim is padded to another number hold the
-tiles of their transpose."""
+
+class Parts(NamedTuple):
+    """Hold the tensors of a quantized tensor as files hold them: row-major and not padded.
+
+    Attributes:
+        codes: uint8 or float8 codes of the rowwise buffer.
+        scale: factors of the blocks, (M, blocks along K) or a grid; of FP8: one, or (M, 1).
+        amax: NVFP4: float32 (1,).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor | None = None
+
+
+_FIELDS = {
+    "data": "codes",
+    "rowwise_data": "codes",
+    "scale_inv": "scale",
+    "rowwise_scale_inv": "scale",
+    "amax_rowwise": "amax",
+}
+"""Constructor keyword of a buffer -> field of ``Parts``."""
 
 
 def unpadded(slot: Slot, shape: Shape) -> tuple[int, ...]:
@@ -29,33 +49,38 @@ def unpadded(slot: Slot, shape: Shape) -> tuple[int, ...]:
     return buffer_shape(tuple(dataclasses.replace(d, pad=1) for d in slot.dims), shape)
 
 
+def _columns_first(slot: Slot) -> bool:
+    """Return True for a factor that our buffer holds as (blocks along K, M): FP8 in 1x128."""
+    return slot.keyword == "rowwise_scale_inv" and slot.dims[0].axis == "k"
+
+
 def assemble(
-    quantizer: Quantizer, shape: Shape, dtype: torch.dtype, parts: Mapping[str, Tensor]
+    quantizer: Quantizer, shape: Shape, dtype: torch.dtype, parts: Parts
 ) -> QuantizedTensor:
-    """Return a quantized tensor around stored tensors.
+    """Return a quantized tensor around stored tensors; codes are shared where shapes allow.
 
     Args:
-        quantizer: describes the buffers.
+        quantizer: describes the buffers; rowwise alone.
         shape: the logical shape.
         dtype: the nominal dtype.
-        parts: a tensor for each buffer, by its constructor keyword (``rowwise_data``,
-            ``rowwise_scale_inv``, ...), without padding and not swizzled, in the buffer's shape or
-            one with as many elements. float8 tensors are viewed as their codes; factors of
-            another float dtype are widened to float32.
+        parts: the stored tensors, in any shape with as many elements as the unpadded buffer has.
+            float8 tensors become their codes; factors of another float dtype become float32.
 
     Raises:
         QTensorError: a part is missing or has a wrong number of elements.
     """
     buffers = []
     for slot in quantizer.slots:
-        if slot.keyword not in parts:
+        part = getattr(parts, _FIELDS.get(slot.keyword, ""), None)
+        if part is None:
             rule = f"{quantizer.canonical} needs {', '.join(quantizer.keywords)}"
-            fail("assemble", rule, sorted(parts), "Pass every buffer")
-        buffers.append(_buffer(slot, parts[slot.keyword], shape))
+            fail("assemble", rule, f"no {slot.keyword}", "Pass every part; rowwise data alone")
+        buffers.append(_buffer(slot, part, shape))
     return quantizer.assemble(buffers, shape, dtype)
 
 
 def _buffer(slot: Slot, part: Tensor, shape: Shape) -> Tensor:
+    """Return the buffer of a slot: a view of ``part``, or a padded copy."""
     if slot.dtype == torch.uint8:
         part = part.view(torch.uint8)
     elif part.dtype != slot.dtype:
@@ -64,29 +89,36 @@ def _buffer(slot: Slot, part: Tensor, shape: Shape) -> Tensor:
     if part.numel() != torch.Size(exact).numel():
         rule = f"{slot.name} of a tensor of shape {tuple(shape)} has shape {exact}"
         fail("assemble", rule, tuple(part.shape), "Check the shapes of the file")
-    part, full = part.reshape(exact), buffer_shape(slot.dims, shape)
+    part = part.reshape(exact[::-1]).t() if _columns_first(slot) else part.reshape(exact)
+    full = buffer_shape(slot.dims, shape)
     if full == exact and not slot.swizzled:
-        return part
+        return part.contiguous()
     padded = part.new_zeros(full)
     if slot.swizzled:
-        write_scales_(padded, part, True, transposed=slot.dims[0].pad != TILE_ROWS)
+        write_scales_(padded, part, True)
     else:
         padded[tuple(slice(n) for n in exact)] = part
     return padded
 
 
-def rowwise_parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Return the rowwise buffers of a tensor by keyword, without padding and not swizzled.
+def rowwise_parts(tensor: QuantizedTensor) -> Parts:
+    """Return the rowwise buffers of a tensor without padding and not swizzled; codes are shared.
 
-    Codes are shared. Also buffers that serve both usages are returned.
+    Raises:
+        QTensorError: the tensor has no rowwise data.
     """
-    parts = {}
+    found: dict[str, Tensor] = {}
     for slot in tensor.quantizer.slots:
-        if slot.usage == "columnwise":
+        if slot.keyword not in _FIELDS:
             continue
-        buffer = getattr(tensor, slot.name)
-        if slot.swizzled:
-            buffer = read_scales(buffer, True)
-        exact = unpadded(slot, tensor.shape)
-        parts[slot.keyword] = buffer[tuple(slice(n) for n in exact)]
-    return parts
+        buffer = read_scales(getattr(tensor, slot.name), slot.swizzled)
+        buffer = buffer[tuple(slice(n) for n in unpadded(slot, tensor.shape))]
+        found[_FIELDS[slot.keyword]] = buffer.t() if _columns_first(slot) else buffer
+    if "codes" not in found:
+        fail(
+            "rowwise_parts",
+            "the tensor has rowwise data",
+            tensor.quantizer.canonical,
+            "Quantize it",
+        )
+    return Parts(**found)

@@ -145,7 +145,9 @@ class Layout(abc.ABC):
         for name in options:
             if name not in self.options:
                 fix = "Leave the option out"
-                self.refuse("", f"open() takes {', '.join(self.options) or 'no options'}", name, fix)
+                self.refuse(
+                    "", f"open() takes {', '.join(self.options) or 'no options'}", name, fix
+                )
 
     @classmethod
     @abc.abstractmethod
@@ -245,7 +247,8 @@ class Writer(abc.ABC):
         """Return the stored tensors of a quantized tensor by name; bytes are moved.
 
         It is called twice for each tensor: for the header, and for the data. The first call may
-        pass a tensor on the meta device, so only names, shapes and dtypes may be computed then.
+        pass a tensor on the meta device, whose values cannot be read; the second call must return
+        the same names, shapes and dtypes.
 
         Raises:
             CheckpointError: the layout cannot hold the tensor; the message names the formats.

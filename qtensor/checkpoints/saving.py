@@ -66,7 +66,7 @@ def save(
     if target.endswith(".safetensors"):
         shards = _plan(state, writer, None)
         _check_free([target], overwrite)
-        _write(state, writer, {target: shard for shard in shards})
+        _write(state, writer, dict.fromkeys([target], shards[0]))
         return
     shards = _plan(state, writer, _bytes(shard_size))
     _save_folder(state, writer, target, shards, overwrite)
@@ -129,9 +129,10 @@ def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shar
 
 
 def _encode(writer: Writer, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    tensor = tensor.detach()
     if isinstance(tensor, QuantizedTensor):
-        return writer.encode(name, tensor.detach())
-    return writer.plain(name, tensor.detach())
+        return writer.encode(name, tensor)
+    return writer.plain(name, tensor)
 
 
 def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> list[Shard]:

@@ -59,13 +59,18 @@ class SafetensorsFile:
             CheckpointError: the file cannot be read, or is not a sound safetensors file.
         """
         self.extra: Mapping[str, Any] = {}
-        named = isinstance(file, (str, os.PathLike))
-        self.path = os.fspath(file) if named else str(getattr(file, "name", "an open file"))
-        self.folder = os.path.dirname(os.path.abspath(self.path)) if named else None
+        self.folder: str | None = None
+        if isinstance(file, (str, os.PathLike)):
+            self.path = os.fspath(file)
+            self.folder = os.path.dirname(os.path.abspath(self.path))
+        else:
+            self.path = str(getattr(file, "name", "an open file"))
         self._map: Any = _mapped(file, Place(self.path))
         header, start = _header(self._map, self.path)
-        self.headers = (_metadata(header.pop("__metadata__", {}), Place(self.path)),)
-        self.infos = _infos(header, self.path, start, len(self._map))
+        self.headers: tuple[Mapping[str, str], ...] = (
+            _metadata(header.pop("__metadata__", {}), Place(self.path)),
+        )
+        self.infos: Mapping[str, TensorInfo] = _infos(header, self.path, start, len(self._map))
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
@@ -86,10 +91,10 @@ class SafetensorsFile:
         itemsize = kind.torch_dtype.itemsize
         if info.start % itemsize == 0:
             count = info.nbytes // itemsize
-            flat = torch.frombuffer(
+            data = torch.frombuffer(
                 self._map, dtype=kind.torch_dtype, count=count, offset=info.start
             )
-            return flat.view(shape)
+            return data.view(shape)
         data = torch.frombuffer(
             self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start
         ).clone()
@@ -333,12 +338,12 @@ class SafetensorsWriter:
             refuse(place, rule, f"{tensor.dtype} of {tuple(tensor.shape)}", "Fix the specs")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         try:
-            self._put(memoryview(data.numpy()), offset)
+            self._put(data.numpy(), offset)
         except OSError as error:
             self._fail(error)
         self._missing.discard(name)
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
+    def _put(self, data: Any, offset: int) -> None:
         view = memoryview(data)
         while view:
             count = os.pwrite(self._file, view, offset)

@@ -37,17 +37,20 @@ class ShardedFiles:
         """
         self.extra: Mapping[str, Any] = {}
         self.path = os.fspath(index)
-        self.folder = os.path.dirname(os.path.abspath(self.path))
+        self.folder: str | None = os.path.dirname(os.path.abspath(self.path))
         place = Place(self.path)
         weight_map = read_json(self.path).get("weight_map")
         if not isinstance(weight_map, dict) or any(type(f) is not str for f in weight_map.values()):
             got = type(weight_map).__name__
             refuse(place, 'an index has "weight_map": {tensor: file}', got, "Export it again")
         self._shards: dict[str, SafetensorsFile] = {
-            name: SafetensorsFile(path_inside(self.folder, name, self.path))
+            name: SafetensorsFile(
+                path_inside(os.path.dirname(os.path.abspath(self.path)), name, self.path)
+            )
             for name in sorted(set(weight_map.values()))
         }
-        self.infos: dict[str, TensorInfo] = {}
+        infos: dict[str, TensorInfo] = {}
+        self.infos: Mapping[str, TensorInfo] = infos
         self._shard_of: dict[str, SafetensorsFile] = {}
         for tensor, name in weight_map.items():
             shard = self._shards[name]
@@ -55,9 +58,11 @@ class ShardedFiles:
                 rule = "each tensor of the index lies in the shard that the index names"
                 got = f"{name!r} without it"
                 refuse(Place(self.path, tensor), rule, got, "Download the shards again")
-            self.infos[tensor] = shard.infos[tensor]
+            infos[tensor] = shard.infos[tensor]
             self._shard_of[tensor] = shard
-        self.headers = tuple(header for s in self._shards.values() for header in s.headers)
+        self.headers: tuple[Mapping[str, str], ...] = tuple(
+            header for s in self._shards.values() for header in s.headers
+        )
         self.unlisted = tuple(
             tensor
             for shard in self._shards.values()

@@ -149,4 +149,4 @@ class QTensorLayout(Layout):
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the values as ``dequantize`` does: we are the origin."""
         tensor: Any = self.read(group, stored)
-        return tensor.dequantize(dtype)  # type: ignore[no-any-return]
+        return tensor.dequantize(dtype)
