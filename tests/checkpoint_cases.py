@@ -63,10 +63,10 @@ def assert_same_values(got, want):
     assert not different.any(), f"{int(different.sum())} of {want.numel()} differ, first {first}"
 
 
-def weight(fmt, rows=48, cols=160, seed=0, dtype=torch.bfloat16, **options):
+def weight(fmt, rows=48, cols=160, seed=0, nominal=torch.bfloat16, **options):
     """A quantized weight (rows, cols) of random numbers."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, cols, generator=generator).to(dtype)
+    values = torch.randn(rows, cols, generator=generator).to(nominal)
     return qtensor.quantize(values, fmt, **options)
 
 

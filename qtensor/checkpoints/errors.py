@@ -32,14 +32,12 @@ class Place(NamedTuple):
     layout: str = ""
 
     def __str__(self) -> str:
-        words = ["checkpoint"]
-        if self.file:
-            words.append(shorten(repr(self.file)))
+        words = [f"checkpoint {shorten(repr(self.file))}" if self.file else "checkpoint"]
         if self.tensor:
             words.append(f"tensor {shorten(repr(self.tensor))}")
         if self.layout:
             words.append(f"layout {self.layout}")
-        return ", ".join(words).replace(",", "", 1) if self.file else ", ".join(words)
+        return ", ".join(words)
 
 
 def shorten(text: object) -> str:
