@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -299,12 +300,29 @@ def open_checkpoint(path: Path, layout: str | None = None, **options: Any) -> Ch
     Raises:
         CheckpointError: the checkpoint is not sound, or its layout is not read.
     """
-    container = open_container(path)
+    with _without_collections():
+        container = open_container(path)
+        try:
+            return Checkpoint(container, layout, **options)
+        except BaseException:
+            container.close()
+            raise
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Suspend Python's cyclic collector, which would take half the time of opening.
+
+    A header of 100,000 tensors is about a million new objects without a cycle, and the collector
+    walks all of them again and again while they are made.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        return Checkpoint(container, layout, **options)
-    except BaseException:
-        container.close()
-        raise
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def load_state_dict(

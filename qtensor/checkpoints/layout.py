@@ -7,6 +7,7 @@ subclass of ``Writer`` if the layout can be written. docs/adding_a_layout.md sho
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ class Source:
     """Return a stored tensor by name. ``recognises`` must not call it; a layout whose description
     lies in small tensors (ComfyUI) calls it in ``groups``."""
 
-    @property
+    @functools.cached_property
     def quantization(self) -> Mapping[str, Any]:
         """Return ``quantization_config`` of the config, or of its text or language model part."""
         for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
@@ -61,7 +62,7 @@ class Source:
         """Return ``quant_method`` in lower case, or ""."""
         return str(self.quantization.get("quant_method", "")).lower()
 
-    @property
+    @functools.cached_property
     def model_dtype(self) -> torch.dtype | None:
         """Return the dtype of the model that the config names, or None."""
         for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):

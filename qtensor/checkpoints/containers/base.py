@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -90,18 +90,33 @@ class Container(Protocol):
         """Release the files; tensors that were read stay valid."""
 
 
-def checked_shape(place: Place, shape: object) -> tuple[int, ...]:
+def checked_shape(shape: object, file: str, tensor: str, layout: str = "") -> tuple[int, ...]:
     """Return a shape from a file as a tuple.
+
+    Args:
+        shape: the value in the file.
+        file: path of the file, for errors.
+        tensor: name of the tensor, for errors.
+        layout: name of the layout, for errors.
 
     Raises:
         CheckpointError: it is not a list of integers from 0 to 2^63 - 1, or has too many elements.
     """
-    if type(shape) is not list or any(type(n) is not int for n in shape):
-        refuse(place, "a shape is a list of integers", repr(shape), "Export the file again")
-    if any(not 0 <= n < MAX_SIZE for n in shape) or math.prod(n or 1 for n in shape) >= MAX_SIZE:
-        rule = "sizes are not negative, and a tensor has fewer than 2^63 elements"
-        refuse(place, rule, repr(shape), "Export the file again")
+    if type(shape) is not list:
+        _refuse_shape(shape, Place(file, tensor, layout))
+    count = 1
+    for n in shape:
+        if type(n) is not int or n < 0:
+            _refuse_shape(shape, Place(file, tensor, layout))
+        count *= n or 1
+    if count >= MAX_SIZE:
+        _refuse_shape(shape, Place(file, tensor, layout))
     return tuple(shape)
+
+
+def _refuse_shape(shape: object, place: Place) -> NoReturn:
+    rule = "a shape is a list of integers that are not negative, with a product below 2^63"
+    refuse(place, rule, repr(shape), "Export the file again")
 
 
 def stored_size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -18,6 +18,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
@@ -197,7 +198,7 @@ def _infos(header: dict[str, Any], path: str, start: int, size: int) -> dict[str
     for name, entry in header.items():
         infos[name] = _info(name, entry, path, start, size)
     end = start
-    for info in sorted(infos.values(), key=lambda info: (info.start, info.nbytes)):
+    for info in sorted(infos.values(), key=itemgetter(4, 5)):
         if info.start != end:
             rule = f"tensors follow each other without gap or overlap; byte {end - start} is next"
             refuse(Place(path, info.name), rule, f"begin {info.start - start}", _AGAIN)
@@ -213,24 +214,20 @@ def _info(name: str, entry: Any, path: str, start: int, size: int) -> TensorInfo
     if type(entry) is not dict or entry.keys() != _FIELDS:
         got = sorted(entry) if isinstance(entry, dict) else repr(entry)
         refuse(Place(path, name), f"an entry has the keys {sorted(_FIELDS)}", got, _AGAIN)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in STORED_TYPES:
+    dtype, offsets = entry["dtype"], entry["data_offsets"]
+    if type(dtype) is not str or dtype not in STORED_TYPES:
         rule = f"the dtype is one of {', '.join(STORED_TYPES)}"
         refuse(Place(path, name), rule, repr(dtype), "Convert the tensor where the file was made")
-    sizes = checked_shape(Place(path, name), shape)
-    if (
-        type(offsets) is not list
-        or len(offsets) != 2
-        or any(type(n) is not int for n in offsets)
-        or not 0 <= offsets[0] <= offsets[1] <= size - start
-    ):
+    sizes = checked_shape(entry["shape"], path, name)
+    begin, end = offsets if type(offsets) is list and len(offsets) == 2 else (None, None)
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= size - start:
         rule = f"data_offsets are [begin, end] inside the data of {size - start} bytes"
         refuse(Place(path, name), rule, repr(offsets), _AGAIN)
-    nbytes = offsets[1] - offsets[0]
-    if stored_size(dtype, sizes) != 8 * nbytes or (dtype == "F4" and (not sizes or sizes[-1] % 2)):
-        rule = f"{dtype} of shape {list(sizes)} has {stored_size(dtype, sizes) / 8:g} whole bytes"
-        refuse(Place(path, name), rule, f"{nbytes} bytes", _AGAIN)
-    return TensorInfo(name, dtype, sizes, path, start + offsets[0], nbytes)
+    bits = stored_size(dtype, sizes)
+    if bits != 8 * (end - begin) or (dtype == "F4" and (not sizes or sizes[-1] % 2)):
+        rule = f"{dtype} of shape {list(sizes)} has {bits / 8:g} whole bytes"
+        refuse(Place(path, name), rule, f"{end - begin} bytes", _AGAIN)
+    return TensorInfo(name, dtype, sizes, path, start + begin, end - begin)
 
 
 # ---- writing

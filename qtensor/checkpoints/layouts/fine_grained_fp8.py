@@ -74,14 +74,15 @@ class FineGrainedFP8Layout(Layout):
     def groups(self) -> Iterable[Group]:
         """Return a group for each float8 or packed FP4 weight; each needs its factor."""
         used: set[str] = set()
-        for weight in self.source.tensors.values():
-            factors = self._factors(weight)
-            is_weight = weight.name.endswith(".weight") or weight.dtype == "F8_E4M3"
-            if weight.dtype not in ("F8_E4M3", "I8") or not is_weight or self._is_factor(weight):
+        for name, weight in self.source.tensors.items():
+            if weight.dtype not in ("F8_E4M3", "I8") or self._is_factor(name):
                 continue
+            if weight.dtype == "I8" and not name.endswith(".weight"):
+                continue
+            factors = self._factors(name)
             if len(factors) != 1:
                 got = [info.name for info in factors] or "none"
-                self.refuse(weight.name, "a float8 or packed FP4 weight has one factor", got, _FIX)
+                self.refuse(name, "a float8 or packed FP4 weight has one factor", got, _FIX)
             used.add(factors[0].name)
             yield self._group(weight, factors[0])
         for name, info in self.source.tensors.items():
@@ -89,17 +90,16 @@ class FineGrainedFP8Layout(Layout):
                 rule = "each factor has a float8 weight"
                 self.refuse(name, rule, f"a factor {list(info.shape)} without one", _FIX)
 
-    def _is_factor(self, info: TensorInfo) -> bool:
-        last = info.name.rpartition(".")[2]
+    def _is_factor(self, name: str) -> bool:
+        last = name.rpartition(".")[2]
         return last in _FACTORS or last in self.factor_names or last.endswith(_STACKED)
 
-    def _factors(self, weight: TensorInfo) -> list[TensorInfo]:
+    def _factors(self, name: str) -> list[TensorInfo]:
         """Return the factors beside a weight; a ``.scale`` counts beside a ``.weight`` alone."""
-        module, _, last = weight.name.rpartition(".")
-        names = [weight.name + suffix for suffix in _STACKED]
-        if last == "weight":
-            names = [f"{module}.{factor}" for factor in _FACTORS]
-        return [self.source.tensors[name] for name in names if name in self.source.tensors]
+        names = [name + suffix for suffix in _STACKED]
+        if name.endswith(".weight"):
+            names = [name.removesuffix("weight") + factor for factor in _FACTORS]
+        return [self.source.tensors[n] for n in names if n in self.source.tensors]
 
     def _group(self, weight: TensorInfo, factor: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""

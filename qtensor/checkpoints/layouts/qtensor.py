@@ -103,7 +103,7 @@ class QTensorLayout(Layout):
         if not isinstance(entry, dict) or not keys <= set(entry):
             got = sorted(entry) if isinstance(entry, dict) else repr(entry)
             self.refuse(name, f"an entry has {sorted(keys)}", got, "Write the file again")
-        shape = checked_shape(self.place(name), entry["shape"])
+        shape = checked_shape(entry["shape"], self.source.path, name, self.name)
         if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
             rule = f"the nominal dtype is one of {', '.join(_DTYPES)}"
             self.refuse(name, rule, repr(entry["dtype"]), "Write the file again")
