@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from checkpoint_cases import assert_same_bytes, weight
+from checkpoint_cases import EXAMPLES, assert_same_bytes, weight
 
 import qtensor
 from qtensor import checkpoints
@@ -183,6 +183,17 @@ def test_the_package_safetensors_reads_what_we_write(tmp_path):
     for name, want in state.items():
         assert_same_bytes(ours[name], want)
         assert_same_bytes(theirs[name], want)
+
+
+def test_dense_weights_are_not_written_silently(tmp_path):
+    """A weight that only decodes is written if the caller decoded it."""
+    path = EXAMPLES / "hf_fp8_experts"
+    with (
+        checkpoints.open(path) as checkpoint,
+        pytest.raises(checkpoints.CheckpointError, match=r"32x32.*load_state_dict"),
+    ):
+        checkpoints.save(checkpoint, tmp_path / "x")
+    checkpoints.save(checkpoints.load_state_dict(path), tmp_path / "x")
 
 
 REFUSED = [

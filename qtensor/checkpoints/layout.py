@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ class Unreadable:
     reason: str
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Describe one weight of a checkpoint: its stored tensors, and what it becomes.
 
     A layout makes groups from the header alone and has checked every shape.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec, sync_folder
 from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX
 from qtensor.checkpoints.errors import Place, refuse
@@ -117,7 +118,7 @@ def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shar
             file = SafetensorsWriter(path, shard.specs, writer.metadata(shard.names))
             finished.append(file)
             for name in shard.names:
-                for stored, tensor in _encode(writer, name, state[name]).items():
+                for stored, tensor in _encode(writer, state, name).items():
                     file.write(stored, tensor)
             file.finish()
     except BaseException:
@@ -128,10 +129,20 @@ def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shar
         file.publish()
 
 
-def _encode(writer: Writer, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    tensor = tensor.detach()
+def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the stored tensors of a tensor.
+
+    Raises:
+        CheckpointError: the layout cannot hold it, or it is a weight of an open checkpoint that can
+            only be read dense: decoding it must be the caller's decision.
+    """
+    tensor = state[name].detach()
     if isinstance(tensor, QuantizedTensor):
         return writer.encode(name, tensor)
+    if isinstance(state, Checkpoint) and name in state.groups:
+        rule = "weights of an open checkpoint are written as they are stored"
+        fix = "Save load_state_dict(path), which holds its dense values"
+        refuse(Place(state.path, name, writer.layout), rule, state.why_dense(name), fix)
     return writer.plain(name, tensor)
 
 
@@ -139,7 +150,7 @@ def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> lis
     """Return the files: weights in order, each whole, as many as ``limit`` bytes allow."""
     shards, size = [Shard([], [])], 0
     for name in state:
-        stored = _encode(writer, name, state[name])
+        stored = _encode(writer, state, name)
         specs = [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in stored.items()]
         nbytes = sum(spec.nbytes for spec in specs)
         if limit is not None and size and size + nbytes > limit:

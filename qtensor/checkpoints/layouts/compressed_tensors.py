@@ -106,8 +106,12 @@ class CompressedTensorsLayout(Layout):
             rule = "a config group has targets and weights"
             self.refuse("", rule, repr(group), "Check config.json")
         name = group.get("format") or default
-        if name not in _FORMATS or weights.get("type", "float") != "float":
-            self._refuse_format(name if name not in _FORMATS else f"{name} of {weights['type']}")
+        if (
+            not isinstance(name, str)
+            or name not in _FORMATS
+            or weights.get("type", "float") != "float"
+        ):
+            self._refuse_format(f"{name} of type {weights.get('type', 'float')}")
         strategy, block = str(weights.get("strategy")), None
         if _FORMATS[name] == FP8:
             if strategy == "block":

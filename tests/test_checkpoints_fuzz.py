@@ -1,0 +1,116 @@
+"""Random damage to files and configs: every problem is a QTensorError, never another exception."""
+
+import json
+import random
+import shutil
+
+import pytest
+from checkpoint_cases import EXAMPLES, READ
+
+from qtensor import checkpoints
+from qtensor.errors import QTensorError
+
+CASES = 20
+"""Damaged files of each example in a run of the tests."""
+JUNK = (None, True, -1, 0, 2**70, 1.5, "", "x", "../x", "\ud800", [], [1], [-1, 2], {}, {"a": 1})
+
+
+def damage_bytes(data, chance):
+    """Flip, insert, remove or repeat some bytes of the header, or cut the file."""
+    data = bytearray(data)
+    end = min(len(data), 8 + int.from_bytes(data[:8], "little"))
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(end if chance.random() < 0.9 else len(data))
+        kind = chance.randrange(4)
+        if kind == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            data[at:at] = bytes(chance.choices(b'0123456789"[]{},:-e.\xff', k=chance.randint(1, 3)))
+        elif kind == 2:
+            del data[at : at + chance.randint(1, 5)]
+        else:
+            del data[at:]
+        if not data:
+            break
+        end = min(end, len(data))
+    return bytes(data)
+
+
+def damage_json(value, chance):
+    """Replace one random node of a JSON value by junk, or drop it."""
+    paths = []
+
+    def walk(node):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, child in list(items):
+            paths.append((node, key))
+            if isinstance(child, dict | list):
+                walk(child)
+
+    walk(value)
+    if not paths:
+        return value
+    node, key = chance.choice(paths)
+    if chance.random() < 0.2:
+        del node[key]
+    else:
+        node[key] = chance.choice(JUNK)
+    return value
+
+
+def damage_header(data, chance):
+    """Replace a node of the header, and keep its size right."""
+    size = int.from_bytes(data[:8], "little")
+    header = damage_json(json.loads(data[8 : 8 + size]), chance)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def spoil(folder, chance):
+    path = folder / "model.safetensors"
+    kind = chance.randrange(4)
+    if kind == 0:
+        path.write_bytes(damage_bytes(path.read_bytes(), chance))
+    elif kind == 1:
+        path.write_bytes(damage_header(path.read_bytes(), chance))
+    else:
+        config = folder / "config.json"
+        value = json.loads(config.read_text())
+        part = value["quantization_config"] if kind == 2 else value
+        damage_json(part, chance)
+        config.write_text(json.dumps(value))
+
+
+def read_all(folder):
+    """Read everything in both ways; return the error, or None."""
+    try:
+        with checkpoints.open(folder) as checkpoint:
+            repr(checkpoint.table())
+            for name in checkpoint:
+                checkpoint[name]
+                checkpoint.dense(name)
+    except QTensorError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("example", READ, ids=lambda e: e.folder)
+def test_damaged_examples(example, tmp_path):
+    chance, refused = random.Random(f"{example.folder}"), 0
+    for i in range(CASES):
+        folder = shutil.copytree(EXAMPLES / example.folder, tmp_path / str(i))
+        spoil(folder, chance)
+        error = read_all(folder)
+        refused += error is not None
+        if error is not None:
+            assert isinstance(error, checkpoints.CheckpointError)
+            assert len(str(error)) < 3000
+        shutil.rmtree(folder)
+    assert refused > CASES // 4
+
+
+def test_fuzzing_sees_other_exceptions(tmp_path, monkeypatch):
+    """The fuzz test fails if reading raises anything but a QTensorError."""
+    monkeypatch.setattr(checkpoints.Checkpoint, "table", lambda self: {}["planted"])
+    with pytest.raises(KeyError, match="planted"):
+        read_all(EXAMPLES / "ct_mxfp8")
