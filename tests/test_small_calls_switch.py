@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch_process
 
 import qtensor
 from qtensor.kernels.cpu.small_calls import answers
@@ -75,9 +74,7 @@ def run(switch: str) -> tuple[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_WAIT_POLICY": "passive",
     }
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = torch_process.run(PROGRAM, environment=environment)
     return done.stdout, done.stderr.strip().splitlines()[-1]
 
 
