@@ -80,6 +80,11 @@ def quantize_(
             stored.copy_(maximum)
     else:
         amax_outputs_(quantizer, maxima, x)
+    for side, maximum in zip(usages(quantizer), maxima, strict=True):
+        if quantizer.with_global_scale_inv:
+            # A tensor as divisor: torch multiplies by the reciprocal of a number.
+            bound = torch.full_like(maximum, 6.0 * quantizer.e4m3_max)
+            torch.div(maximum, bound, out=out[f"_{side}_global_scale_inv"])
     matrix = as_matrix(x)
     rows, cols = matrix.shape
     square, stochastic = (
