@@ -200,13 +200,13 @@ def nearest_amax(global_scale_inv: Tensor, e4m3_max: float) -> Tensor:
         unit each, so that no other amax of a normal factor can fit.
     """
     product = global_scale_inv * (6 * e4m3_max)
-    found = product.nan_to_num(nan=0.0).clamp(0.0, FLOAT32_MAX)
+    found = product.nan_to_num(nan=0.0).clamp(0.0, FLOAT32_MAX).abs()
     for step in (2, -2, 1, -1):
         amax_tensor = (product.view(torch.int32) + step).clamp_(min=0).view(torch.float32)
         fits = _equal_bits(decode_factor(amax_tensor, e4m3_max), global_scale_inv)
         found = torch.where(fits & amax_tensor.isfinite(), amax_tensor, found)
     exact = _equal_bits(decode_factor(product, e4m3_max), global_scale_inv)
-    return torch.where(exact & product.isfinite() & (product >= 0), product, found)
+    return torch.where(exact & product.isfinite() & ~product.signbit(), product, found)
 
 
 def _equal_bits(a: Tensor, b: Tensor) -> Tensor:

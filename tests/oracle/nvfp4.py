@@ -207,8 +207,8 @@ def quantize_nvfp4(x: np.ndarray, options: Options) -> Buffers:
 
 
 def dequantize_nvfp4(buffers: Buffers, shape: tuple[int, ...], options: Options) -> np.ndarray:
-    """fp4 * float(s) * (A / (6 * e4m3_max)), or times a stored factor; a rotated column-wise copy is
-    rotated back in float32.
+    """fp4 * float(s) * (A / (6 * e4m3_max)), or fp4 * float(s) * the stored factor; a rotated
+    column-wise copy is rotated back in float32.
     """
     rows, cols = matrix_shape(shape)
     columnwise = "_rowwise_data" not in buffers
