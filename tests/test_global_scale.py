@@ -6,6 +6,7 @@ import io
 import itertools
 from typing import Any
 
+import fused_cases
 import numpy as np
 import oracle
 import pytest
@@ -22,10 +23,12 @@ from formats import (
     shares_memory,
     snapshot,
 )
+from standin import install, pretend
 from test_gemm import assert_product, values
 from torch import Tensor
 
 import qtensor
+from qtensor.cutlass_gemm import tuning
 from qtensor.kernels.cpu import native
 from qtensor.kernels.gemm import cutlass, problem
 from qtensor.kernels.gemm.reading import reading
@@ -189,6 +192,35 @@ def test_a_layer_with_a_stored_factor():
     x = rand(8, 64, seed=2)
     assert torch.nn.functional.linear(x, w).isfinite().all()
     assert_product(layer(x), values(qtensor.quantize(x, "nvfp4")), values(w).T)
+
+
+@pytest.mark.usefixtures("native_kernels", "libraries")
+@pytest.mark.parametrize(("capability", "backend"), [((10, 0), "cutlass"), ((9, 0), "dequant")])
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_products_of_gpu_backends(
+    capability: tuple[int, int], backend: str, row_scaled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Compiled stand-ins for CUTLASS kernels, which apply alpha and factors as those do."""
+    pretend(monkeypatch, capability)
+    if backend == "cutlass":
+        for spec in tuning.select("sm_100a", "nvfp4"):
+            install(spec)
+    a = stored(rand(64, 256), row_scaled=row_scaled)
+    b = stored(rand(128, 256, seed=1), row_scaled=row_scaled)
+    plain = qtensor.quantize(rand(128, 256, seed=2), "nvfp4", row_scaled=row_scaled)
+    for right in (b, plain):
+        got = qtensor.gemm(a, right, "TN", dtype=torch.bfloat16, backend=backend)
+        assert_product(got, values(a), values(right).mT)
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("options", [{}, {"with_2d_quantization": True}, {"e4m3_max": 256.0}])
+def test_fused_kernels_write_the_factor(options: dict[str, Any]):
+    for usage in USAGES:
+        quantizer = qtensor.quantizer(
+            "nvfp4", rowwise=usage[0], columnwise=usage[1], with_global_scale_inv=True, **options
+        )
+        fused_cases.check(rand(96, 128), quantizer, {}, keep=False)
 
 
 def test_what_gpu_kernels_read():
