@@ -470,7 +470,7 @@ def brute_force(factors: np.ndarray, e4m3_max: int) -> np.ndarray:
 
 
 def test_find_amax_finds_every_amax():
-    """100,000 factors against brute force; the shares are those of CHECKPOINTS-like files."""
+    """100,000 factors against brute force; and the documented shares."""
     random = np.random.default_rng(0)
     significand = random.integers(1 << 23, 1 << 24, 100_000)
     factors = np.ldexp(significand, random.integers(-60, 30, 100_000) - 23).astype(np.float32)

@@ -170,8 +170,8 @@ def find_amax(global_scale_inv: Tensor) -> tuple[Tensor, float] | None:
     """Return an amax A and a limit L with ``decode_factor(A, L) == global_scale_inv``.
 
     With such a pair, an NVFP4 tensor decodes by the factor of a file without storing it. A factor
-    that was computed as ``A / (6 * L)`` always has one. Of arbitrary factors, 84% have one with
-    L = 448 and 96% with 448 or 256.
+    that was computed as ``A / (6 * L)`` always has one. Of arbitrary factors, about 84% have one
+    with L = 448, and 96 to 97% with 448 or 256.
 
     Args:
         global_scale_inv: the factor that multiplies, float32 (n,): one of a tensor, or one a row.
