@@ -14,7 +14,6 @@ from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem, whol
 from qtensor.kernels.gemm.reading import reading
 
 _ARCH_OF = {capability: arch for arch, capability in ARCHS.items()}
-_FP4_MAX = 6.0
 _HADAMARD = 16
 
 
@@ -164,9 +163,10 @@ class Cutlass:
 def alpha(problem: Problem) -> float:
     """Return the number by which the product is multiplied.
 
-    NVFP4 stores amaxes; its decode factor is amax / (6 * e4m3_max).
+    The kernels multiply by the buffers of the tensor-wide factors of NVFP4, as they are stored:
+    amaxes, which stand for amax / (6 * e4m3_max), or factors.
     """
     if problem.a.label != "nvfp4":
         return 1.0
-    tops = [_FP4_MAX * operand.option("e4m3_max") for operand in (problem.a, problem.b)]
-    return 1.0 / (tops[0] * tops[1])
+    divisors = [operand.option("global_divisor") for operand in (problem.a, problem.b)]
+    return 1.0 / (divisors[0] * divisors[1])

@@ -109,6 +109,11 @@ class GemmSide:
         return getattr(self.quantizer, name, default)
 
     @property
+    def global_buffer(self) -> str | None:
+        """Name of the buffer with the tensor-wide factor of a two-level format, or None."""
+        return None if self.quantizer is None else global_buffer(self.quantizer, self.side)
+
+    @property
     def rotated(self) -> bool:
         """Whether the data that are read are rotated (NVFP4 with a Hadamard transform)."""
         return bool(self.option("with_rht")) and f"_{self.option('rht_side')}" == self.side
@@ -183,6 +188,15 @@ class Problem:
         return (
             f"{self.a.label} x {self.b.label}{bias} -> {dtype}, {self.layout}, {sizes}, {self.arch}"
         )
+
+
+def global_buffer(quantizer: Any, side: str) -> str | None:
+    """Return the buffer from which a decode of ``side`` gets the tensor-wide factor (NVFP4).
+
+    Its numbers are divided by ``quantizer.global_divisor``. None for formats without that level.
+    """
+    find = getattr(quantizer, "global_buffer", None)
+    return None if find is None else str(find(side))
 
 
 def sides(

@@ -50,10 +50,10 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
     tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
     if recipe != "nvfp4":
         return Reading(codes, slots, tiles)
-    amax = operand.slot(f"_amax{operand.side}")
-    if amax is None:
-        raise QTensorError(f"gemm[{operand.label}]: no amax of the {operand.side} data")
-    return Reading(codes, (*slots, amax), tiles, _item(amax), bool(operand.option("row_scaled")))
+    level = operand.slot(operand.global_buffer or "")
+    if level is None:
+        raise QTensorError(f"gemm[{operand.label}]: no {operand.global_buffer}")
+    return Reading(codes, (*slots, level), tiles, _item(level), bool(operand.option("row_scaled")))
 
 
 def _read_fp8(operand: GemmSide) -> Reading:

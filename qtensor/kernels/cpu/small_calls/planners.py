@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
+from qtensor.kernels.cpu.buffers import POSITIONS, SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.native import DTYPES
 from qtensor.kernels.cpu.small_calls.program import (
     SMALL,
@@ -123,6 +123,8 @@ def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallP
     matrix_layout = _small_layout(quantizer, x.shape)
     if matrix_layout is None or x.dtype not in DTYPES or call.amax is not None:
         return None
+    if matrix_layout.stores_global:
+        return None
     if (scale is not None) != quantizer.needs_scale:
         return None
     if not (_is_one(scale, torch.float32) and _is_one(seed, torch.int64)):
@@ -150,9 +152,9 @@ def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> Cal
         or not _are_buffers(call.buffers, matrix_layout)
     ):
         return None
-    read = (SHARED, *((4, 5, 6) if matrix_layout.reads_columnwise else (0, 1, 2)))
+    read = (SHARED, *matrix_layout.read_positions(matrix_layout.reads_columnwise))
     builder = Builder()
-    at, slots = [0] * (SHARED + 1), []
+    at, slots = [0] * POSITIONS, []
     for slot, index, _, _ in matrix_layout.slots:
         if index in read:
             at[index] = builder.call_address()
@@ -243,7 +245,9 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         return None
     sizes = (x.shape[0], weight.shape[0], x.shape[1])
     served = (serves(q, tuple(t.shape)) for q, t in zip(quantizers, (x, weight), strict=True))
-    matrix_layouts = [layout for layout in served if layout is not None]
+    matrix_layouts = [
+        layout for layout in served if layout is not None and not layout.stores_global
+    ]
     if not available() or not _fits(*sizes) or len(matrix_layouts) < 2:
         return None
     if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, plan.dtype)):
@@ -313,6 +317,8 @@ def plan_linear_backward(
     quantizer = parse(plan.quantizer)
     matrix_layout = serves(quantizer, tuple(dy.shape))
     if not available() or matrix_layout is None or dy.dtype not in DTYPES:
+        return None
+    if matrix_layout.stores_global:
         return None
     if quantizer.needs_scale and not _has_scale(call.scales, 2):
         return None

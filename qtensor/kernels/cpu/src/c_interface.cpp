@@ -27,10 +27,10 @@ bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& p
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
-constexpr int ABI = 4;
+constexpr int ABI = 5;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
-// Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 19 of them
+// Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 21 of them
 // than a small tensor takes to quantize.
 struct QuantizeArguments {
     const CQuantizer* quantizer;
@@ -41,6 +41,7 @@ struct QuantizeArguments {
     const float* scale;
     float* amax_out;
     i64 seed;
+    float *row_global, *column_global;  // NVFP4: where the factors that decode are stored, or null
 };
 struct DecodeBuffers {
     u8* data;
@@ -65,6 +66,15 @@ static QuantizeCall call_of(const QuantizeArguments& a) {
     return {a.x,      i32(a.dtype), i32(a.threads), a.rows,     a.cols, a.stride, a.row,
             a.column, a.scale_inv,  a.scale,        a.amax_out, a.seed, 0,        0};
 }
+// Stores the factors of the maxima that a call has written: one, or one a line.
+static void store_globals(const QuantizeArguments& a) {
+    const CQuantizer& p = *a.quantizer;
+    const float bound = 6.0f * p.e4m3_max;
+    for (i64 i = 0; a.row_global && i < (p.row_scaled ? a.rows : 1); i++)
+        a.row_global[i] = a.row.amax[i] / bound;
+    for (i64 i = 0; a.column_global && i < (p.row_scaled ? a.cols : 1); i++)
+        a.column_global[i] = a.column.amax[i] / bound;
+}
 static Buffers buffers_of(const DecodeBuffers& stored) {
     return {stored.data, stored.scale, stored.amax, nullptr};
 }
@@ -88,8 +98,11 @@ int qt_abi() { return ABI * 1000 + int(sizeof(CQuantizer)); }
 // Fills the buffers of a quantizer from x.
 int qt_quantize(const void* packed) {
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
-    return call_kernel(a.dtype,
-                       [&](auto dtype) { return quantize_as<decltype(dtype)>(*a.quantizer, call_of(a)); });
+    return call_kernel(a.dtype, [&](auto dtype) {
+        if (!quantize_as<decltype(dtype)>(*a.quantizer, call_of(a))) return false;
+        store_globals(a);
+        return true;
+    });
 }
 
 // x @ weight.T
@@ -153,7 +166,10 @@ int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_d
         return producer != nullptr;
     });
     if (made != DONE) return made;
-    return call_kernel(
-        a.dtype, [&](auto type) { return fused_as<decltype(type)>(*a.quantizer, call_of(a), *producer); });
+    return call_kernel(a.dtype, [&](auto type) {
+        if (!fused_as<decltype(type)>(*a.quantizer, call_of(a), *producer)) return false;
+        store_globals(a);
+        return true;
+    });
 }
 }

@@ -240,10 +240,9 @@ template <class D, class E>
 static void transposed_nvfp4(const CQuantizer& p, const DequantizeCall& c, const ScaleLayout& s,
                              bool stream) {
     const float* amax = c.column.amax;
-    const float bound = 6.0f * p.e4m3_max;
     ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
     global.fill(p.row_scaled ? c.cols : TILE,
-                [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
+                [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / p.global_divisor : 1.0f; });
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         TransposedNvfp4<D, E> tiles(p, c, s, stream, global);
         by_transposed_codes<2>(c, a, b,
@@ -273,7 +272,7 @@ static bool rotated_tile([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] 
     transpose<u8>(lines, BLOCKS, transposed, WIDE, WIDE, BLOCKS);
     T* y = (T*)c.y + r * c.cols + k;
     stream = stream && ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & 63) == 0;
-    const VF global = all(c.column.amax ? *c.column.amax / (6.0f * p.e4m3_max) : 1.0f);
+    const VF global = all(c.column.amax ? *c.column.amax / p.global_divisor : 1.0f);
     for (i64 i = 0; i < n; i += ROWS) {
         const u8* codes = c.column.data + k * stride + (c.first + r + i) / 2;
         if (k + 2 * WIDE <= c.cols) prefetch(codes + WIDE * stride, WIDE, stride, 64);

@@ -274,7 +274,7 @@ struct LineDecoder {
           rotated(rotate),
           nontemporal(stream),
           blocks((lines.length + B - 1) / B) {
-        for (int b = 0; b < W; b++) global[b] = amax && !p.row_scaled ? amax[0] / (6.0f * p.e4m3_max) : 1.0f;
+        for (int b = 0; b < W; b++) global[b] = amax && !p.row_scaled ? amax[0] / p.global_divisor : 1.0f;
 #if QT_ISA == 512
         if (B == NV && D::id == BF16) nv = NvTable(global[0]);
 #endif
@@ -347,7 +347,7 @@ struct LineDecoder {
         for (int b = 0; b < W; b++) {
             factor[b] = b < lanes ? read(line, block) : 0.0f;
             if (p.scale == SCALE_E4M3 && p.row_scaled)
-                global[b] = b < lanes ? amax[m.line0 + line] / (6.0f * p.e4m3_max) : 0.0f;
+                global[b] = b < lanes ? amax[m.line0 + line] / p.global_divisor : 0.0f;
             if (b + 1 < lanes && ++block == blocks) {
                 block = 0;
                 line++;
@@ -385,7 +385,7 @@ struct LineDecoder {
     // NVFP4 to bfloat16 by the words of stored factors; false where these do not allow it.
     bool nv_quick(i64 line, i64 block, int lanes, const u8* codes, T* y, bool stream) {
         if (p.row_scaled && line != known_line)
-            nv = NvTable(amax[m.line0 + (known_line = line)] / (6.0f * p.e4m3_max));
+            nv = NvTable(amax[m.line0 + (known_line = line)] / p.global_divisor);
         if (!nv.fit || rotated || (p.row_scaled && block + lanes > blocks)) return false;
         alignas(16) u8 stored[W] = {};
         if (lanes == W && block + W <= blocks &&
