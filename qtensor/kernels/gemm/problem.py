@@ -17,8 +17,8 @@ SCALAR_FORMATS = ("fp8", "fp8_delayed")
 """FP8 formats with one factor for the whole tensor."""
 
 
-class Product(NamedTuple):
-    """The arguments of a product.
+class Pair(NamedTuple):
+    """Both operands of a product.
 
     Attributes:
         a: buffers of the left operand in slot order, or one plain tensor.
@@ -27,10 +27,6 @@ class Product(NamedTuple):
         b: as ``a``.
         b_quantizer: as ``a_quantizer``.
         b_shape: logical shape, (N, K) in layout TN, else (K, N); or with the batch dims of ``a``.
-        layout: TN, NN or NT.
-        bias: float tensor that broadcasts to the product, or None.
-        backend: "auto" or the name of a backend.
-        fast: sums may stay in narrow accumulators (FP8 on sm_90a).
     """
 
     a: list[Tensor]
@@ -39,6 +35,20 @@ class Product(NamedTuple):
     b: list[Tensor]
     b_quantizer: str
     b_shape: Shape
+
+
+class Product(NamedTuple):
+    """The arguments of a product.
+
+    Attributes:
+        operands: what is multiplied.
+        layout: TN, NN or NT.
+        bias: float tensor that broadcasts to the product, or None.
+        backend: "auto" or the name of a backend.
+        fast: sums may stay in narrow accumulators (FP8 on sm_90a).
+    """
+
+    operands: Pair
     layout: str
     bias: Tensor | None = None
     backend: str = "auto"
