@@ -120,7 +120,7 @@ class GemmSide:
 
     @property
     def rotated(self) -> bool:
-        """Whether the data that are read are rotated (NVFP4 with a Hadamard transform)."""
+        """True if the data that are read are rotated (NVFP4 with a Hadamard transform)."""
         return bool(self.option("with_rht")) and f"_{self.option('rht_side')}" == self.side
 
     @property
@@ -163,7 +163,7 @@ class Problem:
 
     @property
     def batched(self) -> bool:
-        """Whether each matrix of a batch has a factor of its own."""
+        """True if each matrix of a batch has a factor of its own."""
         return len(self.b.shape) > 2 or (self.layout == "NT" and len(self.a.shape) > 2)
 
     @property
