@@ -99,6 +99,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the matmul op choose a backend for CPU tensors too."""
 
     def fill(out: torch.Tensor, args: Any) -> None:
-        choice.multiply_(out, Product(*args[:7], *args[8:]))
+        choice.multiply_(
+            out, Product(args.operands, args.layout, args.bias, args.backend, args.fast)
+        )
 
     monkeypatch.setitem(FILLS, "gemm", fill)

@@ -22,8 +22,8 @@ from torch import Tensor
 import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.small_calls import answers as cpp
-from qtensor.library.codec import by_name
 from qtensor.library.define import FILLS
+from qtensor.registry import by_name
 
 OPS = ("quantize", "dequantize", "gemm")
 QUANTIZE, DEQUANTIZE = torch.ops.qtensor.quantize, torch.ops.qtensor.dequantize

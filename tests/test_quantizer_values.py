@@ -20,7 +20,7 @@ from torch import Tensor
 
 import qtensor
 from qtensor import registry as codec
-from qtensor.library.codec import parse
+from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 
 

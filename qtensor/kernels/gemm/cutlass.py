@@ -18,14 +18,14 @@ _HADAMARD = 16
 
 
 def _recipe(operand: GemmSide) -> str | None:
-    """The kernels' recipe for a format."""
+    """Return the recipe of the kernels for a format, or None."""
     if operand.label in (*SCALAR_FORMATS, "fp8_rowwise"):
         return "fp8"
     return operand.label if operand.label in ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4") else None
 
 
 def want(problem: Problem) -> Want | str:
-    """What the problem asks of a kernel, or why there can be none."""
+    """Return what a kernel must compute for the problem, or why no kernel can."""
     a, b = problem.a, problem.b
     if problem.capability is None:
         return "kernels run on CUDA devices"

@@ -58,7 +58,7 @@ def _rotations_cancel(problem: Problem) -> bool:
 
 
 def _amax_follows(operand: GemmSide) -> bool:
-    """Whether the amaxes of lines belong to lines that are not contracted."""
+    """Return True if the amaxes of lines belong to lines that are not contracted."""
     return (operand.side == "_rowwise") == (operand.contracted == -1)
 
 
@@ -99,10 +99,10 @@ class Dequant:
             return "a product without elements needs no kernel"
         dtypes = []
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            found = _exact_dtypes(problem, operand)
-            if isinstance(found, str):
-                return f"operand {name}: {found}"
-            dtypes.append(found)
+            exact = _exact_dtypes(problem, operand)
+            if isinstance(exact, str):
+                return f"operand {name}: {exact}"
+            dtypes.append(exact)
         both = [dtype for dtype in _HALVES if all(dtype in side for side in dtypes)]
         return both[0] if both else "no 16-bit dtype holds both operands exactly"
 

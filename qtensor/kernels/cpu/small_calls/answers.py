@@ -69,7 +69,7 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
         handle = library()
         if handle is None or not handle.qt_wants_program(label):
             return
-        call = plan(Arguments(args._asdict()), tensors, parse)
+        call = plan(Arguments(args), tensors, parse)
         if call is None:
             return
         sources = array("q", [number for source in call.addresses for number in source])

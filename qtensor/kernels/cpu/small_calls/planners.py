@@ -31,7 +31,7 @@ from qtensor.kernels.cpu.small_calls.program import (
     serves,
 )
 from qtensor.kernels.gemm.problem import Problem
-from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
+from qtensor.layout import PACK_ALIGNMENT, Shape, pack_operands
 from qtensor.linear_plans import backward_plan, forward_plan
 
 Parse = Callable[[str], Any]
@@ -56,9 +56,15 @@ class CallProgram(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a call by name, and the index of each tensor among the call's tensors."""
+    """The arguments of a call by name, and the index of each tensor among the call's tensors.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    The fields of a record among the arguments (`Pair`) are arguments themselves, as in the schema.
+    """
+
+    def __init__(self, args: Any) -> None:
+        values: dict[str, Any] = {}
+        for name, value in args._asdict().items():
+            values |= value._asdict() if hasattr(value, "_asdict") else {name: value}
         self.values = values
         self.first: dict[str, int] = {}
         count = 0
@@ -289,20 +295,11 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         addresses += _outputs(range(len(outputs)))
         padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
         return CallProgram(builder.build(), addresses, padded)
-    layout = _packing(slots[0], x.shape, slots[1], weight.shape)
+    layout = pack_operands(slots[0], x.shape, slots[1], weight.shape)
     addresses += [(-1, 0), *((-2, piece.offset) for piece in layout.pieces)]
     addresses += _outputs(range(2, len(outputs)))
     clears = bool(layout.gaps()) or any(piece.padded for piece in layout.pieces)
     return CallProgram(builder.build(), addresses, [1] if clears else [])
-
-
-def _packing(
-    x_slots: Sequence[Any], x_shape: Shape, w_slots: Sequence[Any], w_shape: Shape
-) -> Packing:
-    """Return where a packed `linear_forward` saves buffers, as `qtensor.library.linear.packing`."""
-    weight, end = pack(w_slots, w_shape, 0)
-    x, end = pack(x_slots, x_shape, end)
-    return Packing((*x, *weight), end)
 
 
 def plan_linear_backward(
@@ -391,7 +388,7 @@ def _saved_addresses(
         return call.all_at("saved") if first == len(saved) else None
     x_slots, weight_slots = ([] if operand is None else operand[0].slots for operand in operands)
     x_shape, weight_shape = ((size, call.columns) for size in call.dy.shape)
-    layout = _packing(x_slots, x_shape, weight_slots, weight_shape)
+    layout = pack_operands(x_slots, x_shape, weight_slots, weight_shape)
     if len(saved) != 1 or tuple(saved[0].shape) != (layout.size,):
         return None
     if saved[0].dtype is not torch.uint8 or not saved[0].is_contiguous():
