@@ -291,6 +291,12 @@ class Builder:
         row, column = (none, read) if columnwise else (read, none)
         self._decode(matrix_layout, y, row, column, at[SHARED])
 
+    def decoded(self, matrix_layout: BufferLayout, at: Sequence[int]) -> Source:
+        """Return the float32 values of a quantized matrix in scratch memory; `at` as `decode`."""
+        y = Source(self._scratch_memory(4 * matrix_layout.rows * matrix_layout.cols), torch.float32)
+        self.decode(matrix_layout, at, y)
+        return y
+
     def clear(self, at: int, size: int) -> None:
         """Write zeros to `size` bytes."""
         self._step(_CLEAR, at, size)
