@@ -28,7 +28,7 @@ from benchmarks.machine import environment
 from qtensor.cutlass_gemm import autotune, tuning
 from qtensor.cutlass_gemm.tuning import Want
 from qtensor.kernels.gemm import choice
-from qtensor.kernels.gemm.problem import Product
+from qtensor.kernels.gemm.problem import Pair, Product
 
 TOKENS = (1, 16, 64, 128, 512, 2048, 8192, 16384)
 PROJECTIONS = (
@@ -102,7 +102,7 @@ def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
         *(a.buffers(), a._quantizer.canonical, a.shape),
         *(b.buffers(), b._quantizer.canonical, b.shape),
     ]
-    return lambda: choice.multiply_(out, Product(*sides, "TN", None, "cutlass", fast))
+    return lambda: choice.multiply_(out, Product(Pair(*sides), "TN", None, "cutlass", fast))
 
 
 def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:

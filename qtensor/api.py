@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from qtensor.compile_constants import compile_constant
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.library.constant import compile_constant
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.autograd import quantize_traced

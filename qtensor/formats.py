@@ -91,7 +91,8 @@ class Buffer:
     name: str
     dtype: torch.dtype
     usage: Usage
-    dims: Callable[[Any], tuple[Dim, ...]]
+    dims: Callable[[Any], tuple[Dim, ...] | None]
+    """None where the options leave the buffer out."""
     tiled: bool = False
     """True for scales that the ``swizzled`` option stores in 128x4 tiles."""
 
@@ -140,8 +141,8 @@ def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
     wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}
     slots = []
     for b in spec.inner:
-        if wanted[b.usage]:
-            dims = b.dims(options)
+        dims = b.dims(options) if wanted[b.usage] else None
+        if dims is not None:
             padded = any(d.pad > 1 or d.per > 1 for d in dims)
             slots.append(
                 Slot(

@@ -5,6 +5,7 @@ The functions take ints or SymInts. They read no data and do not branch on sizes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -90,6 +91,37 @@ def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
 
 
+# ---- buffers of ragged groups, one behind the other
+
+
+def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
+    """Return the entries of each flat buffer for groups of ``sizes`` rows."""
+    totals: list[int] = [0] * len(slots)
+    for rows in sizes:
+        for i, shape in enumerate(buffer_shapes(slots, (rows, cols))):
+            totals[i] = totals[i] + math.prod(shape)
+    return totals
+
+
+def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
+    """Return the entries of a flat buffer that suffice for any split of ``rows`` into ``groups``.
+
+    A dimension over m rows grows by the same number of entries with every whole period of rows, and
+    r rows more take at most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P
+    - 1)) / P), that many periods suffice.
+    """
+    count, ragged = 1, False
+    for dim in slot.dims:
+        if dim.axis in ("m", "lead"):
+            period = dim.per * dim.pad // math.gcd(dim.units, dim.pad)
+            entries = dim_size(dataclasses.replace(dim, axis="m"), period, cols)
+            count = count * ((rows + groups * (period - 1)) // period * entries)
+            ragged = True
+        else:
+            count = count * dim_size(dim, rows, cols)
+    return count if ragged else count * groups
+
+
 # ---- buffers that share one byte tensor
 
 PACK_ALIGNMENT = 16
@@ -135,7 +167,20 @@ class Packing(NamedTuple):
         return [*gaps, (end, self.size)] if end < self.size else gaps
 
 
-def pack(slots: Sequence[Slot], shape: Shape, start: int) -> tuple[tuple[Piece, ...], int]:
+def pack_operands(
+    x_slots: Sequence[Slot], x_shape: Shape, weight_slots: Sequence[Slot], weight_shape: Shape
+) -> Packing:
+    """Return the positions of saved buffers of input (M, K) and weight (N, K) in their tensor.
+
+    The pieces of the input come first in the result. Those of the weight come first in memory:
+    their sizes are numbers where those of the input are symbols.
+    """
+    weight, end = _pack(weight_slots, weight_shape, 0)
+    x, end = _pack(x_slots, x_shape, end)
+    return Packing((*x, *weight), end)
+
+
+def _pack(slots: Sequence[Slot], shape: Shape, start: int) -> tuple[tuple[Piece, ...], int]:
     """Return the pieces of a tensor's buffers, and the offset behind the last one.
 
     Args:

@@ -7,10 +7,11 @@ faster so. The library makes and reads these texts; the kernels of small calls r
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from qtensor.compile_constants import compile_constant
 from qtensor.encoding import decode_list, encode_list
 from qtensor.errors import fail
 
@@ -62,6 +63,18 @@ def plan_text(plan: ForwardPlan | BackwardPlan) -> str:
     return encode_list([str(value).removeprefix("torch.") for value in plan], "|")
 
 
+@compile_constant
+def forward_text(*fields: Any) -> str:
+    """Return the text of the ``ForwardPlan`` with these fields."""
+    return plan_text(ForwardPlan(*fields))
+
+
+@compile_constant
+def backward_text(*fields: Any) -> str:
+    """Return the text of the ``BackwardPlan`` with these fields."""
+    return plan_text(BackwardPlan(*fields))
+
+
 @functools.lru_cache(maxsize=4096)
 def forward_plan(text: str) -> ForwardPlan:
     """Return the plan of a text that ``forward_text`` made."""
@@ -77,7 +90,7 @@ def backward_plan(text: str) -> BackwardPlan:
     return BackwardPlan(quantizer, x_kept, weight_kept, *dtypes, bias == "True", packed == "True")
 
 
-_MAKERS = "forward_text or backward_text of qtensor.library.linear"
+_MAKERS = "forward_text or backward_text of qtensor.linear_plans"
 
 
 def _fields(text: str, count: int) -> list[str]:

@@ -6,17 +6,19 @@ above the ops that they call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from qtensor.compile_constants import forget_constants
 from qtensor.encoding import decode_call
-from qtensor.errors import fail
+from qtensor.errors import DtypeError, fail
 from qtensor.formats import FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shapes, contiguous_strides, has_padding
+from qtensor.layout import Shape, buffer_shape, buffer_shapes, contiguous_strides, has_padding
 
 
 class QuantizerLike(Protocol):
@@ -27,9 +29,9 @@ class QuantizerLike(Protocol):
     canonical: str
     slots: tuple[Slot, ...]
     keywords: tuple[str, ...]
-    """Constructor keywords of the slots."""
+    """Keyword of each slot's buffer in the constructor of the tensor class."""
     attributes: tuple[tuple[str, str], ...]
-    """(attribute, constructor keyword) of each slot."""
+    """(attribute of the tensor, keyword of its constructor) of each slot."""
     scale_layout: str
     rowwise: bool
     columnwise: bool
@@ -100,9 +102,6 @@ class QuantizerLike(Protocol):
 
 _CLASSES: dict[str, type] = {}
 
-LISTENERS: list[Callable[[], object]] = []
-"""Functions that clear caches of canonical strings; registering a class calls them."""
-
 
 def register_quantizer(name: str, cls: type) -> None:
     """Make ``cls`` the quantizer class of format ``name``.
@@ -124,8 +123,7 @@ def register_quantizer(name: str, cls: type) -> None:
     _CLASSES[name] = cls
     parse.cache_clear()
     _known_layouts.cache_clear()
-    for forget in LISTENERS:
-        forget()
+    forget_constants()
 
 
 def quantizer_class(name: str) -> type:
@@ -183,31 +181,43 @@ def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> li
 
     Buffers with padding start as zeros, because fills never write the padding.
     """
-    buffers, known = [], all(type(n) is int for n in shape)
+    buffers, static = [], all(type(n) is int for n in shape)
     for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
-        cleared = has_padding(slot, shape) if known else slot.padded
+        cleared = has_padding(slot, shape) if static else slot.padded
         make = torch.zeros if cleared else torch.empty
         buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
 
 
 class _Layout(NamedTuple):
-    """Describe how the buffer of a slot is allocated."""
+    """Describe the buffer of a slot: how it is allocated, and which sizes it may have.
+
+    Attributes:
+        size: shape of the buffer of a whole tensor.
+        least: the same without padding; the buffer of a slice has a shape between both.
+        stride: contiguous strides of ``size``.
+        dtype: of the buffer.
+        cleared: True if the buffer has padding and starts as zeros.
+    """
 
     size: tuple[int, ...]
+    least: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     cleared: bool
-    """True if the buffer has padding and starts as zeros."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _known_layouts(canonical: str, shape: Shape) -> tuple[_Layout, ...]:
     slots = parse(canonical).slots
-    return tuple(
-        _Layout(tuple(size), contiguous_strides(size), slot.dtype, has_padding(slot, shape))
-        for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True)
-    )
+    layouts = []
+    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
+        unpadded = tuple(dataclasses.replace(dim, pad=1) for dim in slot.dims)
+        # Tiles of swizzled scales are whole in a slice too.
+        least = size if slot.swizzled else buffer_shape(unpadded, shape)
+        stride, cleared = contiguous_strides(size), has_padding(slot, shape)
+        layouts.append(_Layout(tuple(size), tuple(least), stride, slot.dtype, cleared))
+    return tuple(layouts)
 
 
 def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
@@ -229,13 +239,96 @@ def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
         torch.zeros(size, dtype=dtype, device=device)
         if cleared
         else torch.empty_strided(size, stride, dtype=dtype, device=device)
-        for size, stride, dtype, cleared in layouts
+        for size, _, stride, dtype, cleared in layouts
     ]
 
 
+def check_buffers(op: str, quantizer: Any, buffers: Sequence[Any], shape: Shape) -> None:
+    """Refuse buffers that do not make up a tensor of ``shape``, or a part of one.
+
+    Args:
+        op: the calling op, for errors.
+        quantizer: describes the buffers.
+        buffers: inner buffers in slot order.
+        shape: the logical shape. Symbolic sizes are not compared with those of the buffers, which
+            would bind a graph to one size.
+
+    Raises:
+        QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, layout, shape
+            or device; the message names the slot of the buffer.
+    """
+    slots = quantizer.slots
+    if len(buffers) != len(slots):
+        needed = ", ".join(slot.name for slot in slots)
+        rule = f"{quantizer.canonical} needs {len(slots)} buffers: {needed}"
+        fix = "Pass the list that buffers() returns; the amax of delayed scaling is not one of them"
+        fail(op, rule, len(buffers), fix)
+    for slot, buffer in zip(slots, buffers, strict=True):
+        if not isinstance(buffer, Tensor) or buffer.dtype != slot.dtype:
+            got = buffer.dtype if isinstance(buffer, Tensor) else type(buffer).__name__
+            rule = f"{slot.name} must be a {slot.dtype} tensor"
+            fail(op, rule, got, "Pass the buffers in slot order", DtypeError)
+    if torch.compiler.is_compiling():
+        return
+    for slot, buffer in zip(slots, buffers, strict=True):
+        if buffer.layout is not torch.strided or hasattr(buffer, "_quantizer"):
+            kind = "a quantized one" if hasattr(buffer, "_quantizer") else buffer.layout
+            fail(op, f"{slot.name} must be a dense, plain tensor", kind, "Convert it", DtypeError)
+        if buffer.device != buffers[0].device:
+            devices = f"{slot.name} on {buffer.device}, {slots[0].name} on {buffers[0].device}"
+            fail(op, "buffers must be on one device", devices, "Move them with .to(device)")
+    try:
+        layouts = _known_layouts(quantizer.canonical, tuple(shape))
+    except TypeError:  # symbolic sizes have no hash
+        return
+    for slot, buffer, layout in zip(slots, buffers, layouts, strict=True):
+        size, most = tuple(buffer.shape), layout.size
+        if size != most and not (
+            len(size) == len(most)
+            and all(a <= n <= b for a, n, b in zip(layout.least, size, most, strict=True))
+        ):
+            rule = f"{slot.name} of a tensor of shape {tuple(shape)} must have shape {most}"
+            fail(op, rule, size, "Pass the buffers of that tensor, or its shape")
+
+
 def by_name(quantizer: QuantizerLike, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return a dict from slot name to buffer for buffers in slot order."""
+    """Return a dict from slot name to buffer for buffers in slot order; others are ignored."""
     return {slot.name: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=False)}
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_within(canonical: str, part: str) -> tuple[int, ...]:
+    """Return the slots of the buffers of ``part`` among those of ``canonical``; () for "".
+
+    Raises:
+        QTensorError: ``part`` has a buffer that ``canonical`` does not have.
+    """
+    if not part:
+        return ()
+    slots, wanted = parse(canonical).slots, parse(part).slots
+    if not set(wanted) <= set(slots):
+        rule = f"only buffers of the quantizer {canonical} can be named"
+        fail("quantizer", rule, part, "Name one of its usages")
+    return tuple(slots.index(slot) for slot in wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def usage_part(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
+    """Return the slots of a usage and the canonical string of these buffers alone.
+
+    The result is ((), "") if the quantizer has no such buffers.
+    """
+    quantizer = parse(canonical)
+    if not getattr(quantizer, usage):
+        return (), ""
+    twin = quantizer.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
+    return slots_within(canonical, twin.canonical), twin.canonical
+
+
+def readable_part(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
+    """Return ``usage_part``, or all buffers if that usage has none of its own."""
+    slots, part = usage_part(canonical, usage)
+    return (slots, part) if slots else (tuple(range(len(parse(canonical).slots))), canonical)
 
 
 def transposed(
@@ -250,6 +343,8 @@ def transposed(
     Returns:
         The quantizer of the (K, M) matrix, and its buffers, which are views of ``buffers``.
     """
-    twin, moves = quantizer.transpose_plan
+    target, moves = quantizer.transpose_plan
     named = by_name(quantizer, buffers)
-    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
+    return target, [
+        named[name] if make_view is None else make_view(named[name]) for _, name, make_view in moves
+    ]

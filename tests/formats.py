@@ -25,6 +25,8 @@ class FormatCase:
     """
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of each option, the default first."""
+    separate: tuple[str, ...] = ()
+    """Options that add a buffer and change no other: combined with one other option at a time."""
     row_multiple: int = 1
     """Rows of a slice must be a multiple of this (rowwise data)."""
     col_multiple: int = 1
@@ -55,9 +57,22 @@ class FormatCase:
         return rows, cols
 
     def every_option(self) -> Iterator[dict[str, Any]]:
-        """Yield every legal combination of options, usages excepted."""
-        for values in itertools.product(*self.options.values()):
-            chosen = dict(zip(self.options, values, strict=True))
+        """Yield every legal combination of options, usages excepted.
+
+        Options in ``separate`` are combined with the defaults, and with each other value of each
+        option.
+        """
+        defaults = {name: values[0] for name, values in self.options.items()}
+        axes = [
+            values[:1] if name in self.separate else values for name, values in self.options.items()
+        ]
+        combined = [
+            dict(zip(self.options, values, strict=True)) for values in itertools.product(*axes)
+        ]
+        for name in self.separate:
+            others = [o for o in self.each_option() if name not in o]
+            combined += [{**defaults, **other, name: self.options[name][1]} for other in others]
+        for chosen in combined:
             try:
                 self.quantizer(**chosen)
             except qtensor.QTensorError:
@@ -127,7 +142,9 @@ FORMATS = [
             "e4m3_max": (0.0, 448.0, 256.0),
             "err_mode": ("mae", "mse"),
             "swizzled": (False, True),
+            "with_global_scale_inv": (False, True),
         },
+        separate=("with_global_scale_inv",),
         col_multiple=16,
         min_sqnr=13.0,
     ),
@@ -145,6 +162,7 @@ _LAYOUTS = {
     "packed": True,
     "with_rht": True,
     "row_scaled": True,
+    "with_global_scale_inv": True,
 }
 
 

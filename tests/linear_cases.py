@@ -10,8 +10,8 @@ from compile_helpers import ordinary
 from formats import FormatCase
 from torch import Tensor
 
-from qtensor.library.codec import parse
-from qtensor.library.linear import backward_text, forward_text
+from qtensor.linear_plans import backward_text, forward_text
+from qtensor.registry import parse
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

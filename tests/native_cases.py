@@ -18,7 +18,7 @@ import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, sources
 from qtensor.layout import has_padding
-from qtensor.library.codec import alloc_slots, by_name
+from qtensor.registry import alloc_slots, by_name
 
 SHAPES = [
     (),

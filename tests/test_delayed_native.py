@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, state
+from qtensor.kernels.cpu.small_calls import answers
+from qtensor.library.define import FILLS
 
 ops = torch.ops.qtensor
 LARGEST = [448.0, 448.0, 57344.0]
@@ -41,17 +44,42 @@ def given(rows, gradients, generator):
 
 
 def both(monkeypatch, name, call, tensors):
-    """What an op returns and leaves behind, by native code and by torch's ops."""
+    """What an op returns and leaves behind, by C++, by native code and by torch's ops."""
     results = []
-    for served in (True, False):
-        with monkeypatch.context() as patch:
-            if not served:
+    call(*[t.clone() for t in tensors])  # registers the C++ kernel, if there is one
+    for ways in ("cpp", "native", "torch"):
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            if ways == "torch":
                 patch.setitem(table.STATE, name, lambda *args: False)
+            if ways != "cpp":
+                stack.enter_context(answers.left_to_python())
+            elif answers.library() is not None:
+                patch.setitem(FILLS, name, refuse)
             copies = [t.clone() for t in tensors]
             found = call(*copies)
             results.append([*(found or ()), *copies])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    for got, *wants in zip(*results, strict=True):
+        for want in wants:
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def refuse(*args):
+    raise AssertionError("the Python kernel")
+
+
+def test_a_step_is_counted_without_python(monkeypatch):
+    step, counter = torch.zeros(1, dtype=torch.int64), torch.tensor([7])
+    ops.advance_step_(step)
+    if answers.library() is None:
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    with monkeypatch.context() as patch:
+        patch.setitem(FILLS, "advance_step_", refuse)
+        ops.advance_step_(step, True)
+        assert int(step) == 2
+        ops.advance_step_(step, False, counter)
+        assert (int(step), int(counter)) == (8, 8)
+        with pytest.raises(AssertionError, match="the Python kernel"):
+            ops.advance_step_(torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

@@ -24,7 +24,7 @@ from formats import (
 from torch import Tensor
 
 import qtensor
-from qtensor.library.codec import by_name
+from qtensor.registry import by_name
 
 RANKS = [(), (40,), (3, 40), (2, 3, 40), (2, 1, 3, 40), (0, 40), (3, 0), (0,)]
 

@@ -22,7 +22,7 @@ from qtensor.encoding import (
     encode_literals,
     encode_word,
 )
-from qtensor.library.codec import parse
+from qtensor.registry import parse
 
 WORDS = st.one_of(st.text(), st.text(SPECIAL + " \n\tab0"))
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(

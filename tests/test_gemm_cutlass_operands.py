@@ -15,7 +15,7 @@ from test_gemm import assert_product, values
 import qtensor
 from qtensor.cutlass_gemm import tuning
 from qtensor.kernels.gemm import choice
-from qtensor.kernels.gemm.problem import Product
+from qtensor.kernels.gemm.problem import Pair, Product
 from qtensor.library.define import BODIES
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
@@ -182,7 +182,7 @@ def test_accumulation_adds_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False), raising=False)
     arguments = a.buffers(), a._quantizer.canonical, a.shape
     right = b.buffers(), b._quantizer.canonical, b.shape
-    assert choice.accumulate_(main_grad, Product(*arguments, *right, "NT"))
+    assert choice.accumulate_(main_grad, Product(Pair(*arguments, *right), "NT"))
     monkeypatch.undo()
     left, other = oriented(a, b, "NT")
     want = before + left @ other

@@ -26,7 +26,7 @@ from qtensor.cutlass_gemm.autotune import random_tensors
 from qtensor.cutlass_gemm.launch import Kernel, Launcher
 from qtensor.cutlass_gemm.spec import KernelSpec
 from qtensor.kernels.gemm import choice
-from qtensor.kernels.gemm.problem import Product
+from qtensor.kernels.gemm.problem import Pair, Product
 from qtensor.layout import ceil_div
 
 pytestmark = [
@@ -110,7 +110,7 @@ def product(a: Any, b: Any, layout: str, out: torch.Tensor, **options: Any) -> t
     out.fill_(float("nan"))
     try:
         bias = options.pop("bias", None)
-        choice.multiply_(out, Product(*sides, layout, bias, "cutlass", **options))
+        choice.multiply_(out, Product(Pair(*sides), layout, bias, "cutlass", **options))
     except qtensor.UnsupportedError as error:
         if os.environ.get("QTENSOR_GPU_CHECK") == "1" and "qtensor kernels build" in str(error):
             raise
@@ -320,7 +320,7 @@ def test_accumulation_into_main_grad() -> None:
     ]
     main_grad = torch.arange(128 * 256, device="cuda", dtype=torch.float32).view(128, 256) / 64
     before = main_grad.double()
-    if not choice.accumulate_(main_grad, Product(*sides, "NT")):
+    if not choice.accumulate_(main_grad, Product(Pair(*sides), "NT")):
         pytest.skip(reason="no float32 kernel is built for this device")
     x, y = decoded(a, b, "NT")
     want = before + x @ y.t()
@@ -360,7 +360,7 @@ def test_cuda_graphs() -> None:
             *(a.buffers(), a._quantizer.canonical, a.shape),
             *(b.buffers(), b._quantizer.canonical, b.shape),
         ]
-        choice.multiply_(out, Product(*sides, "TN", None, "cutlass"))
+        choice.multiply_(out, Product(Pair(*sides), "TN", None, "cutlass"))
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()

@@ -26,8 +26,8 @@ from grouped_cases import (
 from torch import nn
 
 import qtensor
-from qtensor.layout import buffer_shapes
-from qtensor.library.ragged import alloc_flat, flat_bound, flat_sizes, group_buffers
+from qtensor.layout import buffer_shapes, flat_bound, flat_sizes
+from qtensor.library.ragged import Groups, alloc_flat, group_buffers
 
 SPLITS = ([33, 0, 7, 60], [1, 2, 97, 0], [100, 0, 0, 0])
 
@@ -268,7 +268,8 @@ def test_group_buffers_are_those_of_separate_tensors(case: FormatCase):
 
 def test_flat_padding_is_zero():
     q = BY_NAME["mxfp8"].quantizer(columnwise=True)
-    for buffer in alloc_flat(q, (100, K), None, 4, torch.device("cpu"))[1::2]:
+    groups = Groups([], torch.empty(4, dtype=torch.int64), 4)
+    for buffer in alloc_flat(q, (100, K), groups, torch.device("cpu"))[1::2]:
         assert not buffer.any()
 
 

@@ -15,9 +15,9 @@ from linear_cases import backward_arguments, forward_arguments, kept_text
 import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.small_calls import answers, program
-from qtensor.library.codec import by_name, parse
-from qtensor.library.linear import LinearBackwardArgs, forward_by_ops, places
+from qtensor.library.linear import LinearBackwardArgs, forward_of_quantized
 from qtensor.linear_plans import backward_plan
+from qtensor.registry import by_name, parse, slots_within
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (128, 64, 256))
@@ -68,7 +68,7 @@ def test_forward_is_quantize_and_gemm(case):
                 args = forward_arguments(q, sizes, next(kept), next(dtypes), bias)
                 found = answered(torch.ops.qtensor.linear_forward, args)
                 with answers.left_to_python():
-                    same(found, forward_by_ops(*args))
+                    same(found, forward_of_quantized(*args))
                     same(found, torch.ops.qtensor.linear_forward(*args))
                 count += 1
     assert count
@@ -98,7 +98,7 @@ def backward_by_ops(*args: Any) -> list[torch.Tensor]:
     ops = torch.ops.qtensor
     buffers = ops.quantize(dy, text, None if scales is None else scales[2:3], None, seed)
     row, column = (kept_text(q, usage) for usage in ("rowwise", "columnwise"))
-    left, left_t = ([buffers[i] for i in places(text, part)] for part in (row, column))
+    left, left_t = ([buffers[i] for i in slots_within(text, part)] for part in (row, column))
     found = []
     if weight:
         found.append(ops.gemm(left, row, dy.shape, weight, w_text, w_shape, "NN", dtype))
@@ -132,10 +132,10 @@ def test_what_programs_leave_to_the_ops():
         known = len(answers._OWNED)
         outputs = answered(torch.ops.qtensor.linear_forward, args)
         assert len(answers._OWNED) == known
-        same(outputs, forward_by_ops(*args))
+        same(outputs, forward_of_quantized(*args))
     args = list(forward_arguments(q))
     args[0] = args[0].t().contiguous().t()
-    same(answered(torch.ops.qtensor.linear_forward, args), forward_by_ops(*args))
+    same(answered(torch.ops.qtensor.linear_forward, args), forward_of_quantized(*args))
 
 
 def test_sizes_that_do_not_meet_reach_no_kernel():
@@ -147,7 +147,7 @@ def test_sizes_that_do_not_meet_reach_no_kernel():
         torch.ops.qtensor.linear_forward(*args)
     args = list(backward_arguments(q))
     args[0] = torch.randn(48, 64)
-    with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+    with pytest.raises(qtensor.QTensorError, match="must have shape"):
         torch.ops.qtensor.linear_backward(*args)
     delayed = qtensor.quantizer("fp8_delayed", columnwise=True)
     args = list(backward_arguments(delayed))

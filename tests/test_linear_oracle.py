@@ -37,7 +37,7 @@ def values(text: str | None, t: Tensor, side: str, seed: Tensor | None) -> Tenso
     """What a GEMM reads of an operand: quantized in one direction, and dequantized."""
     if text is None:
         return t
-    both = qtensor.library.codec.parse(text).with_usage(rowwise=True, columnwise=True)
+    both = qtensor.registry.parse(text).with_usage(rowwise=True, columnwise=True)
     call = {"scale": torch.ones(1)} if both.needs_scale else {}
     if both.stochastic_rounding:
         call["generator"] = seed

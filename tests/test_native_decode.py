@@ -32,7 +32,7 @@ import qtensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.structs import c_quantizer
-from qtensor.library.codec import by_name
+from qtensor.registry import by_name
 
 
 @formats

@@ -22,7 +22,7 @@ import qtensor
 from qtensor.compilers import _free_memory
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.structs import c_quantizer
-from qtensor.library.codec import alloc_slots
+from qtensor.registry import alloc_slots
 
 MANY = 2**31
 ROW = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch import Tensor
 import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.small_calls import answers as cpp
-from qtensor.library.codec import by_name
 from qtensor.library.define import FILLS
+from qtensor.registry import by_name
 
-OPS = ("quantize", "dequantize", "gemm")
+OPS = ("quantize", "quantize_", "dequantize", "gemm")
+QUANTIZE_IN_PLACE = torch.ops.qtensor.quantize_
 QUANTIZE, DEQUANTIZE = torch.ops.qtensor.quantize, torch.ops.qtensor.dequantize
 
 
@@ -91,6 +93,56 @@ def test_bytes_of_every_option(case: FormatCase, refusing) -> None:
     for options in case.each_option():
         codec = case.quantizer(columnwise=True, **options)
         check(refusing, codec, data("wide", (33, 72), torch.bfloat16), call_of(case, options))
+
+
+def ones(t: Tensor) -> Tensor:
+    """A tensor like `t` in which every byte is 1."""
+    out = torch.empty_like(t)
+    out.view(-1).view(torch.uint8).fill_(1)
+    return out
+
+
+@formats
+def test_into_existing_buffers(case: FormatCase, refusing) -> None:
+    """`quantize_` writes the bytes of `quantize`, and leaves padding alone as the kernels do."""
+    if not serves_here(case):
+        pytest.skip(reason="no kernel has the format")
+    codec = case.quantizer(columnwise=True)
+    call, x = call_of(case, {}), data("wide", (33, 96), torch.bfloat16)
+    out = [ones(t) for t in QUANTIZE(x, codec.canonical, **call)]
+    twice(QUANTIZE_IN_PLACE, x, codec.canonical, out, **call)
+    other = data("wide", (96, 33), torch.bfloat16).t()
+    results = []
+    for run in (refusing, lambda op, *args, **kwargs: op(*args, **kwargs)):
+        target = [ones(t) for t in out]
+        with cpp.left_to_python() if run is not refusing else contextlib.nullcontext():
+            assert run(QUANTIZE_IN_PLACE, other, codec.canonical, target, **call) is None
+        results.append(target)
+    for a, b in zip(*results, strict=True):
+        assert_same_bytes(a, b)
+    with pytest.raises(qtensor.QTensorError):
+        QUANTIZE_IN_PLACE(x, codec.canonical, [t[:1] for t in out], **call)
+
+
+@formats
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_that_linear_transposes(case: FormatCase, dtype: torch.dtype, refusing) -> None:
+    """The buffers of `weight.t()` are transposed views: the product has the bits of Python's."""
+    if not serves_here(case):
+        pytest.skip(reason="no kernel has the format")
+    weight = case.quantizer()(torch.randn(64, 96).to(dtype), **call_of(case, {}))
+    x, y, bias = (torch.randn(*size).to(dtype) for size in ((8, 96), (8, 64), (64,)))
+    products = (
+        lambda: torch.nn.functional.linear(x, weight),
+        lambda: torch.nn.functional.linear(x, weight, bias),
+        lambda: qtensor.gemm(x, weight.t(), "NN"),
+        lambda: qtensor.gemm(y, weight.t(), "TN"),
+    )
+    for product in products:
+        with cpp.left_to_python():
+            want = product()
+        twice(product)
+        assert_same_bytes(refusing(product), want)
 
 
 def test_values_are_read_at_every_call(refusing) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qtensor.build import Unit
 from qtensor.compilers import find_cxx
 from qtensor.kernels.cpu import sources
 
@@ -40,8 +41,10 @@ def test_a_warning_is_seen(tmp_path: Path) -> None:
     assert "unused" in done.stderr
 
 
-def test_no_warnings_in_small_calls() -> None:
-    (unit,) = sources.small_calls_build_spec().units
+@pytest.mark.parametrize(
+    "unit", sources.small_calls_build_spec().units, ids=lambda unit: unit.source.stem
+)
+def test_no_warnings_in_small_calls(unit: Unit) -> None:
     assert {"-Wall", "-Wextra"} <= set(unit.flags)
     # The headers of torch have warnings of their own.
     include = [word for folder in unit.system_include for word in ("-isystem", str(folder))]

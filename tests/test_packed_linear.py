@@ -24,9 +24,9 @@ from test_wgrad_scheduling import SAVED
 from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
 
 from qtensor.kernels.cpu.small_calls.answers import left_to_python
-from qtensor.library.codec import parse
 from qtensor.library.linear import LinearForwardArgs, packing, unpack
 from qtensor.linear_plans import forward_plan
+from qtensor.registry import parse
 
 OPS = torch.ops.qtensor
 SIZES = ((32, 32, 32), (2, 32, 64), (33, 96, 160), (1, 32, 32), (300, 256, 288))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from formats import BY_NAME
 
 import qtensor
-from qtensor.library.linear import backward_text, forward_text
+from qtensor.linear_plans import backward_text, forward_text
 
 OPS = torch.ops.qtensor
 STOCHASTIC = "nvfp4(stochastic_rounding=True)"
@@ -106,9 +106,9 @@ def test_gemm_refuses_buffers_of_another_tensor(name):
     small, large = (quantizer.quantize(torch.randn(n, 128), **scale) for n in (32, 640))
     x, text = torch.randn(8, 128), quantizer.canonical
     for q, shape in ((small, (640, 128)), (large, (32, 128))):
-        with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+        with pytest.raises(qtensor.QTensorError, match="must have shape"):
             OPS.gemm([x], "", (8, 128), q.buffers(), text, shape, "TN", torch.float32)
-        with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+        with pytest.raises(qtensor.QTensorError, match="must have shape"):
             OPS.dequantize(q.buffers(), text, shape, torch.float32)
 
 
@@ -135,9 +135,9 @@ def test_quantize_writes_the_amax_into_a_float_alone():
 def test_quantize_refuses_buffers_of_another_tensor():
     out = qtensor.quantize(torch.ones(32, 128), "mxfp8").buffers()
     before = [buffer.clone() for buffer in out]
-    with pytest.raises(qtensor.QTensorError, match="a buffer must be"):
+    with pytest.raises(qtensor.QTensorError, match="must have shape"):
         OPS.quantize_(torch.randn(4, 128), "mxfp8", out)
-    with pytest.raises(qtensor.QTensorError, match="has 2 buffers"):
+    with pytest.raises(qtensor.QTensorError, match="needs 2 buffers"):
         OPS.quantize_(torch.randn(32, 128), "mxfp8", out[:1])
     assert all(map(torch.equal, out, before))
 
@@ -210,7 +210,7 @@ def test_a_required_tensor_is_not_none():
 
 def test_dequantize_needs_all_buffers():
     buffers = qtensor.quantize(torch.randn(4, 32), "mxfp4").buffers()
-    with pytest.raises(qtensor.QTensorError, match="has 2 buffers; got 1"):
+    with pytest.raises(qtensor.QTensorError, match=r"needs 2 buffers: .*; got 1"):
         OPS.dequantize(buffers[:1], "mxfp4", (4, 32), torch.float32)
 
 
@@ -228,7 +228,7 @@ def test_dropout_refuses_what_is_not_a_probability(p):
 
 @pytest.mark.parametrize("report", [torch.ones(1, dtype=torch.int64), torch.ones(2)])
 def test_the_report_of_gradients_is_two_numbers(report):
-    with pytest.raises(qtensor.QTensorError, match=r"report must be int64 of shape \(2,\)"):
+    with pytest.raises(qtensor.QTensorError, match=r"report must hold 2 values of torch.int64"):
         OPS.report_accumulated_(report)
 
 

@@ -25,7 +25,7 @@ NAMED = [
 ]
 named = pytest.mark.parametrize("cls", NAMED)
 BOUND = 4096
-"""Entries of a cache of ``qtensor.library.constant``."""
+"""Entries of a cache of ``qtensor.compile_constants``."""
 
 
 def module_factory(role: Role) -> str:
@@ -102,8 +102,8 @@ def test_a_recipe_builds_with_no_arguments_and_is_a_value(cls):
 def test_roles(recipe, expected):
     found = tuple(text(recipe, t) for t in ("input", "weight", "grad_output"))
     if None not in expected:
-        assert [qtensor.library.codec.parse(t) for t in found] == [
-            qtensor.library.codec.parse(t) for t in expected
+        assert [qtensor.registry.parse(t) for t in found] == [
+            qtensor.registry.parse(t) for t in expected
         ]
     else:
         assert found == expected
@@ -343,7 +343,7 @@ def test_functions_of_dropped_recipes_are_freed():
         return weakref.ref(factory)
 
     freed = make()
-    qtensor.library.constant.forget_constants()  # bounded caches hold parsed recipes
+    qtensor.compile_constants.forget_constants()  # bounded caches hold parsed recipes
     gc.collect()
     assert freed() is None
 
@@ -362,14 +362,14 @@ def test_a_function_has_one_number_while_it_lives():
         return "mxfp8"
 
     first, second = (recipes.CustomRecipe(factory=factory) for _ in range(2))
-    qtensor.library.constant.forget_constants()
+    qtensor.compile_constants.forget_constants()
     assert first == second
     assert recipes.parse_recipe(first.key).factory is factory
 
 
 def test_a_key_without_its_function_is_an_error():
     key = recipes.CustomRecipe(factory=lambda role: "mxfp8").key
-    qtensor.library.constant.forget_constants()
+    qtensor.compile_constants.forget_constants()
     gc.collect()
     with pytest.raises(QTensorError, match="function of the recipe no longer exists"):
         recipes.parse_recipe(key)

@@ -96,6 +96,9 @@ def compare_dequantize(codec: Any, x: Tensor, dtype: torch.dtype) -> None:
     call = call_of(codec, x.cpu())
     buffers = codec.alloc_tensors(x.shape)
     codec.encode_(buffers, x.cpu(), **call)
+    for name, buffer in buffers.items():
+        if name.endswith("_global_scale_inv"):
+            buffer.mul_(1.37)  # no longer the factor of the amax
     want = torch.empty(x.shape, dtype=dtype).copy_(codec.decode(buffers, tuple(x.shape)))
     got = torch.empty(x.shape, dtype=dtype, device=x.device)
     backend().dequantize_(codec, {n: b.to(x.device) for n, b in buffers.items()}, got)

@@ -15,7 +15,7 @@ from native_cases import assert_same_floats
 from triton_checks import device
 
 from qtensor.kernels import table
-from qtensor.kernels.fusion import Target
+from qtensor.kernels.fusion import Factors, Target
 
 ops = torch.ops.qtensor
 
@@ -106,9 +106,9 @@ def check_left_to_the_pair() -> None:
     for options in ({"columnwise": True}, {"with_rht": True, "rht_side": "rowwise"}):
         codec = BY_NAME["nvfp4"].quantizer(**options)
         buffers = [torch.full_like(b, 7) for b in codec.alloc_tensors((4, 32)).values()]
-        target = Target(codec, x.dtype, (None, None, None))
+        target = Target(codec, x.dtype, Factors())
         assert kernels(None, buffers, x, "gelu", target) is False
         assert all(bool((b == 7).all()) for b in buffers)
-    mx = Target(BY_NAME["mxfp8"].quantizer(), x.dtype, (None, None, None))
+    mx = Target(BY_NAME["mxfp8"].quantizer(), x.dtype, Factors())
     buffers = list(mx.quantizer.alloc_tensors((4, 32)).values())
     assert kernels(torch.empty_like(x), buffers, x, "gelu", mx) is False

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qtensor.functional.operands import Operand, multiply
+from qtensor.library.gemm import GEMM
 from qtensor.library.gradient import GEMM_ACCUMULATE, take_postponed
 
 
@@ -16,14 +16,14 @@ def backward_dw(weight: Any, key: int, into_main_grad: bool) -> None:
     Raises:
         QTensorError: none is postponed.
     """
-    left, right = take_postponed(key)
+    pair = take_postponed(key)
     with torch.no_grad():
         if into_main_grad:
             overwrite = bool(getattr(weight, "overwrite_main_grad", False))
-            GEMM_ACCUMULATE(weight.main_grad, *left, *right, "NT", overwrite)
+            GEMM_ACCUMULATE(weight.main_grad, *pair, "NT", overwrite)
             weight.grad_added_to_main_grad = True
             return
-        grad = multiply(Operand(*left), Operand(*right), "NT", weight.dtype)
+        grad = GEMM(*pair, "NT", weight.dtype)
         if weight.grad is None:
             weight.grad = grad
         else:

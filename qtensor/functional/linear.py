@@ -11,7 +11,7 @@ A forward takes one of three paths, which give the same bytes:
 | path | code | runs when |
 |---|---|---|
 | one op | ``_forward_in_one_op`` | the recipe quantizes input and weight |
-| one op, answered by tensors | ``library.linear.forward_by_ops`` | one of the two is quantized |
+| one op, answered by tensors | ``library.linear.forward_of_quantized`` | one is quantized already |
 | single ops | ``_forward_by_ops`` | all other calls |
 
 All other calls are those with an operand that stays in high precision, comes from another
@@ -55,14 +55,10 @@ from qtensor.functional.saved import (
 from qtensor.layout import Shape
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX
 from qtensor.library.gradient import GEMM_ACCUMULATE, POSTPONE
-from qtensor.library.linear import (
-    LINEAR_BACKWARD,
-    LINEAR_FORWARD,
-    backward_text,
-    forward_text,
-)
+from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
+from qtensor.linear_plans import backward_text, forward_text
 from qtensor.storage.registry import lookup
 
 _ABSENT = Operand([], "", ())

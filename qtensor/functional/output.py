@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qtensor.errors import fail
-from qtensor.library.codec import parse
 from qtensor.recipes import Role, compile_constant, parse_recipe
+from qtensor.registry import parse
 
 
 @compile_constant

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from qtensor.errors import check, fail
-from qtensor.library.codec import Codec, parse
-from qtensor.library.linear import part
 from qtensor.recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -15,6 +13,7 @@ from qtensor.recipes import (
     role_quantizers,
 )
 from qtensor.recipes.base import function_number
+from qtensor.registry import QuantizerLike, parse, usage_part
 
 
 class Parts(NamedTuple):
@@ -57,7 +56,7 @@ def parts(canonical: str) -> Parts:
     if not canonical:
         return Parts(1, (0,), "", (0,), "")
     total = len(parse(canonical).slots)
-    return Parts(total, *part(canonical, "rowwise"), *part(canonical, "columnwise"))
+    return Parts(total, *usage_part(canonical, "rowwise"), *usage_part(canonical, "columnwise"))
 
 
 def _saved(text: str, wanted: bool, override: str | None) -> str:
@@ -70,10 +69,10 @@ def _saved(text: str, wanted: bool, override: str | None) -> str:
     return found.column_canonical or text
 
 
-def _text(codec: Codec | None, rowwise: bool, columnwise: bool) -> str:
-    if codec is None or not (rowwise or columnwise):
+def _text(quantizer: QuantizerLike | None, rowwise: bool, columnwise: bool) -> str:
+    if quantizer is None or not (rowwise or columnwise):
         return ""
-    return codec.with_usage(rowwise=rowwise, columnwise=columnwise).canonical
+    return quantizer.with_usage(rowwise=rowwise, columnwise=columnwise).canonical
 
 
 @compile_constant
@@ -98,8 +97,8 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
         _text(quantizers[1], True, dgrad and not plain_backward),
         "" if plain_backward else _text(quantizers[2], dgrad, wgrad),
     )
-    codecs = [parse(text) if text else None for text in texts]
-    delayed = tuple(c is not None and c.needs_scale for c in codecs)
+    chosen = [parse(text) if text else None for text in texts]
+    delayed = tuple(q is not None and q.needs_scale for q in chosen)
     if any(delayed) and delayed_options(key) is None:
         fail(
             f"recipe[{module}]",
@@ -107,7 +106,7 @@ def linear_plan(key: str, module: str, name: str, dgrad: bool, wgrad: bool) -> L
             "a factory that returns a Float8Quantizer",
             "Pass CustomRecipe(factory=..., delayed_scaling=DelayedScaling())",
         )
-    stochastic = tuple(c is not None and getattr(c, "stochastic_rounding", False) for c in codecs)
+    stochastic = tuple(q is not None and getattr(q, "stochastic_rounding", False) for q in chosen)
     saved = _saved(texts[0], wgrad, override), _saved(texts[1], dgrad, override)
     multiple = max(alignment(text) for text in texts[:2]) if texts[0] else 1
     return LinearPlan(*texts, delayed, stochastic, override, *saved, multiple)  # type: ignore[arg-type]

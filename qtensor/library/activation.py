@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import struct
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.encoding import decode_call, encode_call
+from qtensor.errors import QTensorError, check
 from qtensor.kernels import table
-from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.norm import check_tensor
 from qtensor.reference.activation import (
     BOUND,
@@ -28,7 +27,6 @@ from qtensor.reference.activation import (
 _KINDS_RULE = f"kind must be one of {', '.join(KINDS)}"
 _DEFAULTS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 """Constants of ``clamped_swiglu``, as in GPT-OSS."""
-_TEXT = re.compile(rf"{CLAMPED}\((?P<numbers>[^()]*)\)")
 _NUMBERS_RULE = (
     f"{CLAMPED} takes {', '.join(f'{k}={v}' for k, v in _DEFAULTS.items())}, each at most once: "
     "numbers, alpha and limit above 0, whose product and 128 / alpha are finite in float32"
@@ -36,22 +34,20 @@ _NUMBERS_RULE = (
 
 
 def _float32(value: float) -> float:
-    """The nearest float32 value, inf beyond the largest."""
+    """Return the nearest float32 value, inf beyond the largest."""
     try:
         return float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
 
 
-def _clamp_of(text: str) -> Clamp | None:
-    """The numbers between the brackets; None if they are not right."""
-    given = [part.partition("=") for part in text.split(",")] if text else []
-    names = [name for name, _, _ in given]
-    if len(set(names)) != len(names) or not set(names) <= set(_DEFAULTS):
-        return None
+def _clamp_of(options: dict[str, str]) -> Clamp | None:
+    """Return the constants of ``clamped_swiglu(...)``; None if it does not take the options."""
     try:
-        numbers = _DEFAULTS | {name: float(number) for name, _, number in given}
+        numbers = _DEFAULTS | {name: float(number) for name, number in options.items()}
     except ValueError:
+        return None
+    if len(numbers) > len(_DEFAULTS):
         return None
     alpha, limit, offset = (_float32(v) for v in numbers.values())
     if not (alpha > 0 and limit > 0):
@@ -65,15 +61,18 @@ def _clamp_of(text: str) -> Clamp | None:
 @functools.cache
 def parse_kind(kind: str) -> tuple[str, Clamp | None] | None:
     """Return (name, numbers) of a kind for ops; None if the kind or its numbers are wrong."""
-    if kind in KINDS:
-        return kind, _clamp_of("") if kind == CLAMPED else None
-    found = _TEXT.fullmatch(kind)
-    clamp = None if found is None else _clamp_of(found["numbers"])
+    try:
+        name, options = decode_call(kind.removesuffix("()"))
+    except QTensorError:
+        return None
+    if name != CLAMPED:
+        return (kind, None) if kind in KINDS else None
+    clamp = _clamp_of(options)
     return None if clamp is None else (CLAMPED, clamp)
 
 
 def check_kind(op: str, kind: str) -> tuple[str, Clamp | None]:
-    """(name, numbers) of a kind.
+    """Return (name, numbers) of a kind.
 
     Raises:
         QTensorError: no such kind, or numbers that it does not take.
@@ -85,12 +84,12 @@ def check_kind(op: str, kind: str) -> tuple[str, Clamp | None]:
 
 
 def is_gated(kind: str) -> bool:
-    """Whether an activation reads two halves."""
+    """Return True if an activation reads two halves of the last dim."""
     return kind in GATED or kind.startswith(CLAMPED)
 
 
 def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0) -> str:
-    """The kind ``clamped_swiglu`` with its numbers, as text: ops take plain values alone.
+    """Return the kind ``clamped_swiglu`` with its numbers, as text: ops take plain values alone.
 
     For the halves a and b: ``g * sigmoid(alpha * g) * (l + offset)``, g = min(a, limit), l = b
     within +-limit.
@@ -98,13 +97,14 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0, offset: float = 1.0
     Raises:
         QTensorError: numbers that it does not take.
     """
-    kind = f"{CLAMPED}(alpha={float(alpha)!r},limit={float(limit)!r},offset={float(offset)!r})"
+    numbers = {"alpha": alpha, "limit": limit, "offset": offset}
+    kind = encode_call(CLAMPED, {name: repr(float(number)) for name, number in numbers.items()})
     check_kind("activation", kind)
     return kind
 
 
 def activated_shape(op: str, x: Tensor, kind: str) -> tuple[int, ...]:
-    """The shape of the activation of ``x``: a gated kind halves the last dim.
+    """Return the shape of the activation of ``x`` (..., K): a gated kind halves the last dim.
 
     Raises:
         QTensorError: no such kind, 0-d, or a last dim that has no halves.
@@ -128,8 +128,7 @@ class ActivationArgs(NamedTuple):
 
 
 def _activation_alloc(args: ActivationArgs) -> Tensor:
-    shape = activated_shape("activation", args.x, args.kind)
-    return torch.empty(shape, dtype=args.x.dtype, device=args.x.device)
+    return empty(args.x, activated_shape("activation", args.x, args.kind))
 
 
 def _activation_fill(y: Tensor, args: ActivationArgs) -> None:
@@ -140,10 +139,10 @@ def _activation_fill(y: Tensor, args: ActivationArgs) -> None:
         activation_(y, args.x, name, clamp)
 
 
-ACTIVATION = leaf_op(
-    "activation(Tensor x, str kind) -> Tensor", ActivationArgs, _activation_alloc, _activation_fill
-)
-"""Kinds: gelu (by tanh), qgelu, relu, silu, srelu; gated kinds; ``clamped_swiglu``.
+ACTIVATION = leaf_op("activation", ActivationArgs, "Tensor", _activation_alloc, _activation_fill)
+"""Return the activation of ``x`` (..., K): (..., K), or (..., K / 2) for a gated kind.
+
+Kinds: gelu (by tanh), qgelu, relu, silu, srelu; gated kinds; ``clamped_swiglu``.
 
 A gated kind multiplies act(first half) and the second half of the last dim.
 """
@@ -163,7 +162,7 @@ def _activation_backward_alloc(args: ActivationBackwardArgs) -> Tensor:
     check_tensor(op, "dy", args.dy)
     rule = "dy must have the shape of the activation"
     check(args.dy.shape == shape, op, rule, f"{tuple(args.dy.shape)}, not {shape}", "Reshape it")
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device)
+    return empty(args.x)
 
 
 def _activation_backward_fill(dx: Tensor, args: ActivationBackwardArgs) -> None:
@@ -175,9 +174,10 @@ def _activation_backward_fill(dx: Tensor, args: ActivationBackwardArgs) -> None:
 
 
 ACTIVATION_BACKWARD = leaf_op(
-    "activation_backward(Tensor dy, Tensor x, str kind) -> Tensor",
+    "activation_backward",
     ActivationBackwardArgs,
+    "Tensor",
     _activation_backward_alloc,
     _activation_backward_fill,
 )
-"""The gradient of ``x``, in its dtype."""
+"""Return the gradient of ``x`` (..., K), in its dtype; ``dy`` has the shape of the activation."""

@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
-from qtensor.formats import Slot
-from qtensor.layout import Shape, buffer_shapes
-from qtensor.library.codec import Codec, parse
+from qtensor.layout import Shape
+from qtensor.registry import QuantizerLike, check_buffers, parse
 
 
-class _Bounds(NamedTuple):
-    """The buffers that a slot allows for a logical shape.
-
-    Attributes:
-        largest: shape of the buffer of a whole tensor, padding included.
-        least: the same without padding: a slice of a tensor has buffers between both.
-        dtype: of the buffer.
-    """
-
-    largest: torch.Size
-    least: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _without_padding(slot: Slot) -> Slot:
-    dims = tuple(dataclasses.replace(dim, pad=1) for dim in slot.dims)
-    return dataclasses.replace(slot, dims=dims)
-
-
-def _bounds(slots: Sequence[Slot], shape: Shape) -> tuple[_Bounds, ...]:
-    return tuple(
-        _Bounds(torch.Size(largest), least, slot.dtype)
-        for slot, largest, least in zip(
-            slots,
-            buffer_shapes(slots, shape),
-            buffer_shapes([_without_padding(slot) for slot in slots], shape),
-            strict=True,
-        )
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _known_bounds(canonical: str, shape: tuple[int, ...]) -> tuple[_Bounds, ...]:
-    return _bounds(parse(canonical).slots, shape)
-
-
-def check_buffers(op: str, buffers: Sequence[Tensor], canonical: str, shape: Shape) -> None:
+def check_operand(op: str, buffers: Sequence[Tensor], canonical: str, shape: Shape) -> None:
     """Refuse buffers that are not those of a tensor of ``shape``, or of a slice with that shape.
 
     Args:
@@ -65,37 +25,15 @@ def check_buffers(op: str, buffers: Sequence[Tensor], canonical: str, shape: Sha
         QTensorError: number, shape or dtype of the buffers; the message names the first that
             differs.
     """
-    if not canonical:
-        if len(buffers) != 1 or buffers[0].shape != tuple(shape):
-            got = [tuple(t.shape) for t in buffers]
-            fail(op, f"a plain operand is one tensor of shape {tuple(shape)}", got, "Pass that")
-        if not buffers[0].is_floating_point():
-            rule = "a plain operand must be floating"
-            fail(op, rule, buffers[0].dtype, "Convert it first", DtypeError)
+    if canonical:
+        quantizer = parse(canonical)
+        check_buffers(f"{op}[{quantizer.format}]", quantizer, buffers, shape)
         return
-    bounds = _known_bounds(canonical, tuple(shape))
-    if len(buffers) == len(bounds):
-        for buffer, (largest, _, dtype) in zip(buffers, bounds, strict=True):
-            if buffer.shape != largest or buffer.dtype is not dtype:
-                break
-        else:
-            return
-    _check_slices(f"{op}[{parse(canonical).format}]", buffers, bounds)
-
-
-def _check_slices(op: str, buffers: Sequence[Tensor], bounds: Sequence[_Bounds]) -> None:
-    if len(buffers) != len(bounds):
-        rule = f"the quantizer has {len(bounds)} buffers"
-        fail(op, rule, len(buffers), "Pass tensor.buffers()")
-    for buffer, (largest, least, dtype) in zip(buffers, bounds, strict=True):
-        fits = buffer.ndim == len(largest) and all(
-            low <= size <= high
-            for low, size, high in zip(least, buffer.shape, largest, strict=True)
-        )
-        if not fits or buffer.dtype is not dtype:
-            rule = f"a buffer must be {dtype} of shape {tuple(largest)}"
-            got = f"{buffer.dtype} {tuple(buffer.shape)}"
-            fail(op, rule, got, "Pass the buffers of one tensor, and its shape")
+    if len(buffers) != 1 or buffers[0].shape != tuple(shape):
+        got = [tuple(t.shape) for t in buffers]
+        fail(op, f"a plain operand is one tensor of shape {tuple(shape)}", got, "Pass that")
+    if not buffers[0].is_floating_point():
+        fail(op, "a plain operand must be floating", buffers[0].dtype, "Convert it", DtypeError)
 
 
 def check_one(
@@ -113,16 +51,16 @@ def check_one(
         fail(op, rule, f"{tensor.dtype} {tuple(tensor.shape)}", f"Pass such a {name}")
 
 
-def check_seed(op: str, codec: Codec, seed: Tensor | None, count: int = 1) -> None:
+def check_seed(op: str, quantizer: QuantizerLike, seed: Tensor | None, count: int = 1) -> None:
     """Refuse stochastic rounding without a seed, which kernels would round in different ways.
 
     Raises:
         QTensorError: no seed, or one of another dtype or size.
     """
     if seed is None:
-        if codec.stochastic_rounding:
+        if quantizer.stochastic_rounding:
             rule = "stochastic rounding needs a seed"
             fix = "Pass seed=torch.ops.qtensor.random_seed(x)"
-            fail(f"{op}[{codec.format}]", rule, "no seed", fix)
+            fail(f"{op}[{quantizer.format}]", rule, "no seed", fix)
         return
-    check_one(f"{op}[{codec.format}]", "seed", seed, torch.int64, count)
+    check_one(f"{op}[{quantizer.format}]", "seed", seed, torch.int64, count)

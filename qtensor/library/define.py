@@ -1,14 +1,15 @@
-"""Define ops by one schema, one NamedTuple of arguments, one allocation and one fill each."""
+"""Define ops, each by one NamedTuple of arguments, one allocation and one fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, fail
+from qtensor.layout import Shape
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
@@ -24,7 +25,6 @@ FILLS: dict[str, Callable[[Any, Any], None]] = {}
 A test or a backend may replace an entry; schema and fake stay.
 """
 
-
 ON_THE_CPU = frozenset({
     "cell_step",
     "draws",
@@ -37,61 +37,89 @@ ON_THE_CPU = frozenset({
 })
 """Names of the arguments that are on the CPU whatever device an op computes on."""
 
-
 ARGUMENTS: dict[str, type[Any]] = {}
 """Op name -> the NamedTuple of its arguments."""
 
 OBSERVERS: dict[str, Callable[[Any, Any], None]] = {}
 """``observer(outputs, args)`` by op name, called after the op's body (``small_calls``)."""
 
+SymInt = Annotated[int, "SymInt"]
+"""A size that may be symbolic in a graph."""
+Written = Annotated[Tensor, "written"]
+"""A tensor that the op writes."""
+WrittenOptional = Annotated[Tensor | None, "written"]
+WrittenList = Annotated[list[Tensor], "written"]
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    list[Tensor] | None: "Tensor[]?",
+    Written: "Tensor(!)",
+    WrittenOptional: "Tensor(!)?",
+    WrittenList: "Tensor(!)[]",
+    Shape: "SymInt[]",
+    SymInt: "SymInt",
+    torch.dtype: "ScalarType",
+    str: "str",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    list[int]: "int[]",
+    list[float]: "float[]",
+    list[bool]: "bool[]",
+}
+"""Type of a field -> type in a schema; in ``(!)`` the schema names the tensor that is written."""
+_REQUIRED: Any = object()
+"""The default of an argument that has none."""
+
 
 def leaf_op(
-    schema: str,
+    name: str,
     arguments: type[Any],
+    returns: str,
     allocate: Callable[[Any], Any],
     fill: Callable[[Any, Any], None],
     tags: Sequence[torch.Tag] = (),
 ) -> Callable[..., Any]:
-    """Define ``qtensor::<schema>`` and return its overload.
+    """Define ``qtensor::<name>`` and return its overload.
 
     ``Library.define`` costs about 2 us a call where the ``custom_op`` decorator costs 7 to 9.
 
     Args:
-        schema: name, arguments and results, as ``torch.library`` writes them.
-        arguments: a NamedTuple with the names and defaults of the schema's arguments. Each call
-            binds its arguments to it once.
+        name: of the op.
+        arguments: a NamedTuple of the op's arguments, from which the schema is made. A field may
+            be a NamedTuple itself (``Pair``): each of its fields is an argument of the op.
+        returns: the results, as a schema of ``torch.library`` names them.
         allocate: ``allocate(args)`` makes the outputs from shapes, dtypes and devices alone. It
             serves real, fake and meta tensors.
         fill: ``fill(outputs, args)`` writes the outputs. It runs on real tensors only.
         tags: of the op.
     """
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=tuple(tags))
-    check_devices = _device_check(name, arguments)
+    listed = list(_arguments(arguments))
+    LIBRARY.define(_schema(name, listed, returns), tags=tuple(tags))
+    bind = _binder(name, arguments, listed)
     FILLS[name], ARGUMENTS[name] = fill, arguments
 
-    def compute(args: Any) -> Any:
-        check_devices(args)
-        outputs = allocate(args)
-        FILLS[name](outputs, args)
+    def compute(bound: Any) -> Any:
+        outputs = allocate(bound)
+        FILLS[name](outputs, bound)
         return outputs
 
-    def body(*args: Any, **kwargs: Any) -> Any:
-        return compute(arguments(*args, **kwargs))
+    def body(*args: Any) -> Any:
+        return compute(bind(*args))
 
-    def observed_body(*args: Any, **kwargs: Any) -> Any:
-        bound = arguments(*args, **kwargs)
+    def observed_body(*args: Any) -> Any:
+        bound = bind(*args)
         outputs = compute(bound)
         observer = OBSERVERS.get(name)
         if observer is not None and FILLS[name] is fill:
             observer(outputs, bound)
         return outputs
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
+    def fake(*args: Any) -> Any:
         # A single meta tensor among real ones brings the whole call here.
-        bound = arguments(*args, **kwargs)
-        check_devices(bound)
-        return allocate(bound)
+        return allocate(bind(*args))
 
     BODIES[name] = body
     LIBRARY.impl(name, observed_body, "CompositeExplicitAutograd")
@@ -99,29 +127,82 @@ def leaf_op(
     return getattr(torch.ops.qtensor, name).default
 
 
-def _device_check(name: str, arguments: type[Any]) -> Callable[[Any], None]:
+class _Argument(NamedTuple):
+    """Describe an argument of an op: its name, its type in the schema and its default."""
+
+    name: str
+    kind: str
+    default: Any
+
+    @property
+    def optional(self) -> bool:
+        return "?" in self.kind
+
+    @property
+    def many(self) -> bool:
+        return "[]" in self.kind
+
+
+def _arguments(record: type[Any]) -> Iterator[_Argument]:
+    """Yield the arguments that a NamedTuple declares, in the order of the schema."""
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if hint in _TYPES:
+            yield _Argument(name, _TYPES[hint], record._field_defaults.get(name, _REQUIRED))
+        else:
+            yield from _arguments(hint)
+
+
+def _schema(name: str, listed: Sequence[_Argument], returns: str) -> str:
+    text = ", ".join([
+        f"{kind} {argument}" + (f"={default!r}" if default is not _REQUIRED else "")
+        for argument, kind, default in listed
+    ])
+    for letter in "abcdefgh"[: text.count("(!)")]:
+        text = text.replace("(!)", f"({letter}!)", 1)
+    return f"{name}({text}) -> {returns}"
+
+
+def _binder(name: str, arguments: type[Any], listed: Sequence[_Argument]) -> Callable[..., Any]:
+    """Return a function that checks the devices of a call's arguments and binds them."""
+    check_devices = _device_check(name, listed)
+    defaults = tuple([argument.default for argument in listed])
+    records, start = [], 0
+    for hint in get_type_hints(arguments).values():
+        fields = getattr(hint, "_fields", None)
+        end = start + (1 if fields is None else len(fields))
+        if fields is not None:
+            records.append((start, end, hint))
+        start = end
+
+    def bind(*args: Any) -> Any:
+        flat = args + defaults[len(args) :]
+        check_devices(flat)
+        if records:
+            nested = list(flat)
+            for first, end, record in reversed(records):
+                nested[first:end] = [record._make(flat[first:end])]
+            return arguments._make(nested)
+        return arguments._make(flat)
+
+    return bind
+
+
+def _device_check(name: str, listed: Sequence[_Argument]) -> Callable[[Sequence[Any]], None]:
     """Return a function that refuses arguments of ``qtensor::name`` on different devices.
 
     The arguments in ``ON_THE_CPU`` must not be meta tensors beside others; they may be on another
     device otherwise.
     """
-    kinds = [
-        (i, field, "list" in str(arguments.__annotations__[field]))
-        for i, field in enumerate(arguments._fields)
-        if "Tensor" in str(arguments.__annotations__[field])
-    ]
-    optional = {field for field, kind in arguments.__annotations__.items() if "None" in str(kind)}
-    required = [(i, field) for i, field, _ in kinds if field not in optional]
-    single = tuple(i for i, field, many in kinds if not many and field not in ON_THE_CPU)
-    lists = tuple(i for i, field, many in kinds if many and field not in ON_THE_CPU)
-    counters = tuple(i for i, field, _ in kinds if field in ON_THE_CPU)
+    tensors = [(i, argument) for i, argument in enumerate(listed) if "Tensor" in argument.kind]
+    required = {i: argument.name for i, argument in tensors if not argument.optional}
+    counters = [i for i, argument in tensors if argument.name in ON_THE_CPU]
+    lists = [i for i, argument in tensors if argument.many and i not in counters]
+    single = [i for i, argument in tensors if not argument.many and i not in counters]
 
-    needed = frozenset(i for i, _ in required)
-
-    def all_on_the_cpu(args: Any) -> bool:
+    def all_on_the_cpu(args: Sequence[Any]) -> bool:
         for i in single:
             if args[i] is None:
-                if i in needed:
+                if i in required:
                     return False
             elif not args[i].is_cpu:
                 return False
@@ -129,12 +210,12 @@ def _device_check(name: str, arguments: type[Any]) -> Callable[[Any], None]:
             for tensor in args[i] or ():
                 if not tensor.is_cpu:
                     return False
-        return all([i not in needed if args[i] is None else args[i].is_cpu for i in counters])
+        return all([i not in required if args[i] is None else args[i].is_cpu for i in counters])
 
-    def check_devices(args: Any) -> None:
+    def check_devices(args: Sequence[Any]) -> None:
         if all_on_the_cpu(args):
             return
-        for i, field in required:
+        for i, field in required.items():
             if args[i] is None:
                 fail(name, f"{field} must be a tensor", None, "Pass one", ArgumentTypeError)
         values = [args[i] for i in single] + [t for i in lists for t in args[i] or ()]
@@ -156,6 +237,12 @@ def check_one_device(op: str, *tensors: Tensor | None) -> None:
     if len(devices) > 1:
         rule = "all tensors must be on one device"
         fail(op, rule, " and ".join(devices), "Move them with .to(device)")
+
+
+def empty(like: Tensor, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a contiguous tensor like another, with another shape or dtype where one is named."""
+    size = like.shape if shape is None else shape
+    return torch.empty(size, dtype=dtype or like.dtype, device=like.device)
 
 
 def no_outputs(args: Any) -> None:

@@ -1,9 +1,8 @@
 """Ops on the state of delayed scaling, which belongs to the caller and consists of tensors.
 
 A state has n columns, one for each quantized tensor: first the tensors of the forward pass, then
-    the gradients. Each
-pass writes its own tensors, so that the graph of one pass never writes a tensor that the other pass
-saved:
+the gradients. Each pass writes its own tensors, so that the graph of one pass never writes a tensor
+that the other pass saved:
 
 - forward: `scale` (n,) float32, `history` (rows, n) float32, and `steps` (2,) int64 on the CPU: the
   current step of the state, and the step of the last gradient maximum that went into the history;
@@ -24,8 +23,15 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.kernels import table
-from qtensor.library.define import below_autograd, leaf_op, no_outputs
-from qtensor.reference.float8 import delayed_scale, roll_history
+from qtensor.library.define import (
+    Written,
+    WrittenOptional,
+    below_autograd,
+    empty,
+    leaf_op,
+    no_outputs,
+)
+from qtensor.reference.float8 import delayed_scales, roll_history
 
 ALGORITHMS = ("max", "most_recent")
 """How a scale comes from a column of the history."""
@@ -34,19 +40,17 @@ _LARGEST = torch.finfo(torch.float32).max
 _FIX = "Pass the state that the module made"
 
 
-def _check_tensors(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Raise unless all tensors have `dtype`; counters (int64) must be on the CPU too."""
-    for name, t in tensors.items():
-        place = " on the CPU" if dtype is torch.int64 else ""
-        good = t.dtype is dtype and (t.is_cpu or dtype is not torch.int64)
-        rule = f"{name} must be {dtype}{place}"
+def _check_tensors(op: str, dtype: torch.dtype, **tensors: tuple[Tensor, int | None]) -> None:
+    """Raise unless each tensor has `dtype` and the number of elements beside it (None: any).
+
+    Counters (int64) must be on the CPU too.
+    """
+    counters = dtype is torch.int64
+    for name, (t, count) in tensors.items():
+        good = t.dtype is dtype and (t.is_cpu or not counters)
+        rule = f"{name} must be {dtype}{' on the CPU' * counters}"
         check(good, op, rule, f"{t.dtype} on {t.device}", _FIX)
-
-
-def _check_sizes(op: str, **sizes: tuple[Tensor, int]) -> None:
-    """Raise unless each tensor has the number of elements that stands beside it."""
-    for name, (t, count) in sizes.items():
-        good = t.numel() == count
+        good = count is None or t.numel() == count
         check(good, op, f"{name} must have {count} elements", f"shape {tuple(t.shape)}", _FIX)
 
 
@@ -63,10 +67,9 @@ def _check_state(
     op: str, history: Tensor, steps: Tensor, cell: Tensor, cell_step: Tensor, length: int
 ) -> None:
     """Raise unless the tensors have the dtypes and sizes that this module's docstring names."""
-    _check_tensors(op, torch.float32, history=history, cell=cell)
-    _check_tensors(op, torch.int64, steps=steps, cell_step=cell_step)
+    _check_tensors(op, torch.float32, history=(history, None), cell=(cell, None))
     _check_history(op, history, length)
-    _check_sizes(op, steps=(steps, 2), cell_step=(cell_step, 1))
+    _check_tensors(op, torch.int64, steps=(steps, 2), cell_step=(cell_step, 1))
     columns = history.shape[1]
     rule = f"cell must be a vector of at most {columns} elements, the columns of the history"
     good = cell.dim() == 1 and cell.numel() <= columns and cell.device == history.device
@@ -95,31 +98,23 @@ class MergedHistoryArgs(NamedTuple):
 
 def _merged_alloc(args: MergedHistoryArgs) -> Tensor:
     _check_history("merged_history", args.history, args.length)
-    return torch.empty(
-        args.length, args.history.shape[1], dtype=torch.float32, device=args.history.device
-    )
+    return empty(args.history, (args.length, args.history.shape[1]), torch.float32)
 
 
 def _merged_fill(out: Tensor, args: MergedHistoryArgs) -> None:
     out.copy_(_merged(*args))
 
 
-MERGED_HISTORY = leaf_op(
-    "merged_history(Tensor history, Tensor steps, Tensor cell, Tensor cell_step, "
-    "int length) -> Tensor",
-    MergedHistoryArgs,
-    _merged_alloc,
-    _merged_fill,
-)
+MERGED_HISTORY = leaf_op("merged_history", MergedHistoryArgs, "Tensor", _merged_alloc, _merged_fill)
 """Return the history (length, n) that the next scales come from, for algorithms of the caller."""
 
 
 class DelayedBeginArgs(NamedTuple):
     """Arguments of the op ``delayed_begin_``."""
 
-    scale: Tensor
-    history: Tensor
-    steps: Tensor
+    scale: Written
+    history: Written
+    steps: Written
     cell: Tensor
     cell_step: Tensor
     step: Tensor
@@ -152,7 +147,8 @@ def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
             if rows is None:
                 rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
             if new_scale is None:
-                new_scale = _new_scale(rows, args.scale, args.algorithm, args.margin, args.largest)
+                amax = rows.amax(0) if args.algorithm == "max" else rows[0]
+                new_scale = delayed_scales(amax, args.scale, args.margin, args.largest)
             # Through .data: the version of a tensor that a graph saved must not change.
             args.scale.data.copy_(new_scale)
             args.history.data[: args.length].copy_(roll_history(rows))
@@ -167,10 +163,9 @@ def _check_begin(args: DelayedBeginArgs) -> None:
     op = "delayed_begin_"
     scale, history, rows, new_scale = args.scale, args.history, args.rows, args.new_scale
     _check_state(op, history, args.steps, args.cell, args.cell_step, args.length)
-    _check_tensors(op, torch.float32, scale=scale)
-    _check_tensors(op, torch.int64, step=args.step)
     columns = history.shape[1]
-    _check_sizes(op, scale=(scale, columns), step=(args.step, 1))
+    _check_tensors(op, torch.float32, scale=(scale, columns))
+    _check_tensors(op, torch.int64, step=(args.step, 1))
     good = scale.dim() == 1 and scale.device == history.device
     rule = "scale must be a vector on the device of the history"
     check(good, op, rule, f"shape {tuple(scale.shape)} on {scale.device}", _FIX)
@@ -191,24 +186,8 @@ def _check_begin(args: DelayedBeginArgs) -> None:
         check(good, op, f"new_scale must be ({columns},)", tuple(new_scale.shape), _FIX)
 
 
-def _new_scale(
-    rows: Tensor, scale: Tensor, algorithm: str, margin: int, largest: list[float]
-) -> Tensor:
-    amax = rows.amax(0) if algorithm == "max" else rows[0]
-    columns = [
-        delayed_scale(amax[i : i + 1], scale[i : i + 1], margin, value)
-        for i, value in enumerate(largest)
-    ]
-    return torch.cat(columns)
-
-
 DELAYED_BEGIN = leaf_op(
-    "delayed_begin_(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) steps, Tensor cell, Tensor "
-    "cell_step, Tensor step, bool advance, int length, str algorithm, int margin, float[] "
-    "largest, Tensor? rows=None, Tensor? new_scale=None) -> (Tensor scales, Tensor ticket)",
-    DelayedBeginArgs,
-    _begin_alloc,
-    _begin_fill,
+    "delayed_begin_", DelayedBeginArgs, "(Tensor scales, Tensor ticket)", _begin_alloc, _begin_fill
 )
 """At the first call of a step, move the history up by one row and compute new scales.
 
@@ -222,7 +201,7 @@ history; `new_scale` (n,) replaces the result of the algorithm.
 class RecordAmaxArgs(NamedTuple):
     """Arguments of the op ``record_amax_``."""
 
-    history: Tensor
+    history: Written
     amax: list[Tensor]
     first: int
 
@@ -232,7 +211,7 @@ def _record_fill(_: None, args: RecordAmaxArgs) -> None:
     if table.state_("record_amax_", history, amax, first):
         return
     op = "record_amax_"
-    _check_tensors(op, torch.float32, history=history)
+    _check_tensors(op, torch.float32, history=(history, None))
     _check_history(op, history, 1)
     _check_maxima(op, amax, history.device)
     count, columns = sum(t.numel() for t in amax), history.shape[1]
@@ -255,24 +234,18 @@ def _check_maxima(op: str, amax: list[Tensor], device: torch.device) -> None:
         check(good, op, rule, f"{t.dtype} {tuple(t.shape)} on {t.device}", "Pass quantize's amax")
 
 
-RECORD_AMAX = leaf_op(
-    "record_amax_(Tensor(a!) history, Tensor[] amax, int first) -> ()",
-    RecordAmaxArgs,
-    no_outputs,
-    _record_fill,
-)
-"""Write `history[0, first:] = max(history[0, first:], amax)`.
+RECORD_AMAX = leaf_op("record_amax_", RecordAmaxArgs, "()", no_outputs, _record_fill)
+"""Write `history[0, first:] = max(history[0, first:], amax)`; history is (rows, n) float32.
 
-history: (rows, n) float32. Each amax is a float32 vector: (1,), or the maxima of several tensors
-    side by side.
+Each amax is a float32 vector: (1,), or the maxima of several tensors side by side.
 """
 
 
 class RecordGradientAmaxArgs(NamedTuple):
     """Arguments of the op ``record_gradient_amax_``."""
 
-    cell: Tensor
-    cell_step: Tensor
+    cell: Written
+    cell_step: Written
     amax: list[Tensor]
     ticket: Tensor
 
@@ -282,11 +255,9 @@ def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
     if table.state_("record_gradient_amax_", cell, cell_step, amax, ticket):
         return
     op = "record_gradient_amax_"
-    _check_tensors(op, torch.float32, cell=cell)
-    _check_tensors(op, torch.int64, cell_step=cell_step, ticket=ticket)
+    _check_tensors(op, torch.float32, cell=(cell, sum([t.numel() for t in amax])))
+    _check_tensors(op, torch.int64, cell_step=(cell_step, 1), ticket=(ticket, 2))
     _check_maxima(op, [cell, *amax], cell.device)
-    count = sum(t.numel() for t in amax)
-    _check_sizes(op, cell=(cell, count), cell_step=(cell_step, 1), ticket=(ticket, 2))
     with below_autograd():
         step, consumed = int(ticket[0]), int(ticket[1])
         maxima = torch.cat(amax) if amax else cell
@@ -297,18 +268,12 @@ def _record_gradient_fill(_: None, args: RecordGradientAmaxArgs) -> None:
 
 
 RECORD_GRADIENT_AMAX = leaf_op(
-    "record_gradient_amax_(Tensor(a!) cell, Tensor(b!) cell_step, Tensor[] amax, Tensor ticket) "
-    "-> ()",
-    RecordGradientAmaxArgs,
-    no_outputs,
-    _record_gradient_fill,
+    "record_gradient_amax_", RecordGradientAmaxArgs, "()", no_outputs, _record_gradient_fill
 )
 """Store the maxima of gradients in `cell` (g,) for the next step.
 
-Maxima that the history already has are overwritten.
-
-Each amax is a float32 vector, (1,) or several side by side; `ticket` (2,) int64 comes from
-`delayed_begin_`.
+Maxima that the history already has are overwritten. Each amax is a float32 vector, (1,) or several
+side by side; `ticket` (2,) int64 comes from `delayed_begin_`.
 """
 
 
@@ -318,9 +283,9 @@ _STEP_LOCK = threading.Lock()
 class AdvanceStepArgs(NamedTuple):
     """Arguments of the op ``advance_step_``."""
 
-    step: Tensor
+    step: Written
     forward_only: bool = False
-    counter: Tensor | None = None
+    counter: WrittenOptional = None
 
 
 def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
@@ -334,12 +299,7 @@ def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
         args.step.data.copy_(args.counter)
 
 
-ADVANCE_STEP = leaf_op(
-    "advance_step_(Tensor(a!) step, bool forward_only=False, Tensor(b!)? counter=None) -> ()",
-    AdvanceStepArgs,
-    no_outputs,
-    _advance_fill,
-)
+ADVANCE_STEP = leaf_op("advance_step_", AdvanceStepArgs, "()", no_outputs, _advance_fill)
 """Begin a new step: increment ``step`` or the shared ``counter``, and copy it to ``step``.
 
 With ``forward_only``, do nothing where checkpointing calls a layer again during a backward pass.

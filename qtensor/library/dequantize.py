@@ -10,14 +10,13 @@ from torch import Tensor
 from qtensor.errors import DtypeError, fail
 from qtensor.kernels import table
 from qtensor.layout import Shape
-from qtensor.library.checks import check_buffers
-from qtensor.library.define import LIBRARY, below_autograd, leaf_op, no_outputs
-from qtensor.library.denormals import denormals_kept
-from qtensor.registry import by_name, parse
+from qtensor.library.define import LIBRARY, Written, below_autograd, empty, leaf_op, no_outputs
+from qtensor.reference.denormals import denormals_kept
+from qtensor.registry import by_name, check_buffers, parse
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
-    """Say what a result's dtype can be.
+    """Raise the error that lists the dtypes of results.
 
     Raises:
         DtypeError: always.
@@ -50,28 +49,24 @@ class DequantizeArgs(NamedTuple):
 
 def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
     _check_dtype(args.dtype, args.quantizer)
-    return torch.empty(tuple(args.shape), dtype=args.dtype, device=args.buffers[0].device)
+    return empty(args.buffers[0], tuple(args.shape), args.dtype)
 
 
 def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
-    codec = parse(args.quantizer)
-    if table.dequantize_(codec, args.buffers, args.shape, out):
+    quantizer = parse(args.quantizer)
+    if table.dequantize_(quantizer, args.buffers, args.shape, out):
         return
-    check_buffers("dequantize", args.buffers, args.quantizer, args.shape)
-    values = table.decode_transposed(codec, args.buffers, tuple(args.shape), out.dtype)
+    op = f"dequantize[{quantizer.format}]"
+    check_buffers(op, quantizer, args.buffers, args.shape)
+    values = table.decode_transposed(quantizer, args.buffers, tuple(args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
         return
     with below_autograd(), denormals_kept():
-        out.copy_(codec.decode(by_name(codec, args.buffers), tuple(args.shape)))
+        out.copy_(quantizer.decode(by_name(quantizer, args.buffers), tuple(args.shape)))
 
 
-DEQUANTIZE = leaf_op(
-    "dequantize(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType dtype) -> Tensor",
-    DequantizeArgs,
-    _dequantize_alloc,
-    _dequantize_fill,
-)
+DEQUANTIZE = leaf_op("dequantize", DequantizeArgs, "Tensor", _dequantize_alloc, _dequantize_fill)
 """Decode inner buffers to a tensor of ``shape`` and ``dtype``, rounded once from float32."""
 
 
@@ -81,7 +76,7 @@ class DequantizeInPlaceArgs(NamedTuple):
     buffers: list[Tensor]
     quantizer: str
     shape: Shape
-    out: Tensor
+    out: Written
 
 
 def _dequantize_inplace_fill(_: None, args: DequantizeInPlaceArgs) -> None:
@@ -94,10 +89,7 @@ def _dequantize_inplace_fill(_: None, args: DequantizeInPlaceArgs) -> None:
 
 
 DEQUANTIZE_ = leaf_op(
-    "dequantize_(Tensor[] buffers, str quantizer, SymInt[] shape, Tensor(a!) out) -> ()",
-    DequantizeInPlaceArgs,
-    no_outputs,
-    _dequantize_inplace_fill,
+    "dequantize_", DequantizeInPlaceArgs, "()", no_outputs, _dequantize_inplace_fill
 )
 """Dequantize into an existing tensor of the logical shape."""
 
@@ -105,7 +97,7 @@ LIBRARY.define("dequantize_tensor(Tensor x, ScalarType? dtype=None) -> Tensor")
 
 
 def _plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """For a plain tensor: a copy in ``dtype``.
+    """Return a copy of a plain tensor of any shape in ``dtype``.
 
     A subclass answers the op in its dispatch table instead.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.kernels.gemm.problem import Product
+from qtensor.kernels.gemm.problem import Pair, Product
 from qtensor.layout import Shape
-from qtensor.library.checks import check_buffers
+from qtensor.library.checks import check_operand
 from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
 from qtensor.registry import QuantizerLike, parse
 
@@ -23,7 +23,7 @@ TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b column
 
 
 def output_shape(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[int, ...]:
-    """Shape of the product of operands with logical shapes ``a_shape`` and ``b_shape``."""
+    """Return the shape of the product of operands with logical shapes ``a_shape``, ``b_shape``."""
     if layout == "TN":
         return (*a_shape[:-1], b_shape[-2])
     if layout == "NN":
@@ -34,12 +34,7 @@ def output_shape(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[int, ...]
 class GemmArgs(NamedTuple):
     """Arguments of the op ``gemm``."""
 
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
+    operands: Pair
     layout: str
     dtype: torch.dtype
     bias: Tensor | None = None
@@ -48,41 +43,40 @@ class GemmArgs(NamedTuple):
 
 
 def _gemm_alloc(args: GemmArgs) -> Tensor:
+    pair = args.operands
     check_layout(args.layout)
-    check(bool(args.a and args.b), "gemm", "operands have buffers", "none", "Pass their buffers")
+    check(bool(pair.a and pair.b), "gemm", "operands have buffers", "none", "Pass their buffers")
     try:
-        shape = output_shape(args.a_shape, args.b_shape, args.layout)
+        shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
     except IndexError:
-        check_operands(None, args.a_shape, None, args.b_shape, args.layout)
+        check_operands(None, pair.a_shape, None, pair.b_shape, args.layout)
         raise
-    return torch.empty(shape, dtype=args.dtype, device=args.a[0].device)
+    return torch.empty(shape, dtype=args.dtype, device=pair.a[0].device)
 
 
-def check_product(args: Any) -> None:
-    """Refuse the arguments of a product whose operands, sizes or bias do not fit each other.
-
-    Args:
-        args: ``GemmArgs`` on real tensors, or arguments with the same fields.
+def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:
+    """Refuse real operands whose buffers, sizes or bias do not fit each other.
 
     Raises:
         QTensorError: the message names what does not fit.
     """
-    left, right = (parse(q) if q else None for q in (args.a_quantizer, args.b_quantizer))
-    check_operands(left, args.a_shape, right, args.b_shape, args.layout)
-    check_buffers("gemm", args.a, args.a_quantizer, args.a_shape)
-    check_buffers("gemm", args.b, args.b_quantizer, args.b_shape)
-    if args.bias is not None:
-        check_bias(args.bias.shape, output_shape(args.a_shape, args.b_shape, args.layout))
+    left, right = (parse(q) if q else None for q in (pair.a_quantizer, pair.b_quantizer))
+    check_operands(left, pair.a_shape, right, pair.b_shape, layout)
+    check_operand("gemm", pair.a, pair.a_quantizer, pair.a_shape)
+    check_operand("gemm", pair.b, pair.b_quantizer, pair.b_shape)
+    if bias is not None:
+        check_bias(bias.shape, output_shape(pair.a_shape, pair.b_shape, layout))
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
-    check_product(args)
+    check_product(args.operands, args.layout, args.bias)
     # Only a product needs the backends.
     from qtensor.kernels.gemm import choice  # noqa: PLC0415
 
     # torch.autocast would round operands to its dtype, in eager code alone.
     with below_autograd(), torch._C._DisableAutocast():
-        choice.multiply_(out, Product(*args[:7], *args[8:]))
+        product = Product(args.operands, args.layout, args.bias, args.backend, args.fast)
+        choice.multiply_(out, product)
 
 
 _CONTRACTED = {
@@ -102,45 +96,34 @@ def check_bias(bias_shape: Shape, out_shape: Shape) -> None:
     if len(bias_shape) > len(out_shape) or any(
         n not in (1, size) for n, size in zip(bias_shape, tail, strict=True)
     ):
-        fail(
-            "gemm",
-            "the bias must broadcast to the product",
-            f"{tuple(bias_shape)} for {tuple(out_shape)}",
-            "Fix the argument",
-        )
+        got = f"{tuple(bias_shape)} for {tuple(out_shape)}"
+        fail("gemm", "the bias must broadcast to the product", got, "Fix the argument")
 
 
-def _refuse(
-    a: QuantizerLike | None,
-    a_shape: Shape,
-    b: QuantizerLike | None,
-    b_shape: Shape,
-    rule: str,
-    fix: str,
-) -> NoReturn:
-    formats = ", ".join(codec.format for codec in (a, b) if codec is not None)
-    got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
-    fail(f"gemm[{formats}]" if formats else "gemm", rule, got, fix)
-
-
-def check_layout(layout: str) -> None:
+def check_layout(layout: object) -> None:
     """Refuse a layout that does not exist.
 
     Raises:
         QTensorError: the message lists the layouts.
     """
-    if layout not in LAYOUTS:
-        refuse_layout(layout)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        rule = f"layout must be one of {', '.join(LAYOUTS)}"
+        fail("gemm", rule, repr(layout), "Choose one of them")
 
 
-def refuse_layout(layout: object) -> NoReturn:
-    """Say which layouts there are.
-
-    Raises:
-        QTensorError: always.
-    """
-    rule = f"layout must be one of {', '.join(LAYOUTS)}"
-    fail("gemm", rule, repr(layout), "Choose one of them")
+def _broken_rule(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[str, str] | None:
+    """Return the rule that the shapes break and the way out; None if they fit each other."""
+    if len(b_shape) < 2 or len(a_shape) < (2 if layout == "NT" else 1):
+        return "operands must be matrices or batches of them", "Add a dim with unsqueeze(0)"
+    if len(b_shape) > 2 and tuple(a_shape[:-2]) != tuple(b_shape[:-2]):
+        fix = "Use torch.matmul, which repeats a batch"
+        return "both operands must have the same batch dims, or b none", fix
+    left = a_shape[-2] if layout == "NT" else a_shape[-1]
+    right = b_shape[-1] if layout == "TN" else b_shape[-2]
+    if left != right:
+        rule = f"{_CONTRACTED[layout]} must be equal ({layout})"
+        return rule, "Transpose one operand or fix the shapes"
+    return None
 
 
 def check_operands(
@@ -151,39 +134,25 @@ def check_operands(
     Raises:
         QTensorError: with the rule that is broken and the way out.
     """
-    if len(b_shape) != 2 or len(a_shape) < (2 if layout == "NT" else 1):
-        if len(b_shape) < 2 or len(a_shape) < (2 if layout == "NT" else 1):
-            rule = "operands must be matrices or batches of them"
-            _refuse(a, a_shape, b, b_shape, rule, "Add a dim with unsqueeze(0)")
-        if tuple(a_shape[:-2]) != tuple(b_shape[:-2]):
-            rule = "both operands must have the same batch dims, or b none"
-            _refuse(a, a_shape, b, b_shape, rule, "Use torch.matmul, which repeats a batch")
-    left = a_shape[-2] if layout == "NT" else a_shape[-1]
-    right = b_shape[-1] if layout == "TN" else b_shape[-2]
-    if left != right:
-        rule = f"{_CONTRACTED[layout]} must be equal ({layout})"
-        _refuse(a, a_shape, b, b_shape, rule, "Transpose one operand or fix the shapes")
+    broken = _broken_rule(a_shape, b_shape, layout)
+    if broken is not None:
+        formats = ", ".join([quantizer.format for quantizer in (a, b) if quantizer is not None])
+        got = f"a {tuple(a_shape)}, b {tuple(b_shape)}"
+        fail(f"gemm[{formats}]" if formats else "gemm", broken[0], got, broken[1])
     if a is None or b is None:
         return
-    for name, codec, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):
+    for name, quantizer, columnwise in (("a", a, layout == "NT"), ("b", b, layout != "TN")):
         usage = "columnwise" if columnwise else "rowwise"
         check(
-            getattr(codec, usage) or codec.spec.transpose_shares_bytes,
-            f"gemm[{codec.format}]",
+            getattr(quantizer, usage) or quantizer.spec.transpose_shares_bytes,
+            f"gemm[{quantizer.format}]",
             f"operand {name} needs {usage} data, whose blocks run along the contraction",
-            f"rowwise={codec.rowwise}, columnwise={codec.columnwise}",
+            f"rowwise={quantizer.rowwise}, columnwise={quantizer.columnwise}",
             f"Quantize it with {usage}=True",
         )
 
 
-GEMM = leaf_op(
-    "gemm(Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] "
-    "b_shape, str layout, ScalarType dtype, Tensor? bias=None, str backend='auto', bool "
-    "fast=False) -> Tensor",
-    GemmArgs,
-    _gemm_alloc,
-    _gemm_fill,
-)
+GEMM = leaf_op("gemm", GemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
 """Multiply two operands: the buffers of a quantized tensor, or (quantizer "") one tensor."""
 
 LIBRARY.define(

@@ -7,41 +7,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.kernels.gemm.problem import Product
-from qtensor.layout import Shape
-from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
-from qtensor.library.gemm import GemmArgs, check_layout, check_product, output_shape
-
-Operand = tuple[list[Tensor], str, tuple[int, ...]]
-"""(buffers, canonical text of the quantizer or "", logical shape)."""
-
-OPERANDS = (
-    "Tensor[] a, str a_quantizer, SymInt[] a_shape, Tensor[] b, str b_quantizer, SymInt[] b_shape"
-)
+from qtensor.kernels.gemm.problem import Pair, Product
+from qtensor.library.checks import check_one
+from qtensor.library.define import BODIES, Written, below_autograd, leaf_op, no_outputs
+from qtensor.library.gemm import check_layout, check_product, output_shape
 
 
 class GemmAccumulateArgs(NamedTuple):
     """Arguments of the op ``gemm_accumulate_``."""
 
-    out: Tensor
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
+    out: Written
+    operands: Pair
     layout: str
     overwrite: bool = False
 
 
 def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
-    target = args.out.data
+    target, pair = args.out.data, args.operands
     check_layout(args.layout)
-    shape = output_shape(args.a_shape, args.b_shape, args.layout)
+    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
     if target.shape != shape or not target.is_floating_point():
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
         got = f"{target.dtype} {tuple(target.shape)}"
@@ -49,13 +36,13 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     if not target.is_cpu:
         from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in gemm.py
 
-        check_product(GemmArgs(*args[1:8], torch.float32))
+        check_product(pair, args.layout)
         in_place = choice.overwrite_ if args.overwrite else choice.accumulate_
         with below_autograd(), torch._C._DisableAutocast():
-            if in_place(target, Product(*args[1:8])):
+            if in_place(target, Product(pair, args.layout)):
                 return
     # The product in float32, where it is accumulated; the sum is rounded once.
-    result = BODIES["gemm"](*args[1:8], torch.float32)
+    result = BODIES["gemm"](*pair, args.layout, torch.float32)
     if args.overwrite:
         target.copy_(result)
     else:
@@ -63,49 +50,39 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
 
 
 GEMM_ACCUMULATE = leaf_op(
-    f"gemm_accumulate_(Tensor(a!) out, {OPERANDS}, str layout, bool overwrite=False) -> ()",
-    GemmAccumulateArgs,
-    no_outputs,
-    _accumulate_fill,
+    "gemm_accumulate_", GemmAccumulateArgs, "()", no_outputs, _accumulate_fill
 )
-"""``out += a.T @ b`` (layout NT), or ``out = ...``: the weight gradient added where it is kept."""
+"""``out += a.T @ b`` (layout NT), or ``out = a.T @ b`` with ``overwrite``: a weight gradient.
 
-_PENDING: dict[int, deque[tuple[Operand, Operand]]] = {}
+``a`` is grad_output (M, N), ``b`` the input (M, K), ``out`` (N, K).
+"""
+
+_PENDING: dict[int, deque[Pair]] = {}
 """Operands of weight gradients that ``backward_dw()`` will compute, oldest first, by module key."""
 
 
 class PostponeWgradArgs(NamedTuple):
     """Arguments of the op ``postpone_wgrad_``."""
 
-    token: Tensor
+    token: Written
     key: int
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
+    operands: Pair
 
 
 def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
-    # Copies: a compiled graph may use the memory again once the op is done.
-    left = ([t.detach().clone() for t in args.a], args.a_quantizer, tuple(args.a_shape))
-    right = ([t.detach().clone() for t in args.b], args.b_quantizer, tuple(args.b_shape))
-    _PENDING.setdefault(args.key, deque()).append((left, right))
+    # A compiled graph may use the memory again once the op is done, so the buffers are copied.
+    pair = args.operands
+    a, b = ([t.detach().clone() for t in buffers] for buffers in (pair.a, pair.b))
+    _PENDING.setdefault(args.key, deque()).append(pair._replace(a=a, b=b))
     args.token.data.add_(1)
 
 
-POSTPONE = leaf_op(
-    f"postpone_wgrad_(Tensor(a!) token, int key, {OPERANDS}) -> ()",
-    PostponeWgradArgs,
-    no_outputs,
-    _postpone_fill,
-)
+POSTPONE = leaf_op("postpone_wgrad_", PostponeWgradArgs, "()", no_outputs, _postpone_fill)
 """Store the operands of a weight gradient; writing the token keeps the op in compiled code."""
 
 
-def take_postponed(key: int) -> tuple[Operand, Operand]:
-    """The operands (grad_output, input) that were kept first.
+def take_postponed(key: int) -> Pair:
+    """Return the oldest stored operands of a module: grad_output (M, N) and input (M, K).
 
     Raises:
         QTensorError: there are none.
@@ -119,30 +96,28 @@ def take_postponed(key: int) -> tuple[Operand, Operand]:
 
 
 def drop_postponed(key: int) -> None:
-    """Forget what is kept for a module that is gone."""
+    """Forget the operands that are stored for a module that is gone."""
     _PENDING.pop(key, None)
 
 
 def postponed(key: int) -> int:
-    """Number of weight gradients that wait."""
+    """Return the number of weight gradients of a module that are not computed yet."""
     return len(_PENDING.get(key, ()))
 
 
 _LISTENERS: dict[int, Callable[[], None]] = {}
-"""Key of a module -> what tells its weights that their gradients are in ``main_grad``."""
+"""Key of a module -> function that tells its weights that ``main_grad`` has their gradients."""
 
 
 class ReportAccumulatedArgs(NamedTuple):
     """Arguments of the op ``report_accumulated_``."""
 
-    report: Tensor
+    report: Written
 
 
 def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
     state = args.report.data
-    if state.shape != (2,) or state.dtype is not torch.int64:
-        got = f"{state.dtype} {tuple(state.shape)}"
-        fail("report_accumulated_", "report must be int64 of shape (2,)", got, "Pass such a tensor")
+    check_one("report_accumulated_", "report", state, torch.int64, 2)
     listener = _LISTENERS.get(int(state[0]))
     if listener is not None:
         listener()
@@ -150,10 +125,7 @@ def _report_accumulated_fill(_: None, args: ReportAccumulatedArgs) -> None:
 
 
 REPORT_ACCUMULATED = leaf_op(
-    "report_accumulated_(Tensor(a!) report) -> ()",
-    ReportAccumulatedArgs,
-    no_outputs,
-    _report_accumulated_fill,
+    "report_accumulated_", ReportAccumulatedArgs, "()", no_outputs, _report_accumulated_fill
 )
 """Call the listener of key ``report[0]`` and count it in ``report[1]``; int64 (2,), CPU.
 
@@ -163,7 +135,7 @@ drops the op.
 
 
 def listen(key: int, listener: Callable[[], None]) -> None:
-    """What ``report_accumulated_`` calls for a key, in place of what it called before."""
+    """Make ``listener`` the function that ``report_accumulated_`` calls for a key."""
     _LISTENERS[key] = listener
 
 

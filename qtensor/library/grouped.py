@@ -8,34 +8,32 @@ group, and has their bytes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import check
+from qtensor.kernels.gemm.problem import Pair
 from qtensor.layout import Shape
 from qtensor.library.checks import check_seed
-from qtensor.library.codec import parse
-from qtensor.library.define import BODIES, FILLS, below_autograd, leaf_op
-from qtensor.library.gemm import GemmArgs, check_layout, output_shape
-from qtensor.library.gradient import OPERANDS, GemmAccumulateArgs, PostponeWgradArgs
-from qtensor.library.norm import BiasGradArgs, check_tensor
-from qtensor.library.quantize import check_input
-from qtensor.library.ragged import (
-    alloc_flat,
-    check_groups,
-    check_ragged,
-    check_sizes,
-    group_buffers,
-    read_sizes,
+from qtensor.library.define import (
+    BODIES,
+    FILLS,
+    SymInt,
+    Written,
+    WrittenList,
+    below_autograd,
+    empty,
+    leaf_op,
 )
-
-Pair = tuple[list[Tensor], str, Shape, list[Tensor], str, Shape]
-"""Buffers, canonical text and shape of both operands of a product."""
-
-GROUPS = "SymInt[] sizes, Tensor? splits, int groups"
-
+from qtensor.library.gemm import GemmArgs, check_layout, output_shape
+from qtensor.library.gradient import GemmAccumulateArgs, PostponeWgradArgs
+from qtensor.library.norm import BiasGradArgs, check_tensor
+from qtensor.library.quantize import alloc_amax, check_input
+from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes, group_buffers
+from qtensor.registry import parse
 
 # ---- sizes
 
@@ -44,7 +42,7 @@ class SplitSizesArgs(NamedTuple):
     """Arguments of the op ``split_sizes``."""
 
     splits: Tensor
-    rows: int
+    rows: SymInt
     label: str
 
 
@@ -60,10 +58,7 @@ def _split_sizes_fill(out: Tensor, args: SplitSizesArgs) -> None:
 
 
 SPLIT_SIZES = leaf_op(
-    "split_sizes(Tensor splits, SymInt rows, str label) -> Tensor",
-    SplitSizesArgs,
-    _split_sizes_alloc,
-    _split_sizes_fill,
+    "split_sizes", SplitSizesArgs, "Tensor", _split_sizes_alloc, _split_sizes_fill
 )
 """Check group sizes, int64 (groups,) on any device, and copy them to the CPU."""
 
@@ -73,49 +68,36 @@ class ListedSizesArgs(NamedTuple):
 
     sizes: Shape
     groups: int
-    rows: int
+    rows: SymInt
     label: str
 
 
 def _listed_sizes_alloc(args: ListedSizesArgs) -> Tensor:
-    return torch.empty(len(args.sizes), dtype=torch.int64, device="cpu")
+    # The shape does not depend on `sizes`, so that a graph with a wrong number of them is traced
+    # to its end and raises this op's error when it runs.
+    rule = "the number of group sizes must be from 1 to 2**31"
+    op = f"{args.label} m_splits"
+    check(0 < args.groups <= 1 << 31, op, rule, args.groups, "Pass the number of weights")
+    return torch.empty(args.groups, dtype=torch.int64, device="cpu")
 
 
 def _listed_sizes_fill(out: Tensor, args: ListedSizesArgs) -> None:
     rule = f"there must be {args.groups} group sizes, one for each weight"
-    check(
-        len(args.sizes) == args.groups,
-        f"{args.label} m_splits",
-        rule,
-        len(args.sizes),
-        "Pass 0 for empty groups",
-    )
+    fits, op = len(args.sizes) == args.groups, f"{args.label} m_splits"
+    check(fits, op, rule, len(args.sizes), "Pass 0 for empty groups")
     check_sizes(args.label, args.sizes, args.rows)
     for i, size in enumerate(args.sizes):
         out[i] = size
 
 
 LISTED_SIZES = leaf_op(
-    "listed_sizes(SymInt[] sizes, int groups, SymInt rows, str label) -> Tensor",
-    ListedSizesArgs,
-    _listed_sizes_alloc,
-    _listed_sizes_fill,
+    "listed_sizes", ListedSizesArgs, "Tensor", _listed_sizes_alloc, _listed_sizes_fill
 )
 """Check group sizes that are numbers, and return them as a tensor.
 
 An error in code that Dynamo traces reaches the caller as Dynamo's; one in an op is raised as it is,
 when the graph runs.
 """
-
-
-def _read_groups(op: str, args: Any) -> list[int]:
-    """Return the sizes of the groups as numbers, one for each group."""
-    check_groups(op, args.sizes, args.splits, args.groups)
-    known = read_sizes(args.sizes, args.splits)
-    rule = f"there must be {args.groups} group sizes, one for each group, none negative"
-    fits = len(known) == args.groups > 0 and all(type(n) is int and n >= 0 for n in known)
-    check(fits, op, rule, known, "Pass sizes, or int64 splits")
-    return known
 
 
 # ---- quantize
@@ -126,38 +108,31 @@ class GroupedQuantizeArgs(NamedTuple):
 
     x: Tensor
     quantizer: str
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    split: Groups
     scale: Tensor | None = None
     seed: Tensor | None = None
 
 
 def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
-    codec = parse(args.quantizer)
-    check_input(args.x, codec.format)
-    check_groups("grouped_quantize", args.sizes, args.splits, args.groups)
-    check_seed("grouped_quantize", codec, args.seed, args.groups)
-    rule = f"scale must be a vector of {args.groups} values"
-    fits = args.scale is None or args.scale.shape == (args.groups,)
-    check(fits, "grouped_quantize", rule, getattr(args.scale, "shape", None), "Pass such a scale")
-    check(args.x.ndim == 2, "grouped_quantize", "x must be a matrix", args.x.shape, "Reshape it")
-    outputs = alloc_flat(
-        codec, args.x.shape, args.sizes if args.splits is None else None, args.groups, args.x.device
-    )
-    if codec.returns_amax:
-        outputs.append(torch.empty(args.groups, dtype=torch.float32, device=args.x.device))
-    return outputs
+    op, quantizer, groups = "grouped_quantize", parse(args.quantizer), args.split.groups
+    check_input(args.x, quantizer.format)
+    args.split.check(op)
+    check_seed(op, quantizer, args.seed, groups)
+    rule = f"scale must be a vector of {groups} values"
+    fits = args.scale is None or args.scale.shape == (groups,)
+    check(fits, op, rule, getattr(args.scale, "shape", None), "Pass such a scale")
+    check(args.x.ndim == 2, op, "x must be a matrix", args.x.shape, "Reshape it")
+    buffers = alloc_flat(quantizer, args.x.shape, args.split, args.x.device)
+    return [*buffers, *alloc_amax(quantizer, args.x.device, groups)]
 
 
 def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
-    codec = parse(args.quantizer)
-    known = _read_groups("grouped_quantize", args)
+    quantizer, sizes = parse(args.quantizer), args.split.read("grouped_quantize")
     with below_autograd():
-        buffers = group_buffers(outputs, args.quantizer, known, args.x.shape[1])
-        for i, rows in enumerate(args.x.split(known)):
+        buffers = group_buffers(outputs, args.quantizer, sizes, args.x.shape[1])
+        for i, rows in enumerate(args.x.split(sizes)):
             out = buffers[i]
-            if codec.returns_amax:
+            if quantizer.returns_amax:
                 out = [*out, outputs[-1][i : i + 1]]
             factor = None if args.scale is None else args.scale[i : i + 1]
             number = None if args.seed is None else args.seed.reshape(-1)[i : i + 1]
@@ -165,11 +140,7 @@ def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
 
 
 GROUPED_QUANTIZE = leaf_op(
-    f"grouped_quantize(Tensor x, str quantizer, {GROUPS}, Tensor? scale=None, Tensor? seed=None) "
-    "-> Tensor[]",
-    GroupedQuantizeArgs,
-    _quantize_alloc,
-    _quantize_fill,
+    "grouped_quantize", GroupedQuantizeArgs, "Tensor[]", _quantize_alloc, _quantize_fill
 )
 """Quantize (M, K) to flat buffers in slot order, then the maxima (groups,) of delayed scaling.
 
@@ -183,145 +154,99 @@ GROUPED_QUANTIZE = leaf_op(
 class GroupedGemmArgs(NamedTuple):
     """Arguments of the op ``grouped_gemm``."""
 
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    operands: Pair
+    split: Groups
     layout: str
     dtype: torch.dtype
     bias: list[Tensor] | None = None
 
 
 def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
-    check_groups("grouped_gemm", args.sizes, args.splits, args.groups)
-    check_ragged("grouped_gemm", args.a, args.a_quantizer, args.a_shape)
+    pair = args.operands
+    args.split.check("grouped_gemm")
+    check_ragged("grouped_gemm", pair.a, pair.a_quantizer, pair.a_shape)
     check_layout(args.layout)
     rule = "b must be matrices, and layout TN or NN"
-    fits = len(args.b_shape) == 2 and args.layout != "NT"
-    check(fits, "grouped_gemm", rule, f"{args.b_shape}, {args.layout}", "Pass their shape")
-    return torch.empty(
-        output_shape(args.a_shape, args.b_shape, args.layout),
-        dtype=args.dtype,
-        device=args.a[0].device,
-    )
+    fits = len(pair.b_shape) == 2 and args.layout != "NT"
+    check(fits, "grouped_gemm", rule, f"{pair.b_shape}, {args.layout}", "Pass their shape")
+    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
+    return empty(pair.a[0], shape, args.dtype)
 
 
 def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
-    known = _read_groups("grouped_gemm", args)
-    count = len(args.b) // args.groups
-    rule = f"b must hold as many buffers for each of the {args.groups} groups, bias one tensor"
-    fits = count * args.groups == len(args.b) and len(args.bias or known) == args.groups
-    check(fits, "grouped_gemm", rule, len(args.b), "Pass the buffers of one group after the other")
+    pair, groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
+    columns, count = pair.a_shape[1], len(pair.b) // groups
+    rule = f"b must hold as many buffers for each of the {groups} groups, bias one tensor"
+    fits = count * groups == len(pair.b) and len(args.bias or sizes) == groups
+    check(fits, "grouped_gemm", rule, len(pair.b), "Pass the buffers of one group after the other")
     with below_autograd():
-        left = group_buffers(args.a, args.a_quantizer, known, args.a_shape[1])
-        for i, part in enumerate(out.split(known)):
-            if not known[i]:
-                continue
-            FILLS["gemm"](
-                part,
-                GemmArgs(
-                    left[i],
-                    args.a_quantizer,
-                    (known[i], args.a_shape[1]),
-                    args.b[i * count : (i + 1) * count],
-                    args.b_quantizer,
-                    args.b_shape,
-                    args.layout,
-                    args.dtype,
-                    None if args.bias is None else args.bias[i],
-                ),
-            )
+        left = group_buffers(pair.a, pair.a_quantizer, sizes, columns)
+        for i, part in enumerate(out.split(sizes)):
+            if sizes[i]:
+                right = pair.b[i * count : (i + 1) * count]
+                group = pair._replace(a=left[i], a_shape=(sizes[i], columns), b=right)
+                bias = None if args.bias is None else args.bias[i]
+                FILLS["gemm"](part, GemmArgs(group, args.layout, args.dtype, bias))
 
 
-GROUPED_GEMM = leaf_op(
-    f"grouped_gemm({OPERANDS}, {GROUPS}, str layout, ScalarType dtype, Tensor[]? bias=None) -> "
-    "Tensor",
-    GroupedGemmArgs,
-    _gemm_alloc,
-    _gemm_fill,
-)
+GROUPED_GEMM = leaf_op("grouped_gemm", GroupedGemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
 """Rows of each group times the group's own matrix, in the layouts TN and NN of ``gemm``.
 
-``a`` is ragged, ``a_shape`` (M, .);
-``b`` holds the buffers of one group after the other, all of ``b_shape``; ``bias`` one (N,) for each
-group."""
+``a`` is ragged, ``a_shape`` (M, .); ``b`` holds the buffers of one group after the other, all of
+``b_shape``; ``bias`` one (N,) for each group.
+"""
 
 
-def _pairs(args: Any) -> list[Pair]:
-    """Return the six operand arguments of ``gemm`` for each group of two ragged operands."""
-    known = _read_groups("grouped_wgrad", args)
-    a_columns, b_columns = args.a_shape[1], args.b_shape[1]
-    left = group_buffers(args.a, args.a_quantizer, known, a_columns)
-    right = group_buffers(args.b, args.b_quantizer, known, b_columns)
+# ---- gradients of the weights
+
+
+def _pairs(op: str, ragged: Pair, split: Groups) -> list[Pair]:
+    """Return the operands (rows of the group, .) of each group of two ragged operands."""
+    sizes = split.read(op)
+    columns = ragged.a_shape[1], ragged.b_shape[1]
+    left = group_buffers(ragged.a, ragged.a_quantizer, sizes, columns[0])
+    right = group_buffers(ragged.b, ragged.b_quantizer, sizes, columns[1])
     return [
-        (
-            left[i],
-            args.a_quantizer,
-            (rows, a_columns),
-            right[i],
-            args.b_quantizer,
-            (rows, b_columns),
-        )
-        for i, rows in enumerate(known)
+        Pair(a, ragged.a_quantizer, (rows, columns[0]), b, ragged.b_quantizer, (rows, columns[1]))
+        for rows, a, b in zip(sizes, left, right, strict=True)
     ]
+
+
+def _check_wgrad(op: str, ragged: Pair, split: Groups, wanted: Sequence[int] = ()) -> None:
+    """Refuse two ragged operands or indices of groups that do not fit the groups."""
+    split.check(op)
+    check_ragged(op, ragged.a, ragged.a_quantizer, ragged.a_shape)
+    check_ragged(op, ragged.b, ragged.b_quantizer, ragged.b_shape)
+    rule = f"wanted must hold indices from 0 to {split.groups - 1}"
+    fits = all([0 <= i < split.groups for i in wanted])
+    check(fits, op, rule, wanted, "Name groups that exist")
 
 
 class GroupedWgradArgs(NamedTuple):
     """Arguments of the op ``grouped_wgrad``."""
 
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    operands: Pair
+    split: Groups
     wanted: list[int]
     dtype: torch.dtype
 
 
-def _check_wgrad(op: str, args: Any) -> None:
-    """Refuse two ragged operands whose number of groups, buffers or dims is wrong."""
-    check_groups(op, args.sizes, args.splits, args.groups)
-    check_ragged(op, args.a, args.a_quantizer, args.a_shape)
-    check_ragged(op, args.b, args.b_quantizer, args.b_shape)
-
-
-def _check_wanted(op: str, args: Any) -> None:
-    """Refuse indices of groups that do not exist."""
-    rule = f"wanted must hold indices from 0 to {args.groups - 1}"
-    fits = all([0 <= i < args.groups for i in args.wanted])
-    check(fits, op, rule, args.wanted, "Name groups that exist")
-
-
 def _wgrad_alloc(args: GroupedWgradArgs) -> list[Tensor]:
-    _check_wgrad("grouped_wgrad", args)
-    _check_wanted("grouped_wgrad", args)
-    shape = (args.a_shape[1], args.b_shape[1])
-    return [torch.empty(shape, dtype=args.dtype, device=args.a[0].device) for _ in args.wanted]
+    pair = args.operands
+    _check_wgrad("grouped_wgrad", pair, args.split, args.wanted)
+    shape = (pair.a_shape[1], pair.b_shape[1])
+    return [empty(pair.a[0], shape, args.dtype) for _ in args.wanted]
 
 
 def _wgrad_fill(outputs: list[Tensor], args: GroupedWgradArgs) -> None:
     with below_autograd():
-        pairs = _pairs(args)
+        pairs = _pairs("grouped_wgrad", args.operands, args.split)
         for out, i in zip(outputs, args.wanted, strict=True):
-            FILLS["gemm"](out, GemmArgs(*pairs[i], "NT", args.dtype))
+            FILLS["gemm"](out, GemmArgs(pairs[i], "NT", args.dtype))
 
 
-GROUPED_WGRAD = leaf_op(
-    f"grouped_wgrad({OPERANDS}, {GROUPS}, int[] wanted, ScalarType dtype) -> Tensor[]",
-    GroupedWgradArgs,
-    _wgrad_alloc,
-    _wgrad_fill,
-)
-"""``a_i.T @ b_i`` of the groups in ``wanted``; both ragged.
+GROUPED_WGRAD = leaf_op("grouped_wgrad", GroupedWgradArgs, "Tensor[]", _wgrad_alloc, _wgrad_fill)
+"""``a_i.T @ b_i`` of the groups in ``wanted``; ``a`` (M, N) and ``b`` (M, K) are ragged.
 
 A group without rows has a gradient of zeros.
 """
@@ -330,72 +255,54 @@ A group without rows has a gradient of zeros.
 class GroupedWgradAccumulateArgs(NamedTuple):
     """Arguments of the op ``grouped_wgrad_accumulate_``."""
 
-    out: list[Tensor]
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    out: WrittenList
+    operands: Pair
+    split: Groups
     wanted: list[int]
     overwrite: list[bool]
 
 
 def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
-    _check_wgrad("grouped_wgrad_accumulate_", args)
-    _check_wanted("grouped_wgrad_accumulate_", args)
+    _check_wgrad("grouped_wgrad_accumulate_", args.operands, args.split, args.wanted)
 
 
 def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
     with below_autograd():
-        pairs = _pairs(args)
+        pairs = _pairs("grouped_wgrad_accumulate_", args.operands, args.split)
         for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
-            FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, *pairs[i], "NT", over))
+            FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, pairs[i], "NT", over))
 
 
 GROUPED_WGRAD_ACCUMULATE = leaf_op(
-    f"grouped_wgrad_accumulate_(Tensor(a!)[] out, {OPERANDS}, {GROUPS}, int[] wanted, bool[] "
-    "overwrite) -> ()",
+    "grouped_wgrad_accumulate_",
     GroupedWgradAccumulateArgs,
+    "()",
     _accumulate_check,
     _accumulate_fill,
 )
-"""Add ``a_i.T @ b_i`` to ``out_j``, or write it if ``overwrite``, for the groups in ``wanted``."""
+"""Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``."""
 
 
 class PostponeGroupedWgradArgs(NamedTuple):
     """Arguments of the op ``postpone_grouped_wgrad_``."""
 
-    token: Tensor
+    token: Written
     key: int
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    operands: Pair
+    split: Groups
 
 
 def _postpone_check(args: PostponeGroupedWgradArgs) -> None:
-    _check_wgrad("postpone_grouped_wgrad_", args)
+    _check_wgrad("postpone_grouped_wgrad_", args.operands, args.split)
 
 
 def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
-    for pair in _pairs(args):
-        FILLS["postpone_wgrad_"](None, PostponeWgradArgs(args.token, args.key, *pair))
+    for pair in _pairs("postpone_grouped_wgrad_", args.operands, args.split):
+        FILLS["postpone_wgrad_"](None, PostponeWgradArgs(args.token, args.key, pair))
 
 
 GROUPED_POSTPONE = leaf_op(
-    f"postpone_grouped_wgrad_(Tensor(a!) token, int key, {OPERANDS}, {GROUPS}) -> ()",
-    PostponeGroupedWgradArgs,
-    _postpone_check,
-    _postpone_fill,
+    "postpone_grouped_wgrad_", PostponeGroupedWgradArgs, "()", _postpone_check, _postpone_fill
 )
 """``postpone_wgrad_`` of each group, the first one first."""
 
@@ -407,31 +314,23 @@ class GroupedBiasGradArgs(NamedTuple):
     """Arguments of the op ``grouped_bias_grad``."""
 
     dy: Tensor
-    sizes: Shape
-    splits: Tensor | None
-    groups: int
+    split: Groups
 
 
 def _bias_grad_alloc(args: GroupedBiasGradArgs) -> list[Tensor]:
     check_tensor("grouped_bias_grad", "dy", args.dy)
-    check_groups("grouped_bias_grad", args.sizes, args.splits, args.groups)
-    return [
-        torch.empty(args.dy.shape[-1:], dtype=args.dy.dtype, device=args.dy.device)
-        for _ in range(args.groups)
-    ]
+    args.split.check("grouped_bias_grad")
+    return [empty(args.dy, args.dy.shape[-1:]) for _ in range(args.split.groups)]
 
 
 def _bias_grad_fill(outputs: list[Tensor], args: GroupedBiasGradArgs) -> None:
     with below_autograd():
-        known = _read_groups("grouped_bias_grad", args)
-        for out, part in zip(outputs, args.dy.split(known), strict=True):
+        sizes = args.split.read("grouped_bias_grad")
+        for out, part in zip(outputs, args.dy.split(sizes), strict=True):
             FILLS["bias_grad"](out, BiasGradArgs(part))
 
 
 GROUPED_BIAS_GRAD = leaf_op(
-    f"grouped_bias_grad(Tensor dy, {GROUPS}) -> Tensor[]",
-    GroupedBiasGradArgs,
-    _bias_grad_alloc,
-    _bias_grad_fill,
+    "grouped_bias_grad", GroupedBiasGradArgs, "Tensor[]", _bias_grad_alloc, _bias_grad_fill
 )
 """``bias_grad`` of each group's rows of ``dy`` (M, N)."""

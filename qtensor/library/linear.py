@@ -4,35 +4,37 @@ They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the
 same bytes, and return the buffers that backward needs beside the products. A layer that splits over
 ranks, keeps a workspace or postpones a gradient calls the single ops instead.
 
-The buffers that are kept have two layouts. By default each is an output of its own. In a packed
-plan they share one byte tensor (``qtensor.layout.pack``): a compiled program checks, saves and
-frees each tensor between forward and backward, so that fewer tensors cost less.
+Kept buffers have two layouts. By default each is an output of its own. In a packed plan they share
+one byte tensor (``qtensor.layout.pack_operands``): a compiled program checks, saves and frees each
+tensor between forward and backward, so that fewer tensors cost less.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
+from qtensor.kernels.gemm.problem import Pair
+from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack_operands
 from qtensor.library.checks import check_seed
-from qtensor.library.codec import alloc_outputs, alloc_slots, parse
-from qtensor.library.constant import compile_constant
-from qtensor.library.define import FILLS, below_autograd, leaf_op
+from qtensor.library.define import FILLS, SymInt, below_autograd, empty, leaf_op
 from qtensor.library.gemm import GEMM, GemmArgs
 from qtensor.library.norm import BiasGradArgs
-from qtensor.library.quantize import QUANTIZE, QuantizeArgs, check_input
-from qtensor.linear_plans import (
-    BackwardPlan,
-    ForwardPlan,
-    backward_plan,
-    forward_plan,
-    plan_text,
+from qtensor.library.quantize import QUANTIZE, QuantizeArgs, alloc_amax, check_input
+from qtensor.linear_plans import ForwardPlan, backward_plan, forward_plan
+from qtensor.registry import (
+    alloc_outputs,
+    alloc_slots,
+    parse,
+    readable_part,
+    slots_within,
+    usage_part,
 )
 
 
@@ -73,76 +75,19 @@ class LinearBackwardArgs(NamedTuple):
 
     dy: Tensor
     saved: list[Tensor]
-    columns: int
+    columns: SymInt
     plan: str
     scales: Tensor | None = None
     seed: Tensor | None = None
 
 
-@compile_constant
-def forward_text(*fields: Any) -> str:
-    """Return the text of the ``ForwardPlan`` with these fields."""
-    return plan_text(ForwardPlan(*fields))
-
-
-@compile_constant
-def backward_text(*fields: Any) -> str:
-    """Return the text of the ``BackwardPlan`` with these fields."""
-    return plan_text(BackwardPlan(*fields))
-
-
-@functools.lru_cache(maxsize=4096)
-def part(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
-    """Return the slots of a usage and the canonical string of these buffers alone.
-
-    The result is ((), "") if the quantizer has no such buffers.
-    """
-    codec = parse(canonical)
-    if not getattr(codec, usage):
-        return (), ""
-    twin = codec.with_usage(rowwise=usage == "rowwise", columnwise=usage == "columnwise")
-    return places(canonical, twin.canonical), twin.canonical
-
-
-@functools.lru_cache(maxsize=4096)
-def places(canonical: str, kept: str) -> tuple[int, ...]:
-    """Return the slots of the buffers of ``kept`` among those of ``canonical``; () for ""."""
-    if not kept:
-        return ()
-    slots = parse(canonical).slots
-    if not set(parse(kept).slots) <= set(slots):
-        rule = "only buffers of the quantizer can be kept"
-        fail("linear_forward", rule, f"{kept} of {canonical}", "Name one of its usages")
-    return tuple(slots.index(slot) for slot in parse(kept).slots)
-
-
-def usable(canonical: str, usage: str) -> tuple[tuple[int, ...], str]:
-    """Return ``part``, or all buffers if that usage has none of its own."""
-    slots, text = part(canonical, usage)
-    return (slots, text) if slots else (tuple(range(len(parse(canonical).slots))), canonical)
-
-
-def _matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device)
-
-
 def packing(x_kept: str, x_shape: Shape, weight_kept: str, weight_shape: Shape) -> Packing:
-    """Return the positions of the saved buffers of input (M, K) and weight (N, K) in their tensor.
-
-    The pieces of the input come first in the result. Those of the weight come first in memory:
-    their sizes are numbers where those of the input are symbols.
-    """
+    """Return the positions of the kept buffers (canonical texts) of x (M, K) and weight (N, K)."""
     x_slots, weight_slots = (parse(text).slots if text else () for text in (x_kept, weight_kept))
-    weight, end = pack(weight_slots, weight_shape, 0)
-    x, end = pack(x_slots, x_shape, end)
-    return Packing((*x, *weight), end)
+    return pack_operands(x_slots, x_shape, weight_slots, weight_shape)
 
 
-@functools.lru_cache(maxsize=4096)
-def _known_packing(
-    x_kept: str, x_shape: torch.Size, weight_kept: str, weight_shape: torch.Size
-) -> Packing:
-    return packing(x_kept, x_shape, weight_kept, weight_shape)
+_known_packing = functools.lru_cache(maxsize=4096)(packing)
 
 
 def unpack(saved: Tensor, layout: Packing) -> list[Tensor]:
@@ -159,11 +104,66 @@ def unpack(saved: Tensor, layout: Packing) -> list[Tensor]:
     ]
 
 
-def alloc_amax(x: Tensor, quantizer: str) -> list[Tensor]:
-    """Return [an empty amax (1,)] for an ``x`` under delayed scaling; [] for other quantizers."""
-    if not parse(quantizer).returns_amax:
-        return []
-    return [torch.empty_strided((1,), (1,), dtype=torch.float32, device=x.device)]
+class _Tensor(NamedTuple):
+    """A tensor of a linear layer, and how the layer quantizes it.
+
+    Attributes:
+        value: (M, K), (N, K) or (M, N); float32, bfloat16 or float16.
+        quantizer: canonical text.
+        kept: canonical text of the buffers that are outputs of the op, "" for none.
+        seed: (1,) int64 for stochastic rounding, or None.
+        scales: factors of the layer under delayed scaling, or None.
+        role: index of the tensor's factor: 0 input, 1 weight, 2 gradient.
+    """
+
+    value: Tensor
+    quantizer: str
+    kept: str
+    seed: Tensor | None
+    scales: Tensor | None
+    role: int
+
+    @property
+    def kept_slots(self) -> tuple[int, ...]:
+        """Return the slots of the kept buffers."""
+        return slots_within(self.quantizer, self.kept)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Return the factor (1,) of the tensor; None if its quantizer takes none."""
+        if self.scales is None or not parse(self.quantizer).needs_scale:
+            return None
+        return self.scales[self.role : self.role + 1]
+
+    def quantize(self, kept: Sequence[Tensor], amaxes: Iterator[Tensor]) -> list[Tensor]:
+        """Quantize the tensor and return all its buffers, among them ``kept``, which are written.
+
+        Under delayed scaling its amax is written to the next one of ``amaxes``.
+        """
+        x, quantizer = self.value, parse(self.quantizer)
+        existing = dict(zip(self.kept_slots, kept, strict=True))
+        buffers = [
+            existing[i] if i in existing else alloc_slots([slot], x.shape, x.device)[0]
+            for i, slot in enumerate(quantizer.slots)
+        ]
+        outputs = [*buffers, next(amaxes)] if quantizer.returns_amax else buffers
+        args = QuantizeArgs(x, self.quantizer, self.scale, None, self.seed)
+        FILLS["quantize"](outputs, args)
+        return buffers
+
+    def operand(
+        self, buffers: Sequence[Tensor], part: tuple[tuple[int, ...], str]
+    ) -> tuple[list[Tensor], str, Shape]:
+        """Return the part (slots, canonical text) of the buffers as an operand of a product."""
+        slots, canonical = part
+        return [buffers[i] for i in slots], canonical, self.value.shape
+
+
+def _inputs(args: LinearForwardArgs, plan: ForwardPlan) -> tuple[_Tensor, _Tensor]:
+    """Return input and weight."""
+    x = _Tensor(args.x, plan.x_quantizer, plan.x_kept, args.x_seed, args.scales, 0)
+    seed, scales = args.weight_seed, args.scales
+    return x, _Tensor(args.weight, plan.weight_quantizer, plan.weight_kept, seed, scales, 1)
 
 
 def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
@@ -171,88 +171,47 @@ def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
     if x.ndim != 2 or weight.ndim != 2:
         got = f"{tuple(x.shape)} and {tuple(weight.shape)}"
         fail("linear_forward", "x and weight must be matrices", got, "Reshape them")
-    for t, canonical, kept_canonical, seed in (
-        (x, plan.x_quantizer, plan.x_kept, args.x_seed),
-        (weight, plan.weight_quantizer, plan.weight_kept, args.weight_seed),
-    ):
-        check_seed("linear_forward", parse(canonical), seed)
-        places(canonical, kept_canonical)
-        check_input(t, parse(canonical).format)
+    tensors = _inputs(args, plan)
+    for t in tensors:
+        quantizer = parse(t.quantizer)
+        check_seed("linear_forward", quantizer, t.seed)
+        slots_within(t.quantizer, t.kept)
+        check_input(t.value, quantizer.format)
     kept: list[Tensor] = []
     if plan.packed:
         layout = packing(plan.x_kept, x.shape, plan.weight_kept, weight.shape)
         make = torch.zeros if any(piece.padded for piece in layout.pieces) else torch.empty
         kept.append(make(layout.size, dtype=torch.uint8, device=x.device))
     else:
-        for t, canonical in ((x, plan.x_kept), (weight, plan.weight_kept)):
-            kept += alloc_outputs(parse(canonical), t) if canonical else []
-    amaxes = alloc_amax(x, plan.x_quantizer) + alloc_amax(weight, plan.weight_quantizer)
-    return [_matrix(x.shape[0], weight.shape[0], plan.dtype, x.device), *kept, *amaxes]
-
-
-def quantize_all(
-    x: Tensor, quantizer: str, kept: tuple[str, Sequence[Tensor]], call: Sequence[Any]
-) -> list[Tensor]:
-    """Quantize ``x`` (M, K) and return all its buffers, some of which exist already.
-
-    Args:
-        x: float32, bfloat16 or float16.
-        quantizer: canonical text.
-        kept: (canonical text, tensors) of the buffers that exist.
-        call: amax (1,) to write, or None; scale (1,) or None; seed (1,) or None.
-    """
-    codec, (text, tensors), (amax, scale, seed) = parse(quantizer), kept, call
-    existing = dict(zip(places(quantizer, text), tensors, strict=True))
-    buffers = [
-        existing[i] if i in existing else alloc_slots([slot], x.shape, x.device)[0]
-        for i, slot in enumerate(codec.slots)
-    ]
-    outputs = buffers if amax is None else [*buffers, amax]
-    FILLS["quantize"](outputs, QuantizeArgs(x, quantizer, scale, None, seed))
-    return buffers
-
-
-def _scale(scales: Tensor | None, quantizer: str, role: int) -> Tensor | None:
-    if scales is None or not parse(quantizer).needs_scale:
-        return None
-    return scales[role : role + 1]
+        for t in tensors:
+            kept += alloc_outputs(parse(t.kept), t.value) if t.kept else []
+    amaxes = [amax for t in tensors for amax in alloc_amax(parse(t.quantizer), x.device)]
+    return [empty(x, (x.shape[0], weight.shape[0]), plan.dtype), *kept, *amaxes]
 
 
 def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
-    x, weight, plan = args.x, args.weight, forward_plan(args.plan)
+    plan = forward_plan(args.plan)
     with below_autograd():
-        rest, buffers = outputs[1:], []
+        operands: list[Any] = []
+        saved = outputs[1:]
         if plan.packed:
-            layout = _known_packing(plan.x_kept, x.shape, plan.weight_kept, weight.shape)
+            shapes = args.x.shape, args.weight.shape
+            layout = _known_packing(plan.x_kept, shapes[0], plan.weight_kept, shapes[1])
             for start, end in layout.gaps():
                 # Equal calls give equal bytes.
-                rest[0][start:end].zero_()
-            rest = [*unpack(rest[0], layout), *rest[1:]]
-        sides = (
-            (x, plan.x_quantizer, plan.x_kept, args.x_seed),
-            (weight, plan.weight_quantizer, plan.weight_kept, args.weight_seed),
-        )
-        amaxes = rest[sum(len(places(quantizer, kept)) for _, quantizer, kept, _ in sides) :]
-        for role, (t, quantizer, kept, seed) in enumerate(sides):
-            count = len(places(quantizer, kept))
-            amax = amaxes.pop(0) if parse(quantizer).returns_amax else None
-            values = (amax, _scale(args.scales, quantizer, role), seed)
-            buffers.append(quantize_all(t, quantizer, (kept, rest[:count]), values))
-            rest = rest[count:]
-        rows = [part(quantizer, "rowwise") for _, quantizer, _, _ in sides]
-        left, right = (
-            [own[i] for i in slots] for own, (slots, _) in zip(buffers, rows, strict=True)
-        )
-        operands = (left, rows[0][1], x.shape, right, rows[1][1], weight.shape)
-        FILLS["gemm"](outputs[0], GemmArgs(*operands, "TN", plan.dtype, args.bias))
+                saved[0][start:end].zero_()
+            saved = [*unpack(saved[0], layout), *saved[1:]]
+        tensors = _inputs(args, plan)
+        ends = list(accumulate(len(t.kept_slots) for t in tensors))
+        amaxes = iter(saved[ends[-1] :])
+        for t, end in zip(tensors, ends, strict=True):
+            buffers = t.quantize(saved[end - len(t.kept_slots) : end], amaxes)
+            operands += t.operand(buffers, usage_part(t.quantizer, "rowwise"))
+        FILLS["gemm"](outputs[0], GemmArgs(Pair(*operands), "TN", plan.dtype, args.bias))
 
 
 LINEAR_FORWARD = leaf_op(
-    "linear_forward(Tensor x, Tensor weight, Tensor? bias, str plan, Tensor? scales=None, "
-    "Tensor? x_seed=None, Tensor? weight_seed=None) -> Tensor[]",
-    LinearForwardArgs,
-    _forward_alloc,
-    _forward_fill,
+    "linear_forward", LinearForwardArgs, "Tensor[]", _forward_alloc, _forward_fill
 )
 """``x @ weight.T + bias`` of quantized operands: see ``LinearForwardArgs`` and ``ForwardPlan``.
 
@@ -261,27 +220,22 @@ scaling]; in a packed plan one byte tensor stands for all kept buffers.
 """
 
 
-def forward_by_ops(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return the unpacked results of ``linear_forward``, computed by single ops.
+def forward_of_quantized(*args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return the unpacked results of ``linear_forward`` for quantized tensors, by single ops.
 
-    Quantized tensors handle the single ops themselves.
+    Quantized tensors answer the single ops themselves.
     """
     call = LinearForwardArgs(*args, **kwargs)
     plan = forward_plan(call.plan)
-    sides = (
-        (call.x, plan.x_quantizer, plan.x_kept, call.x_seed),
-        (call.weight, plan.weight_quantizer, plan.weight_kept, call.weight_seed),
-    )
     operands: list[Any] = []
     kept, amaxes = [], []
-    for role, (t, quantizer, kept_canonical, seed) in enumerate(sides):
-        buffers = QUANTIZE(t, quantizer, _scale(call.scales, quantizer, role), None, seed)
-        if parse(quantizer).returns_amax:
+    for t in _inputs(call, plan):
+        buffers = QUANTIZE(t.value, t.quantizer, t.scale, None, t.seed)
+        if parse(t.quantizer).returns_amax:
             *buffers, amax = buffers
             amaxes.append(amax)
-        slots, rows = part(quantizer, "rowwise")
-        operands += [[buffers[i] for i in slots], rows, t.shape]
-        kept += [buffers[i] for i in places(quantizer, kept_canonical)]
+        operands += t.operand(buffers, usage_part(t.quantizer, "rowwise"))
+        kept += [buffers[i] for i in t.kept_slots]
     return [GEMM(*operands, "TN", plan.dtype, call.bias), *kept, *amaxes]
 
 
@@ -293,12 +247,12 @@ def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
         fail("linear_backward", "dy must be a matrix (M, N)", tuple(dy.shape), "Reshape it")
     outputs = []
     if plan.weight_kept:
-        outputs.append(_matrix(dy.shape[0], columns, plan.dtype, dy.device))
+        outputs.append(empty(dy, (dy.shape[0], columns), plan.dtype))
     if plan.x_kept:
-        outputs.append(_matrix(dy.shape[1], columns, plan.weight_dtype, dy.device))
+        outputs.append(empty(dy, (dy.shape[1], columns), plan.weight_dtype))
     if plan.bias:
-        outputs.append(torch.empty_strided(dy.shape[1:], (1,), dtype=dy.dtype, device=dy.device))
-    return [*outputs, *alloc_amax(dy, plan.quantizer)]
+        outputs.append(empty(dy, dy.shape[1:]))
+    return [*outputs, *alloc_amax(parse(plan.quantizer), dy.device)]
 
 
 def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]]:
@@ -326,36 +280,27 @@ def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]
 
 
 def _backward_fill(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
-    dy, columns, plan = args.dy, args.columns, backward_plan(args.plan)
-    quantizer = plan.quantizer
+    plan = backward_plan(args.plan)
     with below_autograd():
         x, weight = _kept_operands(args)
-        rest = list(outputs)
-        amax = rest.pop() if parse(quantizer).returns_amax else None
-        values = (amax, _scale(args.scales, quantizer, 2), args.seed)
-        buffers = quantize_all(dy, quantizer, ("", ()), values)
-        if weight:
-            slots, canonical = part(quantizer, "rowwise")
-            left = [buffers[i] for i in slots]
-            right = (weight, plan.weight_kept, (dy.shape[1], columns))
-            product = GemmArgs(left, canonical, dy.shape, *right, "NN", plan.dtype)
-            FILLS["gemm"](rest.pop(0), product)
-        if x:
-            slots, canonical = usable(quantizer, "columnwise")
-            left = [buffers[i] for i in slots]
-            right = (x, plan.x_kept, (dy.shape[0], columns))
-            product = GemmArgs(left, canonical, dy.shape, *right, "NT", plan.weight_dtype)
-            FILLS["gemm"](rest.pop(0), product)
+        dy = _Tensor(args.dy, plan.quantizer, "", args.seed, args.scales, 2)
+        buffers, results = dy.quantize((), iter(outputs[-1:])), iter(outputs)
+        row_part = usage_part(plan.quantizer, "rowwise")
+        column_part = readable_part(plan.quantizer, "columnwise")
+        rows, width = args.dy.shape
+        for saved, kept, size, part, layout, dtype in (
+            (weight, plan.weight_kept, width, row_part, "NN", plan.dtype),
+            (x, plan.x_kept, rows, column_part, "NT", plan.weight_dtype),
+        ):
+            if saved:
+                pair = Pair(*dy.operand(buffers, part), saved, kept, (size, args.columns))
+                FILLS["gemm"](next(results), GemmArgs(pair, layout, dtype))
         if plan.bias:
-            FILLS["bias_grad"](rest.pop(0), BiasGradArgs(dy))
+            FILLS["bias_grad"](next(results), BiasGradArgs(args.dy))
 
 
 LINEAR_BACKWARD = leaf_op(
-    "linear_backward(Tensor dy, Tensor[] saved, SymInt columns, str plan, Tensor? scales=None, "
-    "Tensor? seed=None) -> Tensor[]",
-    LinearBackwardArgs,
-    _backward_alloc,
-    _backward_fill,
+    "linear_backward", LinearBackwardArgs, "Tensor[]", _backward_alloc, _backward_fill
 )
 """Gradients of a linear layer from its quantized ``dy``: see ``LinearBackwardArgs``.
 

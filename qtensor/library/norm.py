@@ -9,33 +9,26 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
 from qtensor.kernels import table
-from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.define import below_autograd, empty, leaf_op
+from qtensor.library.quantize import INPUT_DTYPES
 from qtensor.reference.arithmetic import column_sums, write_
 from qtensor.reference.norm import KINDS, gain, matrix, norm_, norm_backward_
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS_RULE = f"kind must be {' or '.join(KINDS)}"
 
 
 def check_tensor(op: str, name: str, t: Tensor) -> None:
-    """Refuse what has no last dim, and dtypes other than those of the formats.
+    """Refuse a tensor without a last dim, and dtypes other than those of the formats.
 
     Raises:
         DtypeError: dtype or layout.
         QTensorError: 0-d.
     """
-    if t.dtype in DTYPES and t.layout is torch.strided and t.ndim:
-        return
-    check(
-        t.dtype in DTYPES and t.layout is torch.strided,
-        op,
-        f"{name} must be dense, float32, bfloat16 or float16",
-        f"{t.dtype}, {t.layout}",
-        "Convert it first",
-        DtypeError,
-    )
-    rule, fix = f"{name} must have a last dim", "Reshape it, for example to (1,)"
-    check(t.ndim > 0, op, rule, "a 0-d tensor", fix)
+    if t.dtype not in INPUT_DTYPES or t.layout is not torch.strided:
+        rule = f"{name} must be dense, float32, bfloat16 or float16"
+        fail(op, rule, f"{t.dtype}, {t.layout}", "Convert it first", DtypeError)
+    if not t.ndim:
+        fail(op, f"{name} must have a last dim", "a 0-d tensor", "Reshape it, for example to (1,)")
 
 
 def _check_vector(op: str, name: str, t: Tensor | None, size: int) -> None:
@@ -50,7 +43,7 @@ def _check_vector(op: str, name: str, t: Tensor | None, size: int) -> None:
 def check_norm(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, dtype: torch.dtype
 ) -> None:
-    """What every op over a norm checks.
+    """Refuse arguments that no op over a norm takes: ``x`` (..., K), weight and bias (K,).
 
     Raises:
         QTensorError: kind or shapes.
@@ -61,12 +54,12 @@ def check_norm(
     _check_vector(op, "weight", weight, x.shape[-1])
     _check_vector(op, "bias", bias, x.shape[-1])
     rule = "the result's dtype must be float32, bfloat16 or float16"
-    check(dtype in DTYPES, op, rule, dtype, "Ask for one of them", DtypeError)
+    check(dtype in INPUT_DTYPES, op, rule, dtype, "Ask for one of them", DtypeError)
 
 
 def alloc_stats(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of every row."""
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    """Allocate float32 mean and rstd (...,) of rows of ``x`` (..., K); mean (0,) for rmsnorm."""
+    rstd = empty(x, x.shape[:-1], torch.float32)
     return (torch.empty_like(rstd) if kind == "layernorm" else rstd.new_empty(0)), rstd
 
 
@@ -84,9 +77,7 @@ class NormArgs(NamedTuple):
 
 def _norm_alloc(args: NormArgs) -> tuple[Tensor, Tensor, Tensor]:
     check_norm("norm", args.x, args.weight, args.bias, args.kind, args.dtype)
-    return torch.empty(args.x.shape, dtype=args.dtype, device=args.x.device), *alloc_stats(
-        args.x, args.kind
-    )
+    return empty(args.x, dtype=args.dtype), *alloc_stats(args.x, args.kind)
 
 
 def _norm_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormArgs) -> None:
@@ -94,26 +85,16 @@ def _norm_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormArgs) -> None:
     if table.floats_("norm", args.x.device.type, outputs, args.x, args.weight, args.bias, settings):
         return
     with below_autograd():
-        norm_(
-            outputs,
-            args.x,
-            gain(args.weight, args.zero_centered_gamma),
-            args.bias,
-            args.kind,
-            args.eps,
-        )
+        factor = gain(args.weight, args.zero_centered_gamma)
+        norm_(outputs, args.x, factor, args.bias, args.kind, args.eps)
 
 
-NORM = leaf_op(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, bool zero_centered_gamma, "
-    "ScalarType dtype) -> (Tensor y, Tensor mean, Tensor rstd)",
-    NormArgs,
-    _norm_alloc,
-    _norm_fill,
-)
-"""Compute LayerNorm or RMSNorm over the last dim, with float32 mean and rstd for backward.
+_OUTPUTS = "(Tensor y, Tensor mean, Tensor rstd)"
+NORM = leaf_op("norm", NormArgs, _OUTPUTS, _norm_alloc, _norm_fill)
+"""Compute LayerNorm or RMSNorm over the last dim of ``x`` (..., K).
 
-The mean is (0,) for "rmsnorm".
+``weight`` and ``bias`` are (K,). Returns y (..., K), and float32 mean and rstd (...,) for backward;
+the mean is (0,) for "rmsnorm".
 """
 
 
@@ -145,7 +126,7 @@ def _norm_backward_alloc(args: NormBackwardArgs) -> tuple[Tensor, Tensor, Tensor
     size = args.x.shape[-1]
     dweight = like.new_empty(0 if args.weight is None else size)
     dbias = like.new_empty(size if args.bias else 0)
-    return torch.empty(args.x.shape, dtype=args.x.dtype, device=args.x.device), dweight, dbias
+    return empty(args.x), dweight, dbias
 
 
 def _norm_backward_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormBackwardArgs) -> None:
@@ -157,12 +138,9 @@ def _norm_backward_fill(outputs: tuple[Tensor, Tensor, Tensor], args: NormBackwa
         norm_backward_(outputs, args.dy, args.x, gain(args.weight, args.zero_centered_gamma), stats)
 
 
+_GRADIENTS = "(Tensor dx, Tensor dweight, Tensor dbias)"
 NORM_BACKWARD = leaf_op(
-    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, str kind, "
-    "bool zero_centered_gamma, bool bias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    NormBackwardArgs,
-    _norm_backward_alloc,
-    _norm_backward_fill,
+    "norm_backward", NormBackwardArgs, _GRADIENTS, _norm_backward_alloc, _norm_backward_fill
 )
 """Compute the gradients of ``norm``; absent gradients of weight and bias are (0,)."""
 
@@ -175,7 +153,7 @@ class BiasGradArgs(NamedTuple):
 
 def _bias_grad_alloc(args: BiasGradArgs) -> Tensor:
     check_tensor("bias_grad", "dy", args.dy)
-    return torch.empty(args.dy.shape[-1:], dtype=args.dy.dtype, device=args.dy.device)
+    return empty(args.dy, args.dy.shape[-1:])
 
 
 def _bias_grad_fill(out: Tensor, args: BiasGradArgs) -> None:
@@ -185,7 +163,5 @@ def _bias_grad_fill(out: Tensor, args: BiasGradArgs) -> None:
         write_(out, column_sums(matrix(args.dy)))
 
 
-BIAS_GRAD = leaf_op(
-    "bias_grad(Tensor dy) -> Tensor", BiasGradArgs, _bias_grad_alloc, _bias_grad_fill
-)
-"""The sum over all leading dims: float32 in a fixed order, one rounding to the dtype of ``dy``."""
+BIAS_GRAD = leaf_op("bias_grad", BiasGradArgs, "Tensor", _bias_grad_alloc, _bias_grad_fill)
+"""Return the sum (N,) of ``dy`` (..., N): float32 in a fixed order, rounded once to its dtype."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.library.checks import check_one
-from qtensor.library.define import below_autograd, leaf_op
+from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.norm import check_tensor
 from qtensor.reference.arithmetic import row_sums, square_root
 from qtensor.reference.philox import random_words
@@ -26,10 +26,6 @@ def _check_same(op: str, a: Tensor, b: Tensor) -> None:
     check(a.shape == b.shape and a.dtype == b.dtype, op, rule, got, "Fix one of them")
 
 
-def _empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
 class AddArgs(NamedTuple):
     """Arguments of the op ``add``."""
 
@@ -39,7 +35,7 @@ class AddArgs(NamedTuple):
 
 def _add_alloc(args: AddArgs) -> Tensor:
     _check_same("add", args.x, args.y)
-    return _empty(args.x)
+    return empty(args.x)
 
 
 def _add_fill(out: Tensor, args: AddArgs) -> None:
@@ -47,12 +43,15 @@ def _add_fill(out: Tensor, args: AddArgs) -> None:
         torch.add(args.x, args.y, out=out)
 
 
-ADD = leaf_op("add(Tensor x, Tensor y) -> Tensor", AddArgs, _add_alloc, _add_fill)
-"""``x + y``."""
+ADD = leaf_op("add", AddArgs, "Tensor", _add_alloc, _add_fill)
+"""``x + y`` of two tensors (..., K)."""
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``x + y`` of tensors that fit, by the op if a tracer could fuse the rounding."""
+    """Return ``x + y``, by the op if a compiler could fuse the rounding.
+
+    Both tensors have one shape (..., K) and dtype.
+    """
     return ADD(x, y) if torch.compiler.is_compiling() else torch.add(x, y)
 
 
@@ -65,7 +64,7 @@ class ScaleArgs(NamedTuple):
 
 def _scale_alloc(args: ScaleArgs) -> Tensor:
     check_tensor("scale", "x", args.x)
-    return _empty(args.x)
+    return empty(args.x)
 
 
 def _scale_fill(out: Tensor, args: ScaleArgs) -> None:
@@ -73,8 +72,8 @@ def _scale_fill(out: Tensor, args: ScaleArgs) -> None:
         torch.mul(args.x, args.factor, out=out)
 
 
-SCALE = leaf_op("scale(Tensor x, float factor) -> Tensor", ScaleArgs, _scale_alloc, _scale_fill)
-"""``x * factor``."""
+SCALE = leaf_op("scale", ScaleArgs, "Tensor", _scale_alloc, _scale_fill)
+"""``x * factor``, (..., K)."""
 
 
 class ScaleAddArgs(NamedTuple):
@@ -87,7 +86,7 @@ class ScaleAddArgs(NamedTuple):
 
 def _scale_add_alloc(args: ScaleAddArgs) -> Tensor:
     _check_same("scale_add", args.x, args.y)
-    return _empty(args.x)
+    return empty(args.x)
 
 
 def _scale_add_fill(out: Tensor, args: ScaleAddArgs) -> None:
@@ -95,12 +94,7 @@ def _scale_add_fill(out: Tensor, args: ScaleAddArgs) -> None:
         torch.mul(args.x, args.factor, out=out).add_(args.y)
 
 
-SCALE_ADD = leaf_op(
-    "scale_add(Tensor x, float factor, Tensor y) -> Tensor",
-    ScaleAddArgs,
-    _scale_add_alloc,
-    _scale_add_fill,
-)
+SCALE_ADD = leaf_op("scale_add", ScaleAddArgs, "Tensor", _scale_add_alloc, _scale_add_fill)
 """``add(scale(x, factor), y)``, with both roundings."""
 
 
@@ -117,7 +111,7 @@ def _bias_add_alloc(args: BiasAddArgs) -> Tensor:
     rule = "the bias must have the size of the last dim"
     got = f"{tuple(args.bias.shape)} for {tuple(args.x.shape)}"
     check(args.bias.shape == args.x.shape[-1:], "bias_add", rule, got, "Fix one of them")
-    return _empty(args.x, args.dtype)
+    return empty(args.x, dtype=args.dtype)
 
 
 def _bias_add_fill(out: Tensor, args: BiasAddArgs) -> None:
@@ -125,13 +119,8 @@ def _bias_add_fill(out: Tensor, args: BiasAddArgs) -> None:
         out.copy_(args.x.float() + args.bias.float())
 
 
-BIAS_ADD = leaf_op(
-    "bias_add(Tensor x, Tensor bias, ScalarType dtype) -> Tensor",
-    BiasAddArgs,
-    _bias_add_alloc,
-    _bias_add_fill,
-)
-"""``x + bias`` over the last dim, in float32, rounded once."""
+BIAS_ADD = leaf_op("bias_add", BiasAddArgs, "Tensor", _bias_add_alloc, _bias_add_fill)
+"""``x + bias``, (..., K) and (K,), in float32, rounded once."""
 
 
 class DropoutArgs(NamedTuple):
@@ -146,7 +135,7 @@ def _dropout_alloc(args: DropoutArgs) -> Tensor:
     check_tensor("dropout", "x", args.x)
     check(0 <= args.p <= 1, "dropout", "p must be from 0 to 1", args.p, "Pass a probability")
     check_one("dropout", "seed", args.seed, torch.int64)
-    return _empty(args.x)
+    return empty(args.x)
 
 
 def _dropout_fill(out: Tensor, args: DropoutArgs) -> None:
@@ -157,9 +146,7 @@ def _dropout_fill(out: Tensor, args: DropoutArgs) -> None:
         out.copy_(torch.where(kept, args.x.float() * factor, 0.0))
 
 
-DROPOUT = leaf_op(
-    "dropout(Tensor x, float p, Tensor seed) -> Tensor", DropoutArgs, _dropout_alloc, _dropout_fill
-)
+DROPOUT = leaf_op("dropout", DropoutArgs, "Tensor", _dropout_alloc, _dropout_fill)
 """Return 0 with probability ``p``, else ``x / (1 - p)``; the op is its own backward."""
 
 
@@ -172,7 +159,7 @@ class L2NormArgs(NamedTuple):
 
 def _l2_norm_alloc(args: L2NormArgs) -> tuple[Tensor, Tensor]:
     check_tensor("l2_norm", "x", args.x)
-    return _empty(args.x), torch.empty(args.x.shape[:-1], dtype=torch.float32, device=args.x.device)
+    return empty(args.x), empty(args.x, args.x.shape[:-1], torch.float32)
 
 
 def _l2_norm_fill(outputs: tuple[Tensor, Tensor], args: L2NormArgs) -> None:
@@ -185,12 +172,7 @@ def _l2_norm_fill(outputs: tuple[Tensor, Tensor], args: L2NormArgs) -> None:
         outputs[0].copy_(values * outputs[1].unsqueeze(-1))
 
 
-L2_NORM = leaf_op(
-    "l2_norm(Tensor x, float eps) -> (Tensor y, Tensor rnorm)",
-    L2NormArgs,
-    _l2_norm_alloc,
-    _l2_norm_fill,
-)
+L2_NORM = leaf_op("l2_norm", L2NormArgs, "(Tensor y, Tensor rnorm)", _l2_norm_alloc, _l2_norm_fill)
 """``x / sqrt(max(sum(x^2), eps))`` over the last dim, and the float32 reciprocals of the norms."""
 
 
@@ -205,7 +187,7 @@ class L2NormBackwardArgs(NamedTuple):
 
 def _l2_norm_backward_alloc(args: L2NormBackwardArgs) -> Tensor:
     _check_same("l2_norm_backward", args.dy, args.x)
-    return _empty(args.x)
+    return empty(args.x)
 
 
 def _l2_norm_backward_fill(dx: Tensor, args: L2NormBackwardArgs) -> None:
@@ -220,9 +202,10 @@ def _l2_norm_backward_fill(dx: Tensor, args: L2NormBackwardArgs) -> None:
 
 
 L2_NORM_BACKWARD = leaf_op(
-    "l2_norm_backward(Tensor dy, Tensor x, Tensor rnorm, float eps) -> Tensor",
+    "l2_norm_backward",
     L2NormBackwardArgs,
+    "Tensor",
     _l2_norm_backward_alloc,
     _l2_norm_backward_fill,
 )
-"""The gradient of ``l2_norm``."""
+"""Return the gradient (..., K) of ``l2_norm`` from ``dy`` and ``x`` (..., K), ``rnorm`` (...,)."""

@@ -7,40 +7,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check
+from qtensor.errors import DtypeError, check, fail
 from qtensor.kernels import table
-from qtensor.library.checks import check_buffers, check_one, check_seed
-from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
-from qtensor.library.define import below_autograd, leaf_op
-from qtensor.library.denormals import denormals_kept
+from qtensor.library.checks import check_one, check_seed
+from qtensor.library.define import Written, WrittenList, below_autograd, empty, leaf_op
+from qtensor.reference.denormals import denormals_kept
+from qtensor.registry import QuantizerLike, alloc_outputs, by_name, check_buffers, parse
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_input(x: Tensor, format_name: str) -> None:
-    """Refuse what no format takes.
+    """Refuse an input that no format can quantize.
 
     Raises:
         DtypeError: dtype other than float32, bfloat16, float16, or a layout that is not strided.
     """
-    if x.dtype in INPUT_DTYPES and x.layout is torch.strided:
-        return
-    check(
-        x.dtype in INPUT_DTYPES,
-        f"quantize[{format_name}]",
-        "the input must be float32, bfloat16 or float16",
-        x.dtype,
-        "Convert it with .to(torch.float32) first",
-        DtypeError,
-    )
-    check(
-        x.layout == torch.strided,
-        f"quantize[{format_name}]",
-        "the input must be a dense tensor",
-        x.layout,
-        "Call .to_dense() first",
-        DtypeError,
-    )
+    op = f"quantize[{format_name}]"
+    if x.dtype not in INPUT_DTYPES:
+        rule = "the input must be float32, bfloat16 or float16"
+        fail(op, rule, x.dtype, "Convert it with .to(torch.float32) first", DtypeError)
+    if x.layout is not torch.strided:
+        rule = "the input must be a dense tensor"
+        fail(op, rule, x.layout, "Call .to_dense() first", DtypeError)
+
+
+def alloc_amax(quantizer: QuantizerLike, device: torch.device, count: int = 1) -> list[Tensor]:
+    """Return [an empty float32 amax (count,)] under delayed scaling; [] for other quantizers."""
+    if not quantizer.returns_amax:
+        return []
+    # Passing strides to torch saves time: see ``alloc_outputs``.
+    return [torch.empty_strided((count,), (1,), dtype=torch.float32, device=device)]
 
 
 class QuantizeArgs(NamedTuple):
@@ -54,34 +51,21 @@ class QuantizeArgs(NamedTuple):
 
 
 def _quantize_alloc(args: QuantizeArgs) -> list[Tensor]:
-    codec = parse(args.quantizer)
-    check_input(args.x, codec.format)
-    check_seed("quantize", codec, args.seed)
-    outputs = alloc_outputs(codec, args.x)
-    if codec.returns_amax:
-        outputs.append(torch.empty(1, dtype=torch.float32, device=args.x.device))
-    return outputs
+    quantizer = parse(args.quantizer)
+    check_input(args.x, quantizer.format)
+    check_seed("quantize", quantizer, args.seed)
+    return [*alloc_outputs(quantizer, args.x), *alloc_amax(quantizer, args.x.device)]
 
 
-def _encode(
-    codec: Codec,
-    buffers: list[Tensor],
-    x: Tensor,
-    scale: Tensor | None,
-    amax: list[Tensor] | None,
-    seed: Tensor | None,
-) -> None:
-    """Write the buffers, and the amax where there is room for it behind them."""
-    if table.quantize_(codec, buffers, x, scale, amax, seed):
+def _encode(buffers: list[Tensor], args: QuantizeArgs | QuantizeInPlaceArgs) -> None:
+    """Write the buffers of ``args.x`` (..., K), and the amax (1,) if ``buffers`` ends with one."""
+    quantizer, x = parse(args.quantizer), args.x
+    if table.quantize_(quantizer, buffers, x, args.scale, args.amax, args.seed):
         return
     with below_autograd(), denormals_kept():
-        codec.encode_(by_name(codec, buffers), x, scale, amax, seed)
-        if codec.returns_amax and len(buffers) > len(codec.slots):
-            buffers[-1].copy_(codec.amax(x)[0])
-
-
-def _quantize_fill(outputs: list[Tensor], args: QuantizeArgs) -> None:
-    _encode(parse(args.quantizer), outputs, args.x, args.scale, args.amax, args.seed)
+        quantizer.encode_(by_name(quantizer, buffers), x, args.scale, args.amax, args.seed)
+        if quantizer.returns_amax and len(buffers) > len(quantizer.slots):
+            buffers[-1].copy_(quantizer.amax(x)[0])
 
 
 class QuantizeInPlaceArgs(NamedTuple):
@@ -89,7 +73,7 @@ class QuantizeInPlaceArgs(NamedTuple):
 
     x: Tensor
     quantizer: str
-    out: list[Tensor]
+    out: WrittenList
     scale: Tensor | None = None
     amax: list[Tensor] | None = None
     seed: Tensor | None = None
@@ -97,27 +81,27 @@ class QuantizeInPlaceArgs(NamedTuple):
 
 
 def _quantize_inplace_check(args: QuantizeInPlaceArgs) -> None:
-    codec = parse(args.quantizer)
-    check_input(args.x, codec.format)
-    check_seed("quantize_", codec, args.seed)
+    quantizer = parse(args.quantizer)
+    check_input(args.x, quantizer.format)
+    check_seed("quantize_", quantizer, args.seed)
 
 
 def _quantize_inplace_fill(_: None, args: QuantizeInPlaceArgs) -> None:
-    codec = parse(args.quantizer)
-    count = len(codec.slots)
-    check_buffers("quantize_", args.out[:count], args.quantizer, args.x.shape)
+    quantizer = parse(args.quantizer)
+    op, count = f"quantize_[{quantizer.format}]", len(quantizer.slots)
+    check_buffers(op, quantizer, args.out[:count], args.x.shape)
     if len(args.out) > count:
-        op, extra = f"quantize_[{codec.format}]", len(args.out) - count
-        rule = f"out must hold {count} buffers{' and an amax' * codec.returns_amax}"
-        check(extra == codec.returns_amax, op, rule, len(args.out), "Pass the buffers alone")
+        extra = len(args.out) - count
+        rule = f"out must hold {count} buffers{' and an amax' * quantizer.returns_amax}"
+        check(extra == quantizer.returns_amax, op, rule, len(args.out), "Pass the buffers alone")
         check_one(op, "amax", args.out[-1], torch.float32)
     check_one("quantize_", "noop_flag", args.noop_flag, None)
     if args.noop_flag is None:
-        _encode(codec, args.out, args.x, args.scale, args.amax, args.seed)
+        _encode(args.out, args)
         return
-    fresh = alloc_outputs(codec, args.x)
-    # The amax of delayed scaling, where a caller made room for it, is written in any case.
-    _encode(codec, [*fresh, *args.out[len(fresh) :]], args.x, args.scale, args.amax, args.seed)
+    fresh = alloc_outputs(quantizer, args.x)
+    # The amax of delayed scaling is written in any case.
+    _encode([*fresh, *args.out[len(fresh) :]], args)
     for old, new in zip(args.out, fresh, strict=False):
         # A choice on the device: reading the flag on the host would wait for it.
         old.copy_(torch.where(args.noop_flag.reshape(()) != 0, old, new))
@@ -131,18 +115,16 @@ class AmaxArgs(NamedTuple):
 
 
 def _amax_alloc(args: AmaxArgs) -> list[Tensor]:
-    codec = parse(args.quantizer)
-    check_input(args.x, codec.format)
-    return [
-        torch.empty(s, dtype=torch.float32, device=args.x.device)
-        for s in codec.amax_shapes(args.x.shape)
-    ]
+    quantizer = parse(args.quantizer)
+    check_input(args.x, quantizer.format)
+    shapes = quantizer.amax_shapes(args.x.shape)
+    return [empty(args.x, shape, torch.float32) for shape in shapes]
 
 
 def _amax_fill(outputs: list[Tensor], args: AmaxArgs) -> None:
     with below_autograd(), denormals_kept():
-        found = parse(args.quantizer).amax(args.x)
-    for output, value in zip(outputs, found, strict=True):
+        maxima = parse(args.quantizer).amax(args.x)
+    for output, value in zip(outputs, maxima, strict=True):
         output.copy_(value)
 
 
@@ -153,7 +135,7 @@ class RandomSeedArgs(NamedTuple):
 
 
 def _random_seed_alloc(args: RandomSeedArgs) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=args.like.device)
+    return empty(args.like, (1,), torch.int64)
 
 
 def _random_seed_fill(seed: Tensor, args: RandomSeedArgs) -> None:
@@ -164,12 +146,12 @@ class DrawSeedsArgs(NamedTuple):
     """Arguments of the op ``draw_seeds_``."""
 
     like: Tensor
-    draws: Tensor
+    draws: Written
     count: int  # type: ignore[assignment]  # shadows tuple.count
 
 
 def _draw_seeds_alloc(args: DrawSeedsArgs) -> Tensor:
-    return torch.empty(args.count, dtype=torch.int64, device=args.like.device)
+    return empty(args.like, (args.count,), torch.int64)
 
 
 def _draw_seeds_fill(seeds: Tensor, args: DrawSeedsArgs) -> None:
@@ -177,44 +159,28 @@ def _draw_seeds_fill(seeds: Tensor, args: DrawSeedsArgs) -> None:
     args.draws.data.add_(args.count)
 
 
-QUANTIZE = leaf_op(
-    "quantize(Tensor x, str quantizer, Tensor? scale=None, Tensor[]? amax=None, Tensor? "
-    "seed=None) -> Tensor[]",
-    QuantizeArgs,
-    _quantize_alloc,
-    _quantize_fill,
-)
-"""High-precision tensor -> inner buffers in slot order, then the amax for delayed scaling."""
+QUANTIZE = leaf_op("quantize", QuantizeArgs, "Tensor[]", _quantize_alloc, _encode)
+"""Quantize ``x`` (..., K) to inner buffers in slot order, then the amax (1,) of delayed scaling."""
 
 QUANTIZE_ = leaf_op(
-    "quantize_(Tensor x, str quantizer, Tensor(a!)[] out, Tensor? scale=None, Tensor[]? amax=None, "
-    "Tensor? seed=None, Tensor? noop_flag=None) -> ()",
-    QuantizeInPlaceArgs,
-    _quantize_inplace_check,
-    _quantize_inplace_fill,
+    "quantize_", QuantizeInPlaceArgs, "()", _quantize_inplace_check, _quantize_inplace_fill
 )
 """Quantize into existing buffers; a non-zero ``noop_flag`` leaves every byte as it is."""
 
-AMAX = leaf_op("amax(Tensor x, str quantizer) -> Tensor[]", AmaxArgs, _amax_alloc, _amax_fill)
+AMAX = leaf_op("amax", AmaxArgs, "Tensor[]", _amax_alloc, _amax_fill)
 """Return the maxima of tensor-wide factors; a group may reduce them before ``quantize``."""
 
+_RANDOM = (torch.Tag.nondeterministic_seeded,)
+
 RANDOM_SEED = leaf_op(
-    "random_seed(Tensor like) -> Tensor",
-    RandomSeedArgs,
-    _random_seed_alloc,
-    _random_seed_fill,
-    tags=(torch.Tag.nondeterministic_seeded,),
+    "random_seed", RandomSeedArgs, "Tensor", _random_seed_alloc, _random_seed_fill, _RANDOM
 )
 """Return a seed for stochastic rounding from the default generator of ``like``'s device."""
 
 DRAW_SEEDS = leaf_op(
-    "draw_seeds_(Tensor like, Tensor(a!) draws, int count) -> Tensor",
-    DrawSeedsArgs,
-    _draw_seeds_alloc,
-    _draw_seeds_fill,
-    tags=(torch.Tag.nondeterministic_seeded,),
+    "draw_seeds_", DrawSeedsArgs, "Tensor", _draw_seeds_alloc, _draw_seeds_fill, _RANDOM
 )
-"""Seeds (count,) for a layer that keeps a counter of its draws: ``draws``, int64 (1,) on the CPU.
+"""Return seeds (count,) int64 for a layer that counts its draws in ``draws``, int64 (1,), CPU.
 
 The write keeps the draw where it is: AOTAutograd merges calls with equal arguments
 (``fx_graph_cse``) and its min-cut partitioner moves them into the backward graph, looking at a list

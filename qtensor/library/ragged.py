@@ -8,66 +8,81 @@ any sizes with the same M and number of groups can need.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.formats import Slot
-from qtensor.layout import Shape, buffer_shapes, dim_size
-from qtensor.library.codec import Codec, parse
+from qtensor.errors import check, fail
+from qtensor.layout import Shape, buffer_shapes, flat_bound, flat_sizes
+from qtensor.registry import QuantizerLike, parse
 
 
-def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
-    """Entries of each flat buffer for groups of ``sizes`` rows."""
-    totals: list[int] = [0] * len(slots)
-    for rows in sizes:
-        for i, shape in enumerate(buffer_shapes(slots, (rows, cols))):
-            totals[i] = totals[i] + math.prod(shape)
-    return totals
+class Groups(NamedTuple):
+    """The groups of rows of a ragged matrix, as ops take them.
 
-
-def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
-    """Return the entries of a flat buffer that suffice for any split of ``rows`` into ``groups``.
-
-    A dimension over m rows grows by the same number of entries with every whole period of rows, and
-    r rows more take at most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P
-    - 1)) / P), that many periods suffice.
+    Attributes:
+        sizes: rows of each group; [] with ``splits``.
+        splits: int64 (groups,) on the CPU, the result of ``split_sizes`` or ``listed_sizes``;
+            None with ``sizes``.
+        groups: number of groups.
     """
-    count, ragged = 1, False
-    for dim in slot.dims:
-        if dim.axis in ("m", "lead"):
-            period = dim.per * dim.pad // math.gcd(dim.units, dim.pad)
-            entries = dim_size(dataclasses.replace(dim, axis="m"), period, cols)
-            count = count * ((rows + groups * (period - 1)) // period * entries)
-            ragged = True
+
+    sizes: Shape
+    splits: Tensor | None
+    groups: int
+
+    def check(self, op: str) -> None:
+        """Refuse another number of sizes than ``groups``, before memory is allocated for them.
+
+        Raises:
+            QTensorError: the message names the rule.
+        """
+        if self.splits is None:
+            fits, got = len(self.sizes) == self.groups > 0, str(list(self.sizes))
         else:
-            count = count * dim_size(dim, rows, cols)
-    return count if ragged else count * groups
+            shape, dtype = tuple(self.splits.shape), self.splits.dtype
+            fits = shape == (self.groups,) and dtype is torch.int64 and self.groups > 0
+            got = f"splits {dtype} {shape}"
+        check(fits, op, self._rule, got, "Pass sizes, or int64 splits")
+
+    def read(self, op: str) -> list[int]:
+        """Return the sizes as numbers, of real tensors.
+
+        Raises:
+            QTensorError: another number of sizes than ``groups``, or a negative size.
+        """
+        self.check(op)
+        sizes = list(self.sizes) if self.splits is None else self.splits.tolist()
+        fits = all(type(size) is int and size >= 0 for size in sizes)
+        check(fits, op, self._rule, sizes, "Pass sizes, or int64 splits")
+        return sizes
+
+    @property
+    def _rule(self) -> str:
+        return f"there must be {self.groups} group sizes, one for each group, none negative"
 
 
 def alloc_flat(
-    codec: Codec, shape: Shape, sizes: Shape | None, groups: int, device: torch.device
+    quantizer: QuantizerLike, shape: Shape, groups: Groups, device: torch.device
 ) -> list[Tensor]:
-    """Allocate the flat buffers of a matrix of ``shape``; unused entries start as zeros.
+    """Allocate the flat buffers (total,) of a matrix of ``shape``; unused entries start as zeros.
 
     Args:
-        codec: whose buffers.
+        quantizer: describes the buffers.
         shape: (M, K).
-        sizes: rows of each group; None: not known as numbers.
-        groups: how many there are.
+        groups: the rows of each group.
         device: of the buffers.
     """
     rows, cols = shape
-    if sizes is None:
-        totals = [flat_bound(slot, rows, cols, groups) for slot in codec.slots]
+    if groups.splits is None:
+        totals = flat_sizes(quantizer.slots, groups.sizes, cols)
     else:
-        totals = flat_sizes(codec.slots, sizes, cols)
+        totals = [flat_bound(slot, rows, cols, groups.groups) for slot in quantizer.slots]
     buffers = []
-    for slot, total in zip(codec.slots, totals, strict=True):
+    for slot, total in zip(quantizer.slots, totals, strict=True):
         make = torch.zeros if slot.padded else torch.empty
         buffers.append(make(total, dtype=slot.dtype, device=device))
     return buffers
@@ -76,7 +91,7 @@ def alloc_flat(
 def group_buffers(
     buffers: Sequence[Tensor], quantizer: str, sizes: Sequence[int], cols: int
 ) -> list[list[Tensor]]:
-    """The buffers of each group, as views.
+    """Return the buffers of each group, as views.
 
     Args:
         buffers: flat ones in slot order, or (quantizer "") one plain matrix (M, K).
@@ -88,49 +103,19 @@ def group_buffers(
         return [[part] for part in buffers[0].split(list(sizes))]
     slots = parse(quantizer).slots
     starts = [0] * len(slots)
-    found = []
+    groups = []
     for rows in sizes:
         views = []
         for i, shape in enumerate(buffer_shapes(slots, (rows, cols))):
             count = math.prod(shape)
             views.append(buffers[i].narrow(0, starts[i], count).view(shape))
             starts[i] += count
-        found.append(views)
-    return found
-
-
-def read_sizes(sizes: Sequence[int], splits: Tensor | None) -> list[int]:
-    """The sizes as numbers, on real tensors."""
-    return list(sizes) if splits is None else splits.tolist()
-
-
-def check_groups(op: str, sizes: Shape, splits: Tensor | None, groups: int) -> None:
-    """Refuse sizes of another number than ``groups``, before anything is allocated for them.
-
-    Args:
-        op: for the message.
-        sizes: rows of each group; [] with ``splits``.
-        splits: int64 (groups,), or None.
-        groups: number of groups.
-
-    Raises:
-        QTensorError: the message names the rule.
-    """
-    if splits is None:
-        fits, got = len(sizes) == groups > 0, str(list(sizes))
-    elif type(splits) is not Tensor:
-        # A trace: `split_sizes` refuses a wrong number when the graph runs, as in eager code.
-        return
-    else:
-        fits = splits.shape == (groups,) and splits.dtype is torch.int64 and groups > 0
-        got = f"splits {splits.dtype} {tuple(splits.shape)}"
-    rule = f"there must be {groups} group sizes, one for each group, none negative"
-    if not fits:
-        fail(op, rule, got, "Pass sizes, or int64 splits")
+        groups.append(views)
+    return groups
 
 
 def check_ragged(op: str, buffers: Sequence[Tensor], quantizer: str, shape: Shape) -> None:
-    """Refuse flat buffers whose number is not that of the quantizer, and shapes of no matrix.
+    """Refuse flat buffers whose number is not that of the quantizer, or whose shape is not 2-D.
 
     Args:
         op: for the message.
@@ -150,12 +135,12 @@ def check_ragged(op: str, buffers: Sequence[Tensor], quantizer: str, shape: Shap
 
 
 def is_partition(sizes: Sequence[int], rows: int) -> bool:
-    """Whether no size is negative and they sum to the rows."""
+    """Return True if no size is negative and their sum is ``rows``."""
     return not any([size < 0 for size in sizes]) and sum(sizes) == rows
 
 
 def check_sizes(label: str, sizes: Sequence[int], rows: int) -> None:
-    """Refuse sizes that are no partition of the rows.
+    """Refuse sizes that do not split the rows.
 
     Raises:
         QTensorError: a negative size, or a sum that is not ``rows``.

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qtensor.functional.operands import Quantized
 from qtensor.layout import Shape
-from qtensor.library.codec import parse
 from qtensor.library.quantize import QUANTIZE
+from qtensor.registry import parse
 
 
 class Request(NamedTuple):

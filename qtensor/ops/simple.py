@@ -13,13 +13,13 @@ from qtensor.errors import check
 from qtensor.functional.linear import quantized_output
 from qtensor.functional.operands import draw_seeds
 from qtensor.functional.output import output_canonical
-from qtensor.library.codec import parse
 from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.modules.state import counter
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, compile_constant, parse_recipe
+from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 
 

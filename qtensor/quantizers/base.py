@@ -33,10 +33,10 @@ from qtensor.quantizers.options import (
     option_word,
     refuse_unknown,
 )
-from qtensor.registry import alloc_slots, parse, register_quantizer
+from qtensor.registry import alloc_slots, check_buffers, parse, register_quantizer
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
-from qtensor.storage.checks import as_shape, check_buffers, check_nominal
+from qtensor.storage.checks import as_shape, check_nominal
 from qtensor.storage.tensor import QuantizedTensor
 
 _FORMAT_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -348,8 +348,10 @@ class Quantizer(FormatMethods):
             QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, shape or
                 device.
         """
-        shape = as_shape(f"assemble[{self.format}]", shape)
-        check_buffers(f"assemble[{self.format}]", self, buffers, shape, dtype)
+        op = f"assemble[{self.format}]"
+        shape = as_shape(op, shape)
+        check_nominal(op, dtype)
+        check_buffers(op, self, buffers, shape)
         if bare:
             named = dict(zip(self.keywords, buffers, strict=True))
             return self.storage_cls(shape, dtype, self, **named)

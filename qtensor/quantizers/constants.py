@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from qtensor.library.constant import compile_constant
+from qtensor.compile_constants import compile_constant
 from qtensor.registry import parse
 
 

@@ -7,9 +7,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.errors import DtypeError, fail
 from qtensor.formats import E2M1
 from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
@@ -19,6 +20,7 @@ from qtensor.reference.blocks import as_matrix, pad_matrix, read_scales, spread,
 from qtensor.reference.elements import decode_pairs, pack_pairs, unpack_pairs
 from qtensor.reference.philox import random_bytes
 from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
+from qtensor.storage.tensor import QuantizedTensor
 
 SIDES = ("_rowwise", "_columnwise")
 
@@ -48,6 +50,9 @@ class NVFP4Quantizer(Quantizer):
             ``qtensor.quantizer(q, use_4over6=True)`` computes the default again.
         err_mode: the error that ``use_4over6`` compares: "mae" or "mse".
         swizzled: store the factors in 128x4 tiles, as block-scaled GEMMs read them.
+        with_global_scale_inv: also store the float32 factor that decodes, which is otherwise
+            computed from the amax. It can then be a number that no amax gives, as in many files;
+            see ``from_codes``. Quantizing writes ``amax / (6 * e4m3_max)`` into it.
     """
 
     with_2d_quantization: bool = False
@@ -60,6 +65,7 @@ class NVFP4Quantizer(Quantizer):
     e4m3_max: float = 0.0
     err_mode: str = "mae"
     swizzled: bool = False
+    with_global_scale_inv: bool = False
 
     format = "nvfp4"
     spec = NVFP4
@@ -122,6 +128,19 @@ class NVFP4Quantizer(Quantizer):
 
     def _rotated(self, direction: str) -> bool:
         return self.with_rht and direction == f"_{self.rht_side}"
+
+    @property
+    def global_divisor(self) -> float:
+        """Return the divisor that turns what ``global_buffer`` holds into the decode factor."""
+        return 1.0 if self.with_global_scale_inv else 6.0 * self.e4m3_max
+
+    def global_buffer(self, side: str) -> str:
+        """Return the buffer that decides the tensor-wide factor: that of the factor, or the amax.
+
+        Args:
+            side: ``"_rowwise"`` or ``"_columnwise"``.
+        """
+        return f"{side}_global_scale_inv" if self.with_global_scale_inv else f"_amax{side}"
 
     def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
         """Return the maxima that decide the tensor-wide factors."""
@@ -192,7 +211,11 @@ class NVFP4Quantizer(Quantizer):
                 if direction == "_columnwise":
                     codes, scales = codes.t(), scales.t()
                 scales = spread(scales, nvfp4.BLOCK, 1, (source.shape[0], scales.shape[1]))
-            out[f"_amax{direction}"].copy_(reduced.get(direction, maximum))
+            maximum = reduced.get(direction, maximum)
+            out[f"_amax{direction}"].copy_(maximum)
+            if self.with_global_scale_inv:
+                factor = nvfp4.decode_factor(maximum, self.e4m3_max)
+                out[f"{direction}_global_scale_inv"].copy_(factor)
             self._write(out, direction, codes, scales)
 
     def _noise(self, seed: Tensor | None, source: Tensor, direction: str) -> Tensor | None:
@@ -217,7 +240,10 @@ class NVFP4Quantizer(Quantizer):
     def decode(
         self, buffers: dict[str, Tensor], shape: Shape, columnwise: bool | None = None
     ) -> Tensor:
-        """Return ``fp4 * float(s) * (A / (6 * e4m3_max))``; rotated data are rotated back."""
+        """Return ``fp4 * float(s) * factor``; rotated data are rotated back.
+
+        The factor is the stored one, or ``A / (6 * e4m3_max)``.
+        """
         direction = self.side(columnwise)
         rows, cols = rows_cols(shape)
         lines, length = (rows, cols) if direction == "_rowwise" else (cols, rows)
@@ -226,10 +252,88 @@ class NVFP4Quantizer(Quantizer):
         scales = read_scales(buffers[f"{direction}_scale_inv"], self.swizzled)
         values = decode_pairs(data, E2M1, count)
         # A 16x16 block stores its factor once in each row, so it decodes as 1x16 blocks.
-        values = nvfp4.decode(values, scales, buffers[f"_amax{direction}"], 1, self.e4m3_max)
+        factor = buffers[self.global_buffer(direction)]
+        if not self.with_global_scale_inv:
+            factor = nvfp4.decode_factor(factor, self.e4m3_max)
+        values = nvfp4.decode(values, scales, factor, 1)
         if self._rotated(direction):
             values = hadamard.rotate_back(values, self.with_random_sign_mask)[:, :length]
         return (values if direction == "_rowwise" else values.t()).reshape(shape)
+
+    def from_codes(
+        self,
+        codes: Tensor,
+        scale_inv: Tensor,
+        global_scale_inv: Tensor,
+        dtype: torch.dtype,
+        shape: Shape | None = None,
+    ) -> QuantizedTensor:
+        """Return a tensor with the codes and factors of a file, which decodes by them exactly.
+
+        The quantizer needs ``with_global_scale_inv=True``, rowwise data only, and neither rotation
+        nor 16x16 blocks. The codes are not copied. The amax, which nothing but a write into a part
+        of the tensor reads, is ``nearest_amax`` of the factor.
+
+        Args:
+            codes: uint8 (..., ceil(K/2)): two codes in a byte, the even index in the low nibble.
+            scale_inv: factors of blocks of 16 along the last dim, float8_e4m3fn or their codes as
+                uint8, (..., ceil(K/16)), without padding and not swizzled.
+            global_scale_inv: the factor that multiplies all values, float32 () or (1,): ModelOpt's
+                ``weight_scale_2``, the reciprocal of compressed-tensors' ``weight_global_scale``.
+                With ``row_scaled``, one for each row of the (M, K) view, (M,).
+            dtype: the nominal dtype.
+            shape: the logical shape (..., K), needed if K is odd; by default K is even.
+
+        Raises:
+            QTensorError: an option of the quantizer does not fit, or a tensor has a wrong dtype or
+                shape.
+        """
+        shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if shape is None else tuple(shape)
+        rows, cols = rows_cols(shape)
+        self._check_from_codes()
+        factor = global_scale_inv if global_scale_inv.ndim else global_scale_inv.reshape(1)
+        blocks = ceil_div(cols, nvfp4.BLOCK)
+        e4m3 = (torch.float8_e4m3fn, torch.uint8)
+        self._check_part("codes", codes, (torch.uint8,), (*shape[:-1], ceil_div(cols, 2)))
+        self._check_part("scale_inv", scale_inv, e4m3, (*shape[:-1], blocks))
+        one_each = (rows if self.row_scaled else 1,)
+        self._check_part("global_scale_inv", factor, (torch.float32,), one_each)
+        _, padded, _, _ = self.alloc_tensors(shape, device=codes.device).values()
+        stored = scale_inv.contiguous().view(torch.uint8).reshape(rows, blocks)
+        write_scales_(padded, stored, self.swizzled)
+        buffers = [codes, padded, nvfp4.nearest_amax(factor, self.e4m3_max), factor]
+        return self.assemble(buffers, shape, dtype)
+
+    def _check_part(
+        self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: Shape
+    ) -> None:
+        """Refuse an argument of ``from_codes`` with another dtype or shape."""
+        op = f"from_codes[{self.format}]"
+        if tensor.dtype not in dtypes:
+            rule = f"{name} must be {' or '.join(map(str, dtypes))}"
+            fail(op, rule, tensor.dtype, "Pass the tensor as the file holds it", DtypeError)
+        if tuple(tensor.shape) != tuple(size):
+            rule = f"{name} must have shape {tuple(size)}"
+            fix = "Pass that shape, or shape= if the logical shape is another one"
+            fail(op, rule, tuple(tensor.shape), fix)
+
+    def _check_from_codes(self) -> None:
+        """Refuse options that ``from_codes`` does not take."""
+        wanted = {
+            "with_global_scale_inv": True,
+            "rowwise": True,
+            "columnwise": False,
+            "with_rht": False,
+            "with_2d_quantization": False,
+        }
+        for option, value in wanted.items():
+            if getattr(self, option) is not value:
+                fail(
+                    f"from_codes[{self.format}]",
+                    f"the quantizer must have {option}={value}",
+                    self.canonical,
+                    'Use qtensor.quantizer("nvfp4", with_global_scale_inv=True)',
+                )
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
@@ -250,4 +354,7 @@ class NVFP4Quantizer(Quantizer):
         grid = scales[: lines : nvfp4.BLOCK, : ceil_div(count, nvfp4.BLOCK)].t()
         self._write(named, target, codes, spread(grid, nvfp4.BLOCK, 1, (count, grid.shape[1])))
         named[f"_amax{target}"].copy_(buffers[f"_amax{source}"])
+        if self.with_global_scale_inv:
+            factor = buffers[self.global_buffer(source)]
+            named[self.global_buffer(target)].copy_(factor)
         return named

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
+from qtensor.compile_constants import compile_constant as compile_constant
 from qtensor.encoding import Function, decode_literals, encode_literals
 from qtensor.errors import ArgumentTypeError, fail
-from qtensor.library.codec import parse
-from qtensor.library.constant import compile_constant as compile_constant
 from qtensor.quantizers import Quantizer
+from qtensor.registry import parse
 
 TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from qtensor.errors import ArgumentTypeError, fail
-from qtensor.library.codec import parse
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -24,6 +23,7 @@ from qtensor.recipes.base import (
     parse_recipe,
     refuse_value,
 )
+from qtensor.registry import parse
 
 
 @dataclass(kw_only=True, eq=False)

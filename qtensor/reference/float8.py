@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -145,3 +147,15 @@ def delayed_scale(amax: Tensor, scale: Tensor, margin: int, element_max: float) 
     new = (amax.reciprocal() * element_max) / 2.0**margin
     new = torch.where(new.isinf(), torch.finfo(torch.float32).max, new)
     return torch.where((amax > 0) & amax.isfinite(), new, scale)
+
+
+def delayed_scales(amax: Tensor, scale: Tensor, margin: int, largest: Sequence[float]) -> Tensor:
+    """Return ``delayed_scale`` of each column, float32 (n,) like ``amax`` and ``scale``.
+
+    ``largest`` holds the largest code value of each column.
+    """
+    columns = [
+        delayed_scale(amax[i : i + 1], scale[i : i + 1], margin, value)
+        for i, value in enumerate(largest)
+    ]
+    return torch.cat(columns)

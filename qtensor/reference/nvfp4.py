@@ -156,18 +156,72 @@ def _block_error(terms: Tensor) -> Tensor:
     return row_errors[:, 0]
 
 
-def decode(
-    values: Tensor, scales: Tensor, amax_tensor: Tensor, rows: int, e4m3_max: float
-) -> Tensor:
-    """Return ``fp4 * float(s) * (A / (6 * e4m3_max))``, float32 (M, K).
+def decode_factor(amax_tensor: Tensor, e4m3_max: float) -> Tensor:
+    """Return the factor of the second level that decodes: ``A / (6 * e4m3_max)``, rounded once.
+
+    Args:
+        amax_tensor: float32 (1,) or (M,).
+        e4m3_max: 448 or 256.
+    """
+    return quotient(amax_tensor, 6 * e4m3_max)
+
+
+def find_amax(global_scale_inv: Tensor) -> tuple[Tensor, float] | None:
+    """Return an amax A and a limit L with ``decode_factor(A, L) == global_scale_inv``.
+
+    With such a pair, an NVFP4 tensor decodes by the factor of a file without storing it. A factor
+    that was computed as ``A / (6 * L)`` always has one. Of arbitrary factors, about 84% have one
+    with L = 448, and 96 to 97% with 448 or 256.
+
+    Args:
+        global_scale_inv: the factor that multiplies, float32 (n,): one of a tensor, or one a row.
+
+    Returns:
+        A, float32 (n,), and L, 448 or 256, which is common to all n; L = 448 is tried first. None
+        if there is no such pair, as for factors that are negative or not finite.
+    """
+    for e4m3_max in (E4M3.max, 256.0):
+        found = nearest_amax(global_scale_inv, e4m3_max)
+        if _equal_bits(decode_factor(found, e4m3_max), global_scale_inv).all():
+            return found, e4m3_max
+    return None
+
+
+def nearest_amax(global_scale_inv: Tensor, e4m3_max: float) -> Tensor:
+    """Return amaxes whose ``decode_factor`` is ``global_scale_inv``, or next to it if none is.
+
+    Args:
+        global_scale_inv: float32 (n,).
+        e4m3_max: 448 or 256.
+
+    Returns:
+        float32 (n,), at least 0 and finite: ``global_scale_inv * 6 * e4m3_max``, or a neighbour of
+        this product up to two units in the last place. Product and quotient round by at most half a
+        unit each, so that no other amax of a normal factor can fit.
+    """
+    product = global_scale_inv * (6 * e4m3_max)
+    found = product.nan_to_num(nan=0.0).clamp(0.0, FLOAT32_MAX).abs()
+    for step in (2, -2, 1, -1):
+        amax_tensor = (product.view(torch.int32) + step).clamp_(min=0).view(torch.float32)
+        fits = _equal_bits(decode_factor(amax_tensor, e4m3_max), global_scale_inv)
+        found = torch.where(fits & amax_tensor.isfinite(), amax_tensor, found)
+    exact = _equal_bits(decode_factor(product, e4m3_max), global_scale_inv)
+    return torch.where(exact & product.isfinite() & ~product.signbit(), product, found)
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> Tensor:
+    return a.view(torch.int32) == b.view(torch.int32)
+
+
+def decode(values: Tensor, scales: Tensor, factor: Tensor, rows: int) -> Tensor:
+    """Return ``(fp4 * float(s)) * factor``, float32 (M, K).
 
     Args:
         values: E2M1 values, float32 (M, K).
         scales: uint8 E4M3 codes, (ceil(M / rows), ceil(K / 16)) or larger.
-        amax_tensor: float32 (1,) or (M,).
+        factor: of the second level, float32 (1,) or (M,); see ``decode_factor``.
         rows: rows of a block.
-        e4m3_max: 448 or 256.
     """
     factors = decode_codes(scales, E4M3)
     scaled = scale_blocks(to_blocks(values, rows, BLOCK), factors, *values.shape)
-    return scaled.mul_(quotient(amax_tensor, 6 * e4m3_max).unsqueeze(1))
+    return scaled.mul_(factor.unsqueeze(1))

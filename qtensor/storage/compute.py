@@ -12,11 +12,10 @@ from qtensor.kernels.gemm.problem import sides
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
-    LAYOUTS,
     check_bias,
+    check_layout,
     check_operands,
     output_shape,
-    refuse_layout,
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
@@ -64,7 +63,7 @@ def gemm(
         fix = "Pass one, for example torch.float32"
         fail("gemm", rule, repr(dtype), fix, ArgumentTypeError)
     if not isinstance(layout, str):
-        refuse_layout(layout)
+        check_layout(layout)
     if backend != "auto" or fast_accumulation:
         return _gemm_by(operands(a, b, layout, bias, dtype), backend, fast_accumulation)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -165,8 +164,7 @@ def operands(
             "Convert the result instead",
             DtypeError,
         )
-    if layout not in LAYOUTS:
-        refuse_layout(layout)
+    check_layout(layout)
     if a.device != b.device or (bias is not None and bias.device != a.device):
         fail(
             "gemm",

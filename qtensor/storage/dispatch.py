@@ -10,7 +10,7 @@ from qtensor.errors import QTensorError, UnsupportedError
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.library.gemm import GEMM_TENSOR
 from qtensor.library.grouped import GROUPED_QUANTIZE
-from qtensor.library.linear import LINEAR_FORWARD, forward_by_ops
+from qtensor.library.linear import LINEAR_FORWARD, forward_of_quantized
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import COMPUTE, gemm_tensor
@@ -46,7 +46,7 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _linear_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward_by_ops(*args, **kwargs)
+    return forward_of_quantized(*args, **kwargs)
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,13 @@ def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
     return Dim(axis, per=16, units=8) if rotated else Dim(axis, per=2)
 
 
+def _global(options: Any, axis: Dim) -> tuple[Dim, ...] | None:
+    """Return the dims of the stored tensor-wide factors, those of the maxima; None if absent."""
+    if not options.with_global_scale_inv:
+        return None
+    return (axis if options.row_scaled else ONE,)
+
+
 NVFP4 = FormatSpec(
     name="nvfp4",
     elements=(E2M1,),
@@ -36,6 +43,7 @@ NVFP4 = FormatSpec(
             tiled=True,
         ),
         Buffer("_amax_rowwise", torch.float32, "rowwise", lambda q: (M if q.row_scaled else ONE,)),
+        Buffer("_rowwise_global_scale_inv", torch.float32, "rowwise", lambda q: _global(q, M)),
         Buffer("_columnwise_data", torch.uint8, "columnwise", lambda q: (K, _codes(q, "m"))),
         Buffer(
             "_columnwise_scale_inv",
@@ -46,6 +54,9 @@ NVFP4 = FormatSpec(
         ),
         Buffer(
             "_amax_columnwise", torch.float32, "columnwise", lambda q: (K if q.row_scaled else ONE,)
+        ),
+        Buffer(
+            "_columnwise_global_scale_inv", torch.float32, "columnwise", lambda q: _global(q, K)
         ),
     ),
 )
@@ -58,10 +69,13 @@ class NVFP4TensorStorage(BareStorage, spec=NVFP4):
         _rowwise_data: (*leading, ceil(K/2)) uint8; rotated: (*leading, ceil(K/16) * 8).
         _rowwise_scale_inv: (up128(M), up4(ceil(K/16))) uint8, E4M3 codes, zero padding.
         _amax_rowwise: float32 (1,), or (M,) row-scaled.
+        _rowwise_global_scale_inv: float32 like ``_amax_rowwise``, with the option
+            ``with_global_scale_inv``: decoding multiplies by it.
         _columnwise_data: (K, ceil(M/2)) uint8, codes of the transpose; rotated:
             (K, ceil(M/16) * 8).
         _columnwise_scale_inv: (up128(K), up4(ceil(M/16))) uint8.
         _amax_columnwise: float32 (1,), or (K,) row-scaled.
+        _columnwise_global_scale_inv: as ``_rowwise_global_scale_inv``.
     """
 
     __slots__ = NVFP4.attributes

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.registry import parse
-from qtensor.storage.checks import as_shape, check_buffers
+from qtensor.registry import check_buffers, parse
+from qtensor.storage.checks import as_shape, check_nominal
 from qtensor.storage.registry import lookup
 
 _OP = "rebuild"
@@ -56,7 +56,8 @@ def rebuild(
         got = list(buffers) if isinstance(buffers, dict) else type(buffers).__name__
         fail(op, f"{canonical} needs the buffers {list(keywords)}", got, _FIX)
     sizes = as_shape(op, shape)
-    check_buffers(op, quantizer, [buffers[k] for k in keywords], sizes, dtype)
+    check_nominal(op, dtype)
+    check_buffers(op, quantizer, [buffers[k] for k in keywords], sizes)
     if any(buffer.requires_grad for buffer in buffers.values()):
         fail(op, "buffers do not require grad", "one that does", _FIX)
     if not issubclass(cls, torch.Tensor):

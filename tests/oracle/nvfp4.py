@@ -198,12 +198,17 @@ def quantize_nvfp4(x: np.ndarray, options: Options) -> Buffers:
         buffers["_columnwise_data"] = pack4(col_codes)
         buffers["_columnwise_scale_inv"] = _stored_scales(col_scales, options, cols)
         buffers["_amax_columnwise"] = amax
+    if options.with_global_scale_inv:
+        for side in ("_rowwise", "_columnwise"):
+            if f"_amax{side}" in buffers:
+                unit = buffers[f"_amax{side}"] / np.float32(6 * options.e4m3_max)
+                buffers[f"{side}_global_scale_inv"] = unit
     return buffers
 
 
 def dequantize_nvfp4(buffers: Buffers, shape: tuple[int, ...], options: Options) -> np.ndarray:
-    """fp4 * float(s) * (A / (6 * e4m3_max)); a rotated column-wise copy is rotated back in
-    float32.
+    """fp4 * float(s) * (A / (6 * e4m3_max)), or fp4 * float(s) * the stored factor; a rotated
+    column-wise copy is rotated back in float32.
     """
     rows, cols = matrix_shape(shape)
     columnwise = "_rowwise_data" not in buffers
@@ -216,7 +221,10 @@ def dequantize_nvfp4(buffers: Buffers, shape: tuple[int, ...], options: Options)
     scale_codes = buffers[f"{side}_scale_inv"]
     scale = decode(unswizzle(scale_codes) if options.swizzled else scale_codes, E4M3)
     with np.errstate(all="ignore"):
-        unit = buffers["_amax" + side] / np.float32(6 * options.e4m3_max)
+        if options.with_global_scale_inv:
+            unit = buffers[f"{side}_global_scale_inv"]
+        else:
+            unit = buffers["_amax" + side] / np.float32(6 * options.e4m3_max)
         values = decode(codes, E2M1) * spread(scale, 1, 16, height, width) * unit[:, None]
         if turned_back:
             values = rht.rotate_back(values, options)[:, :rows]

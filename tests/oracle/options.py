@@ -37,6 +37,7 @@ class Options:
     e4m3_max: int | None = None
     err_mode: str = "mae"
     swizzled: bool = False
+    with_global_scale_inv: bool = False
     scale: np.ndarray | float | None = None
     random_bits: Mapping[str, np.ndarray] | None = None
 

@@ -23,8 +23,11 @@ The result of a collective that still runs has another type; ops on it wait for 
 """
 
 SHARED = 8
+POSITIONS = 11
+"""Number of addresses of a call."""
 # Index of a buffer's address in a call: data, scales, amax and the caller's amax of the rowwise
-# direction, the same four of the columnwise direction, then the scales that both directions share.
+# direction, the same four of the columnwise direction, the scales that both directions share, and
+# the stored tensor-wide factors of both directions.
 _POSITIONS = {
     "_data": 0,
     "_rowwise_data": 0,
@@ -35,6 +38,8 @@ _POSITIONS = {
     "_columnwise_scale_inv": 5,
     "_amax_columnwise": 6,
     "_scale_inv": SHARED,
+    "_rowwise_global_scale_inv": 9,
+    "_columnwise_global_scale_inv": 10,
 }
 
 
@@ -53,6 +58,8 @@ class BufferLayout:
         amax_entries: (position, number of elements) of each amax of the caller, in the order of
             `Quantizer.amax`.
         reads_columnwise: whether the values of the tensor are read from the columnwise buffers.
+        stores_global: whether tensor-wide factors are stored, and a decode reads them in place of
+            the maxima.
     """
 
     c_quantizer: CQuantizer
@@ -64,6 +71,13 @@ class BufferLayout:
     factors: int
     amax_entries: tuple[tuple[int, int], ...]
     reads_columnwise: bool
+    stores_global: bool
+
+    def read_positions(self, columnwise: bool) -> tuple[int, int, int]:
+        """Return the positions of the buffers of one direction that a decode reads."""
+        if self.stores_global:
+            return (4, 5, 10) if columnwise else (0, 1, 9)
+        return (4, 5, 6) if columnwise else (0, 1, 2)
 
 
 _LAYOUTS: dict[tuple[str, torch.Size], BufferLayout | None] = {}
@@ -113,6 +127,7 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
         factors=0 if shared is None else sizes[shared].numel(),
         amax_entries=tuple(zip(amax_positions, entries, strict=False)),
         reads_columnwise=reads_columnwise,
+        stores_global=9 in positions or 10 in positions,
     )
 
 
@@ -139,7 +154,7 @@ def addresses(layout: BufferLayout, buffers: Sequence[Tensor]) -> list[int] | No
     """
     if len(buffers) < len(layout.slots):
         return None
-    pointers = [0] * (SHARED + 1)
+    pointers = [0] * POSITIONS
     for slot, position, size, dtype in layout.slots:
         buffer = buffers[slot]
         # As `is_plain`, without a call of a function for each buffer.

@@ -37,7 +37,7 @@ ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
-_QUANTIZE = struct.Struct("=19q")
+_QUANTIZE = struct.Struct("=21q")
 _LINEAR = (*(_POINTER,) * 2, *(_SIZE,) * 4, *(_POINTER,) * 5, _SIZE, _POINTER, _POINTER, _SIZE)
 _DEQUANTIZE = struct.Struct("=15q")
 
@@ -236,10 +236,11 @@ def quantize_arguments(
         layout.cols,
         layout.cols if x is None or x.is_contiguous() else x.stride(0),
         torch.get_num_threads() if layout.rows * layout.cols > ONE_THREAD else 1,
-        *pointers,
+        *pointers[: SHARED + 1],
         0 if scale is None else scale.data_ptr(),
         0 if returned_amax is None else returned_amax.data_ptr(),
         0 if seed is None or not quantizer.stochastic_rounding else int(seed),
+        *pointers[SHARED + 1 :],
     )
 
 
@@ -305,8 +306,8 @@ def dequantize_(
         columnwise = is_columnwise(quantizer, part.columnwise)
     count = layout.rows - part.first if part.count is None else part.count
     # The kernel decodes exactly one direction.
-    row = (0, 0, 0) if columnwise else pointers[:3]
-    column = pointers[4:7] if columnwise else (0, 0, 0)
+    read = [pointers[i] for i in layout.read_positions(columnwise)]
+    row, column = ((0, 0, 0), read) if columnwise else (read, (0, 0, 0))
     if out.numel() != count * layout.cols or not 0 <= part.first <= layout.rows - count:
         return False
     ask_for_large_pages(out)
@@ -366,7 +367,7 @@ def linear_(
         layout.cols,
         layout.rows,
         torch.get_num_threads(),
-        *pointers[:3],
+        *(pointers[i] for i in layout.read_positions(columnwise=False)),
         pointers[SHARED],
         None if factor is None else factor.data_ptr(),
         int(factor is not None and factor.numel() > 1),

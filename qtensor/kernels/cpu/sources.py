@@ -120,7 +120,7 @@ def build_spec(isa: str) -> BuildSpec:
 
 
 def small_calls_build_spec() -> BuildSpec:
-    """Return how to build small_calls.cpp against the installed torch; needs no compiler yet."""
+    """Return how to build the library of small calls against torch; needs no compiler yet."""
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",
@@ -131,9 +131,12 @@ def small_calls_build_spec() -> BuildSpec:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
     include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    unit = Unit(FOLDER / "small_calls.cpp", flags, "small_calls", system_include=include)
+    units = tuple(
+        Unit(FOLDER / f"{name}.cpp", flags, name, system_include=include)
+        for name in ("small_calls", "delayed_calls")
+    )
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return BuildSpec("small_calls", (unit,), find_cxx, (), libraries, "small CPU calls", 8.0)
+    return BuildSpec("small_calls", units, find_cxx, (), libraries, "small CPU calls", 16.0)
 
 
 recipe = build_spec

@@ -7,7 +7,7 @@ from typing import Any
 
 from qtensor.formats import E2M1, FormatSpec
 
-ABI = 4
+ABI = 5
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}
 _SCALES = {"float32": 0, "e8m0": 1, "e4m3": 2}
 _MODES = {"rceil": 0, "floor": 1, "ceil": 2, "even": 3}
@@ -51,6 +51,7 @@ class CQuantizer(ctypes.Structure):
         ("four_over_six", ctypes.c_int32),
         ("squared_error", ctypes.c_int32),
         ("e4m3_max", ctypes.c_float),
+        ("global_divisor", ctypes.c_float),
     )
 
 
@@ -131,6 +132,7 @@ def c_quantizer(quantizer: Any) -> CQuantizer:
         four_over_six=options.get("use_4over6", False),
         squared_error=options.get("err_mode") == "mse",
         e4m3_max=options.get("e4m3_max", 448.0),
+        global_divisor=getattr(quantizer, "global_divisor", 1.0),
     )
 
 
@@ -144,4 +146,5 @@ def _family(quantizer: Any) -> int:
 
 def _columnwise_is_transposed(quantizer: Any) -> bool:
     data = next(b for b in quantizer.spec.inner if b.usage == "columnwise")
-    return data.dims(quantizer)[0].axis == "k"
+    dims = data.dims(quantizer)
+    return dims is not None and dims[0].axis == "k"

@@ -171,7 +171,7 @@ def multiply_(out: Tensor, product: Product) -> None:
     Raises:
         UnsupportedError: the backend that is asked for by name cannot compute it.
     """
-    a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, bias, backend, fast = product
+    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, bias, backend, fast = product
     turned = layout == "NN" and b_quantizer and not b[0].is_contiguous()
     if turned and _device(out.device)[1] is not None:
         # A weight behind t(): views of rows, which GPU kernels read in layout TN.
@@ -207,7 +207,7 @@ def accumulate_(out: Tensor, product: Product) -> bool:
     """
     if out.dtype != torch.float32:
         return False
-    a, a_quantizer, a_shape, b, b_quantizer, b_shape, layout, *_ = product
+    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, *_ = product
     key = (
         *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
         *(layout, out.dtype, out.device, False, None),

@@ -14,19 +14,18 @@ from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem, whol
 from qtensor.kernels.gemm.reading import reading
 
 _ARCH_OF = {capability: arch for arch, capability in ARCHS.items()}
-_FP4_MAX = 6.0
 _HADAMARD = 16
 
 
 def _recipe(operand: GemmSide) -> str | None:
-    """The kernels' recipe for a format."""
+    """Return the recipe of the kernels for a format, or None."""
     if operand.label in (*SCALAR_FORMATS, "fp8_rowwise"):
         return "fp8"
     return operand.label if operand.label in ("fp8_blockwise", "mxfp8", "mxfp4", "nvfp4") else None
 
 
 def want(problem: Problem) -> Want | str:
-    """What the problem asks of a kernel, or why there can be none."""
+    """Return what a kernel must compute for the problem, or why no kernel can."""
     a, b = problem.a, problem.b
     if problem.capability is None:
         return "kernels run on CUDA devices"
@@ -164,9 +163,10 @@ class Cutlass:
 def alpha(problem: Problem) -> float:
     """Return the number by which the product is multiplied.
 
-    NVFP4 stores amaxes; its decode factor is amax / (6 * e4m3_max).
+    The kernels multiply by the buffers of the tensor-wide factors of NVFP4, as they are stored:
+    amaxes, which stand for amax / (6 * e4m3_max), or factors.
     """
     if problem.a.label != "nvfp4":
         return 1.0
-    tops = [_FP4_MAX * operand.option("e4m3_max") for operand in (problem.a, problem.b)]
-    return 1.0 / (tops[0] * tops[1])
+    divisors = [operand.option("global_divisor") for operand in (problem.a, problem.b)]
+    return 1.0 / (divisors[0] * divisors[1])

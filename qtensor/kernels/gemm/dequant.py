@@ -14,7 +14,6 @@ from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem
 from qtensor.reference.scaling import quotient
 from qtensor.registry import by_name
 
-_FP4_MAX = 6.0
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -59,7 +58,7 @@ def _rotations_cancel(problem: Problem) -> bool:
 
 
 def _amax_follows(operand: GemmSide) -> bool:
-    """Whether the amaxes of lines belong to lines that are not contracted."""
+    """Return True if the amaxes of lines belong to lines that are not contracted."""
     return (operand.side == "_rowwise") == (operand.contracted == -1)
 
 
@@ -100,10 +99,10 @@ class Dequant:
             return "a product without elements needs no kernel"
         dtypes = []
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            found = _exact_dtypes(problem, operand)
-            if isinstance(found, str):
-                return f"operand {name}: {found}"
-            dtypes.append(found)
+            exact = _exact_dtypes(problem, operand)
+            if isinstance(exact, str):
+                return f"operand {name}: {exact}"
+            dtypes.append(exact)
         both = [dtype for dtype in _HALVES if all(dtype in side for side in dtypes)]
         return both[0] if both else "no 16-bit dtype holds both operands exactly"
 
@@ -134,9 +133,10 @@ class Dequant:
         for i, slot in enumerate(quantizer.slots[: len(buffers)]):
             if slot.name == "_scale_inv":
                 factor, buffers[i] = buffers[i].reshape(-1), torch.ones_like(buffers[i])
-            elif slot.name == f"_amax{operand.side}":
-                top = _FP4_MAX * quantizer.e4m3_max
-                factor, buffers[i] = quotient(buffers[i], top), torch.full_like(buffers[i], top)
+            elif slot.name == operand.global_buffer:
+                divisor = quantizer.global_divisor
+                factor = quotient(buffers[i], divisor)
+                buffers[i] = torch.full_like(buffers[i], divisor)
         if operand.rotated:
             # Rotated alike, both sides give the product of the tensors without being rotated back.
             quantizer = dataclasses.replace(quantizer, with_rht=False)

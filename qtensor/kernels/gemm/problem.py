@@ -17,8 +17,8 @@ SCALAR_FORMATS = ("fp8", "fp8_delayed")
 """FP8 formats with one factor for the whole tensor."""
 
 
-class Product(NamedTuple):
-    """The arguments of a product.
+class Pair(NamedTuple):
+    """Both operands of a product.
 
     Attributes:
         a: buffers of the left operand in slot order, or one plain tensor.
@@ -27,10 +27,6 @@ class Product(NamedTuple):
         b: as ``a``.
         b_quantizer: as ``a_quantizer``.
         b_shape: logical shape, (N, K) in layout TN, else (K, N); or with the batch dims of ``a``.
-        layout: TN, NN or NT.
-        bias: float tensor that broadcasts to the product, or None.
-        backend: "auto" or the name of a backend.
-        fast: sums may stay in narrow accumulators (FP8 on sm_90a).
     """
 
     a: list[Tensor]
@@ -39,6 +35,20 @@ class Product(NamedTuple):
     b: list[Tensor]
     b_quantizer: str
     b_shape: Shape
+
+
+class Product(NamedTuple):
+    """The arguments of a product.
+
+    Attributes:
+        operands: what is multiplied.
+        layout: TN, NN or NT.
+        bias: float tensor that broadcasts to the product, or None.
+        backend: "auto" or the name of a backend.
+        fast: sums may stay in narrow accumulators (FP8 on sm_90a).
+    """
+
+    operands: Pair
     layout: str
     bias: Tensor | None = None
     backend: str = "auto"
@@ -109,8 +119,13 @@ class GemmSide:
         return getattr(self.quantizer, name, default)
 
     @property
+    def global_buffer(self) -> str | None:
+        """Name of the buffer with the tensor-wide factor of a two-level format, or None."""
+        return None if self.quantizer is None else global_buffer(self.quantizer, self.side)
+
+    @property
     def rotated(self) -> bool:
-        """Whether the data that are read are rotated (NVFP4 with a Hadamard transform)."""
+        """True if the data that are read are rotated (NVFP4 with a Hadamard transform)."""
         return bool(self.option("with_rht")) and f"_{self.option('rht_side')}" == self.side
 
     @property
@@ -153,7 +168,7 @@ class Problem:
 
     @property
     def batched(self) -> bool:
-        """Whether each matrix of a batch has a factor of its own."""
+        """True if each matrix of a batch has a factor of its own."""
         return len(self.b.shape) > 2 or (self.layout == "NT" and len(self.a.shape) > 2)
 
     @property
@@ -183,6 +198,15 @@ class Problem:
         return (
             f"{self.a.label} x {self.b.label}{bias} -> {dtype}, {self.layout}, {sizes}, {self.arch}"
         )
+
+
+def global_buffer(quantizer: Any, side: str) -> str | None:
+    """Return the buffer from which a decode of ``side`` gets the tensor-wide factor (NVFP4).
+
+    Its numbers are divided by ``quantizer.global_divisor``. None for formats without that level.
+    """
+    find = getattr(quantizer, "global_buffer", None)
+    return None if find is None else str(find(side))
 
 
 def sides(

@@ -17,7 +17,7 @@ Reader = Callable[[list[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Reading:
-    """How a kernel gets the buffers of an operand: functions from the buffers to what it reads.
+    """Describe how a kernel reads an operand: functions from the buffers to its arguments.
 
     Attributes:
         codes: returns the matrix of codes, in the kernel's layout, contiguous.
@@ -35,7 +35,7 @@ class Reading:
 
 
 def reading(operand: GemmSide, recipe: str) -> Reading:
-    """How a kernel of the recipe reads an operand."""
+    """Return how a kernel of the recipe reads an operand."""
     if recipe == "fp8":
         return _read_fp8(operand)
     data = operand.slot(f"{operand.side}_data")
@@ -50,10 +50,10 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
     tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
     if recipe != "nvfp4":
         return Reading(codes, slots, tiles)
-    amax = operand.slot(f"_amax{operand.side}")
-    if amax is None:
-        raise QTensorError(f"gemm[{operand.label}]: no amax of the {operand.side} data")
-    return Reading(codes, (*slots, amax), tiles, _item(amax), bool(operand.option("row_scaled")))
+    level = operand.slot(operand.global_buffer or "")
+    if level is None:
+        raise QTensorError(f"gemm[{operand.label}]: no {operand.global_buffer}")
+    return Reading(codes, (*slots, level), tiles, _item(level), bool(operand.option("row_scaled")))
 
 
 def _read_fp8(operand: GemmSide) -> Reading:
@@ -82,7 +82,7 @@ def _item(slot: int) -> Reader:
 
 @functools.cache
 def _turned(slot: int) -> Reader:
-    """The codes of a matrix transposed: bytes are moved, none is changed."""
+    """Return a reader of the codes, transposed: bytes are moved, none is changed."""
     return lambda buffers: buffers[slot].t().contiguous()
 
 

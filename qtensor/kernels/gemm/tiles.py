@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
-from qtensor.kernels.gemm.problem import Problem
+from qtensor.kernels.gemm.problem import Problem, global_buffer
 from qtensor.layout import Shape, rows_cols
 from qtensor.reference.gemm import matmul
 from qtensor.reference.scaling import quotient
@@ -134,10 +134,10 @@ def decoded(matrix: GemmRows, dtype: torch.dtype) -> tuple[Tensor | None, Tensor
         if slot.name == "_scale_inv" and getattr(quantizer, "axis", -1) == -1:
             factor = buffers[i].reshape(-1).contiguous()
             buffers[i] = torch.ones_like(buffers[i])
-        elif slot.name == "_amax_rowwise":
-            top = 6.0 * quantizer.e4m3_max  # type: ignore[attr-defined]
-            factor = quotient(buffers[i], top).contiguous()
-            buffers[i] = torch.full_like(buffers[i], top)
+        elif slot.name == global_buffer(quantizer, "_rowwise"):
+            divisor = quantizer.global_divisor  # type: ignore[attr-defined]
+            factor = quotient(buffers[i], divisor).contiguous()
+            buffers[i] = torch.full_like(buffers[i], divisor)
     values = torch.empty(tuple(matrix.shape), dtype=dtype)
     if not table.dequantize_(quantizer, buffers, matrix.shape, values, Part(columnwise=False)):
         return None, None

@@ -96,13 +96,18 @@ def _load_factors(
 
 
 @triton.jit
-def _load_global(amax_ptr, line, lines, E4M3_MAX: tl.constexpr, ROW_SCALED: tl.constexpr):
-    """Return the second level of NVFP4, ``A / (6 * e4m3_max)``: (len(line), 1) or (1, 1)."""
+def _load_global(global_ptr, line, lines, DIVISOR: tl.constexpr, ROW_SCALED: tl.constexpr):
+    """Return the second level of NVFP4: (len(line), 1) or (1, 1).
+
+    It is ``A / (6 * e4m3_max)``, or the stored factor, with a divisor of 1.
+    """
     if ROW_SCALED:
-        amax = tl.load(amax_ptr + line, mask=line < lines, other=0.0)
+        stored = tl.load(global_ptr + line, mask=line < lines, other=0.0)
     else:
-        amax = tl.load(amax_ptr + tl.arange(0, 1))
-    return tl.div_rn(amax, tl.zeros_like(amax) + 6.0 * E4M3_MAX)[:, None]
+        stored = tl.load(global_ptr + tl.arange(0, 1))
+    if DIVISOR != 1.0:
+        stored = tl.div_rn(stored, tl.zeros_like(stored) + DIVISOR)
+    return stored[:, None]
 
 
 @triton.jit
@@ -115,10 +120,10 @@ def _store_values(out_ptr, values, line, unit, lines, length, stride_line, strid
 
 @triton.jit
 def dequantize_kernel(
-    data_ptr, factor_ptr, amax_ptr, out_ptr, lines, length, pairs, data_line, data_unit,
+    data_ptr, factor_ptr, global_ptr, out_ptr, lines, length, pairs, data_line, data_unit,
     factor_line, factor_unit, out_line, out_unit, DL: tl.constexpr, DU: tl.constexpr,
     SCALE: tl.constexpr, SWIZZLED: tl.constexpr, PACK: tl.constexpr, TWO_LEVEL: tl.constexpr,
-    ROW_SCALED: tl.constexpr, E4M3_MAX: tl.constexpr, EXPONENT: tl.constexpr,
+    ROW_SCALED: tl.constexpr, DIVISOR: tl.constexpr, EXPONENT: tl.constexpr,
     MANTISSA: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Decode one tile of BM lines and BK units: element value * factor (* second level)."""
@@ -134,14 +139,14 @@ def dequantize_kernel(
     )  # fmt: skip
     values = decode(codes, EXPONENT, MANTISSA) * spread(factors, 1, DU)
     if TWO_LEVEL:
-        values = values * _load_global(amax_ptr, line, lines, E4M3_MAX, ROW_SCALED)
+        values = values * _load_global(global_ptr, line, lines, DIVISOR, ROW_SCALED)
     _store_values(out_ptr, values, line, unit, lines, length, out_line, out_unit)
 
 
 @triton.jit
 def dequantize_rotated_kernel(
-    data_ptr, factor_ptr, amax_ptr, out_ptr, lines, length, data_line, factor_line,
-    out_line, out_unit, SWIZZLED: tl.constexpr, SIGNS: tl.constexpr, E4M3_MAX: tl.constexpr,
+    data_ptr, factor_ptr, global_ptr, out_ptr, lines, length, data_line, factor_line,
+    out_line, out_unit, SWIZZLED: tl.constexpr, SIGNS: tl.constexpr, DIVISOR: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Decode one tile of rotated NVFP4 lines and rotate it back; sums over a group run in order."""
@@ -151,7 +156,7 @@ def dequantize_rotated_kernel(
     factors = _load_factors(
         factor_ptr, line, unit0, lines, stored, factor_line, 1, BK, 1, 16, "e4m3", SWIZZLED
     )  # fmt: skip
-    level = _load_global(amax_ptr, line, lines, E4M3_MAX, False)
+    level = _load_global(global_ptr, line, lines, DIVISOR, False)
     codes = _load_pairs(data_ptr, line, unit0, lines, data_line, data_line, 1, BK)
     values = decode(codes, 2, 1) * spread(factors, 1, 16) * level
     values = product_16(values, SIGNS, True)
@@ -169,13 +174,14 @@ def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None
         _dequantize_rotated_(quantizer, buffers, matrix, (lines, length), strides)
         return
     data, factors, options = _layout(quantizer, buffers, lines, length)
+    two_level = quantizer.format == "nvfp4"
     tile = tile_for((lines, length), (1, max(options["DU"], 4)))
     launch(
         dequantize_kernel,
         tiles((lines, length), tile),
         data,
         factors,
-        buffers.get(f"_amax{quantizer.side()}"),
+        buffers[quantizer.global_buffer(quantizer.side())] if two_level else None,
         matrix,
         lines,
         length,
@@ -187,9 +193,9 @@ def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None
         SCALE=quantizer.spec.scale,
         SWIZZLED=getattr(quantizer, "swizzled", False),
         PACK=pack_of(quantizer),
-        TWO_LEVEL=quantizer.format == "nvfp4",
+        TWO_LEVEL=two_level,
         ROW_SCALED=getattr(quantizer, "row_scaled", False),
-        E4M3_MAX=float(getattr(quantizer, "e4m3_max", 0.0)),
+        DIVISOR=quantizer.global_divisor if two_level else 1.0,
         EXPONENT=quantizer.element.exponent_bits,
         MANTISSA=quantizer.element.mantissa_bits,
         BM=tile[0],
@@ -212,7 +218,7 @@ def _dequantize_rotated_(
         tiles(size, tile),
         buffers[f"{side}_data"],
         buffers[f"{side}_scale_inv"],
-        buffers[f"_amax{side}"],
+        buffers[quantizer.global_buffer(side)],
         out,
         *size,
         groups * 8,
@@ -220,7 +226,7 @@ def _dequantize_rotated_(
         *strides,
         SWIZZLED=quantizer.swizzled,
         SIGNS=quantizer.with_random_sign_mask,
-        E4M3_MAX=float(quantizer.e4m3_max),
+        DIVISOR=quantizer.global_divisor,
         BM=tile[0],
         BK=tile[1],
     )

@@ -65,6 +65,24 @@ def _rotated_amax_(quantizer: Any, rotated: Tensor, plain: Tensor | None, x: Ten
     )
 
 
+def _tensor_factors_(
+    quantizer: Any, out: dict[str, Tensor], x: Tensor, amax: list[Tensor] | None
+) -> list[Tensor]:
+    """Write the maxima, and the factors that are stored beside them; return the maxima."""
+    maxima = [out[f"_amax_{side}"] for side in usages(quantizer)]
+    if amax:
+        for stored, maximum in zip(maxima, amax, strict=True):
+            stored.copy_(maximum)
+    else:
+        amax_outputs_(quantizer, maxima, x)
+    if quantizer.with_global_scale_inv:
+        for side, maximum in zip(usages(quantizer), maxima, strict=True):
+            # A tensor as divisor: torch multiplies by the reciprocal of a number.
+            bound = torch.full_like(maximum, 6.0 * quantizer.e4m3_max)
+            torch.div(maximum, bound, out=out[f"_{side}_global_scale_inv"])
+    return maxima
+
+
 def quantize_(
     quantizer: Any,
     out: dict[str, Tensor],
@@ -74,12 +92,7 @@ def quantize_(
     seed: Tensor | None,
 ) -> None:
     """Write codes, factors and maxima of each usage."""
-    maxima = [out[f"_amax_{side}"] for side in usages(quantizer)]
-    if amax:
-        for stored, maximum in zip(maxima, amax, strict=True):
-            stored.copy_(maximum)
-    else:
-        amax_outputs_(quantizer, maxima, x)
+    maxima = _tensor_factors_(quantizer, out, x, amax)
     matrix = as_matrix(x)
     rows, cols = matrix.shape
     square, stochastic = (

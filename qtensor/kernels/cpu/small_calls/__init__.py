@@ -10,6 +10,9 @@ It serves a call in three steps:
 3. Otherwise run the op's Python kernel. When a description comes for the second time, Python plans
    a program for it (`planners.py`, `program.py`) and passes it to C++ (`answers.py`).
 
+The ops on the state of delayed scaling (`STATE_KERNELS`) need no program: C++ checks the sizes of
+their tensors and computes (`src/delayed_calls.cpp`).
+
 The results have the bytes of the Python kernels. `QTENSOR_SMALL_CALLS=0` leaves the package out,
 and so does a machine that cannot compile against torch's headers. All calls still work then, but a
 small call takes longer.
@@ -27,7 +30,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from qtensor.kernels.cpu.small_calls.answers import library, offer
+from qtensor.kernels.cpu.small_calls.answers import STATE_KERNELS, library, offer, offer_state
 from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Parse, refuse_gemm
 from qtensor.kernels.gemm import IN_FRONT
 from qtensor.kernels.gemm.problem import Problem
@@ -52,6 +55,7 @@ def install(observers: MutableMapping[str, Callable[[Any, Any], None]], parse: P
     IN_FRONT["small_calls"] = _refuse_product
     if is_enabled():
         observers.update({name: offer(name, parse) for name in OPS})
+        observers.update({name: offer_state(name) for name in STATE_KERNELS})
 
 
 def _refuse_product(problem: Problem) -> str | None:

@@ -18,10 +18,18 @@ from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Arguments, Parse
 from qtensor.kernels.cpu.small_calls.program import Program
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_PACKS_FIRST = ("quantize", "linear_backward")
+_PACKS_FIRST = ("quantize", "quantize_", "linear_backward")
 """Ops whose first tensor may have any strides. C++ copies it if it is not contiguous."""
 _OWNED: list[Program] = []
 """Programs that C++ runs. They live as long as the process."""
+
+STATE_KERNELS = {
+    "delayed_begin_": "qt_delayed_begin",
+    "record_amax_": "qt_record_amax",
+    "record_gradient_amax_": "qt_record_gradient_amax",
+    "advance_step_": None,
+}
+"""Ops on the state of delayed scaling, and the function of the CPU kernels that each one calls."""
 
 
 @functools.cache
@@ -44,6 +52,7 @@ def library() -> Any:
         handle = ctypes.CDLL(str(build(spec)))
         handle.qt_register_op.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
         handle.qt_wants_program.argtypes = (ctypes.c_char_p,)
+        handle.qt_register_state_op.argtypes = (ctypes.c_char_p, _POINTER)
         handle.qt_remember.argtypes = (ctypes.c_char_p, _POINTER, _POINTER, _SIZE, _SIZE)
     except (QTensorError, OSError, AttributeError):
         # The Python kernels give the same bytes.
@@ -63,13 +72,17 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
     plan = PLANNERS[name]
 
     def observe(outputs: Any, args: Any) -> None:
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-        if not tensors or not tensors[0].is_cpu:
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs or ())
+        if not (tensors[0] if tensors else args[0]).is_cpu:
             return
         handle = library()
         if handle is None or not handle.qt_wants_program(label):
             return
-        call = plan(Arguments(args._asdict()), tensors, parse)
+        arguments = Arguments(args)
+        # Only `plan_gemm` knows what to do with transposed matrices.
+        if name != "gemm" and not arguments.are_contiguous(int(name in _PACKS_FIRST)):
+            return
+        call = plan(arguments, tensors, parse)
         if call is None:
             return
         sources = array("q", [number for source in call.addresses for number in source])
@@ -78,6 +91,29 @@ def offer(name: str, parse: Parse) -> Callable[[Any, Any], None]:
         program = call.program
         if handle.qt_remember(label, program.address, address, len(call.addresses), cleared) == 0:
             _OWNED.append(program)
+
+    return observe
+
+
+def offer_state(name: str) -> Callable[[Any, Any], None]:
+    """Return the observer of an op on the state of delayed scaling.
+
+    It registers the op's C++ kernel at the first call on a CPU. The kernel needs no program: it
+    checks its arguments and computes.
+    """
+    function = STATE_KERNELS[name]
+    is_registered = False
+
+    def observe(outputs: Any, args: Any) -> None:
+        nonlocal is_registered
+        if is_registered or not args[0].is_cpu:
+            return
+        is_registered = True
+        handle, kernels = library(), native.library()
+        if handle is None or isinstance(kernels, str):
+            return
+        kernel = None if function is None else getattr(kernels.handle, function)
+        handle.qt_register_state_op(name.encode(), kernel and ctypes.cast(kernel, _POINTER).value)
 
     return observe
 

@@ -5,7 +5,8 @@ returns a `CallProgram`, or None if programs do not serve such a call: large or 
 sizes of 1, dtypes and formats without a kernel, buffers that do not have the shapes of their
 quantizer.
 C++ runs the program only for calls with the same shapes, dtypes, alignment, strings and numbers,
-and checks device, layout and contiguity of every tensor at each call.
+and checks device and layout of every tensor at each call. A tensor is contiguous, or the transpose
+of a contiguous matrix, which belongs to the description and which only `plan_gemm` takes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
+from qtensor.kernels.cpu.buffers import POSITIONS, SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.native import DTYPES
 from qtensor.kernels.cpu.small_calls.program import (
     SMALL,
@@ -31,8 +32,9 @@ from qtensor.kernels.cpu.small_calls.program import (
     serves,
 )
 from qtensor.kernels.gemm.problem import Problem
-from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack
+from qtensor.layout import PACK_ALIGNMENT, Shape, pack_operands
 from qtensor.linear_plans import backward_plan, forward_plan
+from qtensor.registry import transposed
 
 Parse = Callable[[str], Any]
 """Canonical text -> quantizer."""
@@ -56,9 +58,15 @@ class CallProgram(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a call by name, and the index of each tensor among the call's tensors."""
+    """The arguments of a call by name, and the index of each tensor among the call's tensors.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    The fields of a record among the arguments (`Pair`) are arguments themselves, as in the schema.
+    """
+
+    def __init__(self, args: Any) -> None:
+        values: dict[str, Any] = {}
+        for name, value in args._asdict().items():
+            values |= value._asdict() if hasattr(value, "_asdict") else {name: value}
         self.values = values
         self.first: dict[str, int] = {}
         count = 0
@@ -71,6 +79,16 @@ class Arguments:
 
     def __getattr__(self, name: str) -> Any:
         return self.values[name]
+
+    def are_contiguous(self, first: int = 0) -> bool:
+        """Return whether the tensors are contiguous, from tensor number `first` of the call on."""
+        tensors: list[Tensor | None] = []
+        for value in self.values.values():
+            if value is None or isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+                tensors += value
+        return all(t is None or t.is_contiguous() for t in tensors[first:])
 
     def at(self, name: str, offset: int = 0) -> Address:
         """Return the address source of a tensor argument, `offset` bytes after its start."""
@@ -123,6 +141,8 @@ def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallP
     matrix_layout = _small_layout(quantizer, x.shape)
     if matrix_layout is None or x.dtype not in DTYPES or call.amax is not None:
         return None
+    if matrix_layout.stores_global:
+        return None
     if (scale is not None) != quantizer.needs_scale:
         return None
     if not (_is_one(scale, torch.float32) and _is_one(seed, torch.int64)):
@@ -140,6 +160,26 @@ def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallP
     return CallProgram(builder.build(), addresses, padded)
 
 
+def plan_quantize_in_place(
+    call: Arguments, outputs: list[Tensor], parse: Parse
+) -> CallProgram | None:
+    """Plan `quantize_`: x (..., K) into the buffers of `out`, in slot order."""
+    quantizer = parse(call.quantizer)
+    matrix_layout = _small_layout(quantizer, call.x.shape)
+    if matrix_layout is None or call.noop_flag is not None or len(call.out) < len(quantizer.slots):
+        return None
+    if not _are_buffers(call.out, matrix_layout):
+        return None
+    has_room = quantizer.returns_amax and len(call.out) > len(quantizer.slots)
+    if quantizer.returns_amax and not has_room:
+        return None
+    planned = plan_quantize(call, call.out, parse)
+    if planned is None:
+        return None
+    given = planned.addresses[: -len(call.out)]
+    return CallProgram(planned.program, [*given, *call.all_at("out")])
+
+
 def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
     """Plan `dequantize`: buffers in slot order to a tensor of the logical shape."""
     quantizer = parse(call.quantizer)
@@ -150,16 +190,22 @@ def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> Cal
         or not _are_buffers(call.buffers, matrix_layout)
     ):
         return None
-    read = (SHARED, *((4, 5, 6) if matrix_layout.reads_columnwise else (0, 1, 2)))
     builder = Builder()
-    at, slots = [0] * (SHARED + 1), []
+    at, slots = _read_addresses(builder, matrix_layout)
+    builder.decode(matrix_layout, at, Source(builder.call_address(), call.dtype))
+    sources = call.all_at("buffers")
+    return CallProgram(builder.build(), [*(sources[slot] for slot in slots), *_outputs([0])])
+
+
+def _read_addresses(builder: Builder, matrix_layout: BufferLayout) -> tuple[list[int], list[int]]:
+    """Return the addresses of the buffers that a decode reads, by position, and their slots."""
+    read = (SHARED, *matrix_layout.read_positions(matrix_layout.reads_columnwise))
+    at, slots = [0] * POSITIONS, []
     for slot, index, _, _ in matrix_layout.slots:
         if index in read:
             at[index] = builder.call_address()
             slots.append(slot)
-    builder.decode(matrix_layout, at, Source(builder.call_address(), call.dtype))
-    sources = call.all_at("buffers")
-    return CallProgram(builder.build(), [*(sources[slot] for slot in slots), *_outputs([0])])
+    return at, slots
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -183,12 +229,18 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgr
     matrices = []
     for name, shape in (("a", a_shape), ("b", b_shape)):
         buffers, canonical = call.values[name], call.values[f"{name}_quantizer"]
-        matrix = _matrix(builder, buffers, parse(canonical) if canonical else None, shape)
+        quantizer = parse(canonical) if canonical else None
+        matrix = _matrix(builder, buffers, quantizer, shape)
+        sources = call.all_at(name)
+        if matrix is None and name == "b" and not call.a_quantizer and layout in _OTHER_LAYOUT:
+            matrix, slots = _transposed_matrix(builder, buffers, quantizer, shape)
+            sources, layout = [sources[slot] for slot in slots], _OTHER_LAYOUT[layout]
         if matrix is None:
             return None
         matrices.append(matrix)
-        count = len(matrix.layout.slots) if isinstance(matrix, ProgramMatrix) else 1
-        addresses += call.all_at(name)[:count]
+        if isinstance(matrix, ProgramMatrix):
+            sources = sources[: len(matrix.layout.slots)]
+        addresses += sources
     out = Source(builder.call_address(), call.dtype)
     added = None if bias is None else Source(builder.call_address(), bias.dtype)
     builder.multiply(matrices[0], matrices[1], Result(layout, (m, n, k), out, added))
@@ -224,11 +276,41 @@ def _matrix(
         plain = buffers[0]
         if plain.dtype not in DTYPES or tuple(plain.shape) != tuple(shape):
             return None
+        if not plain.is_contiguous():
+            return None
         return Source(builder.call_address(), plain.dtype)
     matrix_layout = serves(quantizer, tuple(shape))
     if matrix_layout is None or not _are_buffers(buffers, matrix_layout):
         return None
+    if not all(buffer.is_contiguous() for buffer in buffers):
+        return None
     return builder.operand(quantizer, matrix_layout)
+
+
+_OTHER_LAYOUT = {"NN": "TN", "TN": "NN"}
+"""Layout of a product -> layout of the same product if `b` is passed as its transpose."""
+
+
+def _transposed_matrix(
+    builder: Builder, buffers: Sequence[Tensor], quantizer: Any, shape: Shape
+) -> tuple[Source | None, list[int]]:
+    """Return the values of a transposed weight (K, N), decoded as (N, K), and the slots it reads.
+
+    `torch.nn.functional.linear` passes `weight.t()`, whose buffers are transposed views.
+    """
+    if quantizer is None or quantizer.rowwise or buffers[0].is_contiguous():
+        return None, []
+    count = len(quantizer.slots)
+    twin, rows = transposed(quantizer, buffers[:count])
+    matrix_layout = serves(twin, tuple(shape[::-1]))
+    if matrix_layout is None or not _are_buffers(rows, matrix_layout):
+        return None, []
+    if not all(buffer.is_contiguous() for buffer in rows):
+        return None, []
+    names = [slot.name for slot in quantizer.slots]
+    own_slots = [names.index(name) for _, name, _ in quantizer.transpose_plan[1]]
+    at, slots = _read_addresses(builder, matrix_layout)
+    return builder.decoded(matrix_layout, at), [own_slots[slot] for slot in slots]
 
 
 # ---- linear layers ------------------------------------------------------------------------------
@@ -243,7 +325,9 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         return None
     sizes = (x.shape[0], weight.shape[0], x.shape[1])
     served = (serves(q, tuple(t.shape)) for q, t in zip(quantizers, (x, weight), strict=True))
-    matrix_layouts = [layout for layout in served if layout is not None]
+    matrix_layouts = [
+        layout for layout in served if layout is not None and not layout.stores_global
+    ]
     if not available() or not _fits(*sizes) or len(matrix_layouts) < 2:
         return None
     if any(dtype not in DTYPES for dtype in (x.dtype, weight.dtype, plan.dtype)):
@@ -285,20 +369,11 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
         addresses += _outputs(range(len(outputs)))
         padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
         return CallProgram(builder.build(), addresses, padded)
-    layout = _packing(slots[0], x.shape, slots[1], weight.shape)
+    layout = pack_operands(slots[0], x.shape, slots[1], weight.shape)
     addresses += [(-1, 0), *((-2, piece.offset) for piece in layout.pieces)]
     addresses += _outputs(range(2, len(outputs)))
     clears = bool(layout.gaps()) or any(piece.padded for piece in layout.pieces)
     return CallProgram(builder.build(), addresses, [1] if clears else [])
-
-
-def _packing(
-    x_slots: Sequence[Any], x_shape: Shape, w_slots: Sequence[Any], w_shape: Shape
-) -> Packing:
-    """Return where a packed `linear_forward` saves buffers, as `qtensor.library.linear.packing`."""
-    weight, end = pack(w_slots, w_shape, 0)
-    x, end = pack(x_slots, x_shape, end)
-    return Packing((*x, *weight), end)
 
 
 def plan_linear_backward(
@@ -313,6 +388,8 @@ def plan_linear_backward(
     quantizer = parse(plan.quantizer)
     matrix_layout = serves(quantizer, tuple(dy.shape))
     if not available() or matrix_layout is None or dy.dtype not in DTYPES:
+        return None
+    if matrix_layout.stores_global:
         return None
     if quantizer.needs_scale and not _has_scale(call.scales, 2):
         return None
@@ -385,7 +462,7 @@ def _saved_addresses(
         return call.all_at("saved") if first == len(saved) else None
     x_slots, weight_slots = ([] if operand is None else operand[0].slots for operand in operands)
     x_shape, weight_shape = ((size, call.columns) for size in call.dy.shape)
-    layout = _packing(x_slots, x_shape, weight_slots, weight_shape)
+    layout = pack_operands(x_slots, x_shape, weight_slots, weight_shape)
     if len(saved) != 1 or tuple(saved[0].shape) != (layout.size,):
         return None
     if saved[0].dtype is not torch.uint8 or not saved[0].is_contiguous():
@@ -399,6 +476,7 @@ Planner = Callable[[Arguments, list[Tensor], Parse], CallProgram | None]
 
 PLANNERS: dict[str, Planner] = {
     "quantize": plan_quantize,
+    "quantize_": plan_quantize_in_place,
     "dequantize": plan_dequantize,
     "gemm": plan_gemm,
     "linear_forward": plan_linear_forward,

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
+from qtensor.kernels.cpu.buffers import POSITIONS, SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.native import DTYPES
 
 SMALL = 1 << 16
@@ -180,7 +180,7 @@ class Builder:
 
     def operand(self, quantizer: Any, matrix_layout: BufferLayout) -> ProgramMatrix:
         """Return a quantized matrix whose buffers the call passes, in slot order."""
-        at = [_NOTHING] * 9
+        at = [_NOTHING] * POSITIONS
         for _, position, _, _ in matrix_layout.slots:
             at[position] = self.call_address()
         return ProgramMatrix(quantizer, matrix_layout, at)
@@ -197,13 +197,14 @@ class Builder:
 
         Args:
             quantizer: the quantizer.
-            matrix_layout: for the quantizer and the matrix's shape.
+            matrix_layout: for the quantizer and the matrix's shape; programs do not write stored
+                tensor-wide factors.
             x: the matrix.
             outputs: name of a buffer -> index of its address, for buffers that the call passes; the
                 others are scratch memory.
             call: indices of the addresses of "scale", "amax" and "seed", if there are any.
         """
-        at = [_NOTHING] * 9
+        at = [_NOTHING] * POSITIONS
         for i, position, size, dtype in matrix_layout.slots:
             slot = quantizer.slots[i]
             output = outputs.get(slot.name)
@@ -218,7 +219,7 @@ class Builder:
             DTYPES[x.dtype],
             matrix_layout.rows,
             matrix_layout.cols,
-            *at,
+            *at[: SHARED + 1],
             call.get("scale", _NOTHING),
             call.get("amax", _NOTHING),
             seed,
@@ -247,7 +248,8 @@ class Builder:
         if columnwise is not None and matrix_layout.scale_inv is None:
             from_columns = quantizer.side(columnwise) == "_columnwise"
         none = [_NOTHING] * 3
-        row, column = (none, at[4:7]) if from_columns else (at[:3], none)
+        read = [at[i] for i in matrix_layout.read_positions(from_columns)]
+        row, column = (none, read) if from_columns else (read, none)
         separate = at[SHARED] if quantizer.per_tensor else _NOTHING
         decoded = self._decoded.get((*row, *column))
         if decoded is not None:
@@ -284,8 +286,16 @@ class Builder:
             y: the result.
         """
         none = [_NOTHING] * 3
-        row, column = (none, at[4:7]) if matrix_layout.reads_columnwise else (at[:3], none)
+        columnwise = matrix_layout.reads_columnwise
+        read = [at[i] for i in matrix_layout.read_positions(columnwise)]
+        row, column = (none, read) if columnwise else (read, none)
         self._decode(matrix_layout, y, row, column, at[SHARED])
+
+    def decoded(self, matrix_layout: BufferLayout, at: Sequence[int]) -> Source:
+        """Return the float32 values of a quantized matrix in scratch memory; `at` as `decode`."""
+        y = Source(self._scratch_memory(4 * matrix_layout.rows * matrix_layout.cols), torch.float32)
+        self.decode(matrix_layout, at, y)
+        return y
 
     def clear(self, at: int, size: int) -> None:
         """Write zeros to `size` bytes."""

@@ -118,7 +118,7 @@ static void linear_blocks(const CQuantizer& p, const LinearCall& c) {
     const i64 lines = p.row_scaled ? c.n : 1;
     const bool scaled = c.weight.amax;
     const Array<float> global(scaled ? lines : 0);
-    for (i64 i = 0; scaled && i < lines; i++) global[i] = c.weight.amax[i] / (6.0f * p.e4m3_max);
+    for (i64 i = 0; scaled && i < lines; i++) global[i] = c.weight.amax[i] / p.global_divisor;
     CQuantizer local = p;
     local.row_scaled = 0;
     by_panels(

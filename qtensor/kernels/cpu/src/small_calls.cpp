@@ -46,7 +46,7 @@ struct Output {
 struct Answer {
     CallProgram call;
     std::vector<Output> outputs;
-    bool returns_tensor;  // the op returns a tensor, not a list
+    enum { Tensor, List, Nothing } returns;
 };
 
 struct Op {
@@ -81,6 +81,10 @@ struct CallDescription {
         addresses.reserve(12);
     }
 
+    // Returns whether a matrix is the transpose of a contiguous one.
+    static bool is_transposed(const at::Tensor& t) {
+        return t.dim() == 2 && t.stride(0) == 1 && t.stride(1) == t.size(0);
+    }
     void add_number(i64 value) { key.append((const char*)&value, sizeof value); }
     void add_absent_tensor() {
         key.push_back('n');
@@ -93,12 +97,18 @@ struct CallDescription {
         }
         if (!t.is_cpu() || t.layout() != at::kStrided || t.is_neg() || t.is_conj()) return false;
         const at::Tensor* source = &t;
+        char kind = 't';
         if (!t.is_contiguous()) {
-            if (!pack) return false;
-            packed = t.contiguous();
-            source = &packed;
+            if (pack) {
+                packed = t.contiguous();
+                source = &packed;
+            } else if (is_transposed(t)) {
+                kind = 'v';
+            } else {
+                return false;
+            }
         }
-        key.push_back('t');
+        key.push_back(kind);
         key.push_back(char(t.scalar_type()));
         key.push_back(char(t.dim()));
         for (const i64 size : t.sizes()) add_number(size);
@@ -177,10 +187,13 @@ bool compute(const Op& op, const Answer& answer, const CallDescription& descript
     return op.run(call.program, addresses.data()) == 0;
 }
 
-// Returns a program together with the shapes of the outputs that the Python kernel has returned.
-std::unique_ptr<Answer> new_answer(CallProgram call, const IValue& outputs) {
-    auto answer = std::make_unique<Answer>(Answer{std::move(call), {}, outputs.isTensor()});
-    const auto tensors = answer->returns_tensor ? std::vector{outputs.toTensor()} : outputs.toTensorVector();
+// Returns a program together with the shapes of the outputs that the Python kernel has returned; null for an
+// op that returns nothing.
+std::unique_ptr<Answer> new_answer(CallProgram call, const IValue* outputs) {
+    auto answer = std::make_unique<Answer>(Answer{std::move(call), {}, Answer::Nothing});
+    if (!outputs) return answer;
+    answer->returns = outputs->isTensor() ? Answer::Tensor : Answer::List;
+    const auto tensors = outputs->isTensor() ? std::vector{outputs->toTensor()} : outputs->toTensorVector();
     for (const at::Tensor& t : tensors) {
         answer->outputs.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type()});
     }
@@ -222,15 +235,16 @@ public:
             std::vector<at::Tensor> outputs;
             if (compute(op_, *answer, description, outputs)) {
                 torch::jit::drop(*stack, count);
-                torch::jit::push(*stack, answer->returns_tensor ? IValue(std::move(outputs[0]))
-                                                                : IValue(std::move(outputs)));
+                if (answer->returns == Answer::Tensor) torch::jit::push(*stack, std::move(outputs[0]));
+                if (answer->returns == Answer::List) torch::jit::push(*stack, std::move(outputs));
                 return;
             }
         }
         ProgramRequest request{op_, {}};
         run_python_kernel(handle, *stack, wants_program ? &request : nullptr);
         if (!wants_program) return;
-        auto fresh = request.received ? new_answer(std::move(*request.received), stack->back()) : nullptr;
+        const IValue* results = handle.schema().returns().empty() ? nullptr : &stack->back();
+        auto fresh = request.received ? new_answer(std::move(*request.received), results) : nullptr;
         std::unique_lock lock(op_.mutex);
         op_.answers.emplace(std::move(description.key), std::move(fresh));
     }
@@ -252,6 +266,9 @@ private:
 };
 
 }  // namespace
+
+// Returns whether C++ may answer calls. delayed_calls.cpp asks too.
+bool answers_calls() { return enabled; }
 
 extern "C" {
 

@@ -38,13 +38,14 @@ struct CQuantizer {
     i32 four_over_six;
     i32 squared_error;
     float e4m3_max;
+    float global_divisor;  // decoding divides Buffers::amax by it
 };
 
 // One direction's buffers; null where the usage is absent.
 struct Buffers {
     u8* data;
     void* scale;         // factors of blocks
-    float* amax;         // NVFP4
+    float* amax;         // NVFP4; a call that decodes may hold stored factors here, and a divisor of 1
     const float* given;  // maxima to use instead of those found
 };
 

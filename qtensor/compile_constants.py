@@ -6,18 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from qtensor.registry import LISTENERS
-
 _CACHES: list[Any] = []
 
 
 def forget_constants() -> None:
-    """Compute all constants again; graphs that are compiled keep theirs."""
+    """Compute all constants again; graphs that are compiled keep theirs.
+
+    Registering a quantizer class calls this function, because constants hold parsed quantizers.
+    """
     for cached in _CACHES:
         cached.cache_clear()
-
-
-LISTENERS.append(forget_constants)
 
 
 def compile_constant(function: Callable[..., Any]) -> Any:
