@@ -26,6 +26,7 @@ CASES = [
     ("qtensor", "nvfp4", {"columnwise": True, "with_rht": True}),
     ("qtensor", "nvfp4", {"row_scaled": True}),
     ("qtensor", "nvfp4", {"use_4over6": True}),
+    ("qtensor", "nvfp4", {"with_global_scale_inv": True}),
     ("compressed-tensors", "fp8", {}),
     ("compressed-tensors", "fp8_rowwise", {}),
     (

@@ -5,16 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import assert_same_values
+from checkpoint_cases import assert_same_values, stored_bytes
 
-import qtensor
 from qtensor import checkpoints
-from qtensor.checkpoints.nvfp4_factor import (
-    nvfp4_amax,
-    nvfp4_amax_of_divisor,
-    nvfp4_divisor,
-    nvfp4_factor,
-)
+from qtensor.checkpoints.nvfp4_factor import divisor_of, factor_of, from_divisor, from_factor
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = np.array(E2M1 + [-x for x in E2M1])
@@ -227,37 +221,57 @@ def test_mixed_precision(tmp_path):
         assert kinds == {"a.weight": "mxfp4", "b.weight": "fp8_rowwise", "c.weight": "plain"}
 
 
-def test_a_global_scale_that_no_amax_gives(tmp_path):
-    """The weight is dense only, with the reason; the values are those of the origin."""
+def test_global_scales_that_no_amax_gives(tmp_path):
+    """The tensor stores a decode factor; writing gives the file's own number again."""
     generator = torch.Generator().manual_seed(0)
-    divisors = torch.rand(200, generator=generator) * 1000 + 1
-    none = next(d for d in divisors if nvfp4_amax_of_divisor(d) is None)
-    data = codes(32, 32)
-    scale = codes(32, 4, below=120).view(torch.float8_e4m3fn)
-    tensors = {
-        "a.weight_packed": data,
-        "a.weight_scale": scale,
-        "a.weight_global_scale": none.reshape(1),
-    }
+    divisors = torch.rand(400, generator=generator) * 1000 + 1
+    none = [d.reshape(1) for d in divisors if from_divisor(d).factor is not None]
+    assert 20 < len(none) < 80  # about 9 % of uniform numbers have no amax
+    data, scale = codes(32, 32), codes(32, 4, below=120).view(torch.float8_e4m3fn)
+    tensors = {}
+    for i, divisor in enumerate(none):
+        tensors[f"l{i}.weight_packed"] = data
+        tensors[f"l{i}.weight_scale"] = scale
+        tensors[f"l{i}.weight_global_scale"] = divisor
     with ct(tmp_path, "nvfp4-pack-quantized", tensors, strategy="tensor_group") as checkpoint:
-        assert "no amax" in checkpoint.why_dense("a.weight")
-        tensor = checkpoint["a.weight"]
-        assert not isinstance(tensor, qtensor.QuantizedTensor)
-        factors = (scale.float().numpy() / none.numpy()).astype(np.float32)
-        want = E2M1[low_first(data)].astype(np.float32) * every(factors, 1, 16, (32, 64))
-        assert_same_values(tensor, torch.from_numpy(want).bfloat16())
+        for i, divisor in enumerate(none):
+            tensor = checkpoint[f"l{i}.weight"]
+            assert tensor.quantizer.with_global_scale_inv
+            factors = (scale.float().numpy() / divisor.numpy()).astype(np.float32)
+            want = E2M1[low_first(data)].astype(np.float32) * every(factors, 1, 16, (32, 64))
+            want = torch.from_numpy(want)
+            assert_same_values(checkpoint.dense(f"l{i}.weight"), want.bfloat16())
+            # Three more float32 roundings than the origin, of half a unit each.
+            torch.testing.assert_close(tensor.dequantize(torch.float32), want, rtol=2**-22, atol=0)
+        checkpoints.save(checkpoint, tmp_path / "x", layout="compressed-tensors")
+    again = stored_bytes(tmp_path / "x")
+    original = stored_bytes(tmp_path / "model.safetensors")
+    assert again == original
 
 
-def test_an_amax_is_found_for_every_factor_that_has_one():
+def test_every_divisor_comes_back():
+    """Also those that share their reciprocal with a neighbour."""
+    generator = torch.Generator().manual_seed(1)
+    for divisor in (torch.rand(2000, generator=generator) * 4000 + 0.5).split(1):
+        found = from_divisor(divisor)
+        assert torch.equal(divisor_of(*found), divisor)
+
+
+def test_every_factor_comes_back():
     generator = torch.Generator().manual_seed(0)
-    for amax in (torch.rand(300, generator=generator) * 50 + 1e-3).split(1):
-        for e4m3_max in (448.0, 256.0):
-            factor = nvfp4_factor(amax, e4m3_max)
-            found = nvfp4_amax(factor)
-            assert torch.equal(nvfp4_factor(found.amax, found.e4m3_max), factor)
-        amax = amax.bfloat16().float()
-        divisor = nvfp4_divisor(amax, 448.0)
-        assert torch.equal(nvfp4_amax_of_divisor(divisor).amax, amax)
+    seen = set()
+    for factor in (torch.rand(500, generator=generator) * 0.01 + 1e-6).split(1):
+        found = from_factor(factor)
+        seen.add(found.quantizer.canonical)
+        assert torch.equal(factor_of(*found), factor)
+    assert len(seen) == 3  # an amax with 448, with 256, or a stored factor
+
+
+def test_a_bfloat16_amax_is_found():
+    generator = torch.Generator().manual_seed(0)
+    for amax in (torch.rand(300, generator=generator) * 50 + 1e-3).bfloat16().float().split(1):
+        divisor = torch.tensor([2688.0]) / amax
+        assert torch.equal(from_divisor(divisor).amax, amax)
 
 
 def test_options_of_open(tmp_path):

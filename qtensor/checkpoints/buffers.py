@@ -27,11 +27,13 @@ class Parts(NamedTuple):
         codes: uint8 or float8 codes of the rowwise buffer.
         scale: factors of the blocks, (M, blocks along K) or a grid; of FP8: one, or (M, 1).
         amax: NVFP4: float32 (1,).
+        factor: NVFP4 with ``with_global_scale_inv``: the decode factor, float32 (1,).
     """
 
     codes: Tensor
     scale: Tensor
     amax: Tensor | None = None
+    factor: Tensor | None = None
 
 
 _FIELDS = {
@@ -40,6 +42,7 @@ _FIELDS = {
     "scale_inv": "scale",
     "rowwise_scale_inv": "scale",
     "amax_rowwise": "amax",
+    "rowwise_global_scale_inv": "factor",
 }
 """Constructor keyword of a buffer -> field of ``Parts``."""
 

@@ -1,8 +1,8 @@
-"""Convert between the tensor factor of NVFP4 in files and the amax that our tensors hold.
+"""Convert between the tensor factor of NVFP4 in files and what our tensors hold.
 
-Files hold a factor G, or its reciprocal; our NVFP4 tensors hold an amax A and decode with
-fl(A / (6 * L)), where L is the largest block factor, 448 or 256. This module is the only place
-that knows the conversion.
+Files hold a factor G, or a divisor g. Our tensors hold an amax A and decode with fl(A / 6L), where
+L is the largest block factor, 448 or 256; or, with ``with_global_scale_inv``, a factor of their
+own. This module is the only place that knows the conversion.
 """
 
 from __future__ import annotations
@@ -12,50 +12,94 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.quantizers import NVFP4Quantizer
+from qtensor.reference.nvfp4 import nearest_amax
+
 _STEPS = 2
-"""Neighbours on each side, in float32 units, that the search tries."""
+"""Neighbours on each side, in float32 units, that a search tries."""
 
 
-class Amax(NamedTuple):
-    """Hold an amax that gives a factor exactly.
+class TensorFactor(NamedTuple):
+    """Hold what an NVFP4 tensor needs to decode with the factor of a file.
 
     Attributes:
+        quantizer: describes the buffers.
         amax: float32 (1,).
-        e4m3_max: L, 448 or 256.
+        factor: the stored decode factor, float32 (1,), or None if the amax gives it.
     """
 
+    quantizer: NVFP4Quantizer
     amax: Tensor
-    e4m3_max: float
+    factor: Tensor | None = None
 
 
-def nvfp4_amax(factor: Tensor) -> Amax | None:
-    """Return A and L with fl(A / 6L) equal to ``factor``, or None if no amax gives it.
+def from_factor(factor: Tensor) -> TensorFactor:
+    """Return the amax that gives a factor exactly, or else the factor itself.
 
     Args:
         factor: G, one float32, positive and finite.
     """
     factor = factor.reshape(1)
     for e4m3_max in (448.0, 256.0):
-        near = _neighbours(factor * (6 * e4m3_max))
-        hits = near[nvfp4_factor(near, e4m3_max) == factor]
-        if len(hits):
-            return Amax(hits[:1], e4m3_max)
-    return None
+        amax = nearest_amax(factor, e4m3_max)
+        if torch.equal(amax / (6 * e4m3_max), factor):
+            return TensorFactor(NVFP4Quantizer(e4m3_max=e4m3_max), amax)
+    quantizer = NVFP4Quantizer(with_global_scale_inv=True)
+    return TensorFactor(quantizer, nearest_amax(factor, 448.0), factor)
 
 
-def nvfp4_amax_of_divisor(divisor: Tensor) -> Amax | None:
-    """Return A with fl(2688 / A) equal to ``divisor``, or None if no amax gives it.
+def from_divisor(divisor: Tensor) -> TensorFactor | None:
+    """Return an amax A with fl(2688 / A) equal to a divisor, or else the factor fl(1 / g).
 
-    A bfloat16 number is preferred, because it is the amax of every bfloat16 weight.
+    A bfloat16 amax is preferred, because it is the amax of every bfloat16 weight. Several divisors
+    can have one reciprocal; the amax beside the factor is then chosen so that ``divisor_of`` gives
+    the divisor back.
 
     Args:
         divisor: compressed-tensors' global scale g, one float32, positive and finite.
+
+    Returns:
+        The parts of the tensor, or None if the reciprocal is not a finite, normal number.
     """
     divisor = divisor.reshape(1)
-    guess = nvfp4_divisor(divisor, 448.0)
-    near = torch.cat((guess.bfloat16().float(), _neighbours(guess)))
-    hits = near[nvfp4_divisor(near, 448.0) == divisor]
-    return Amax(hits[:1], 448.0) if len(hits) else None
+    guess = _divided(2688.0, divisor)
+    near = _neighbours(guess)
+    candidates = torch.cat((guess.bfloat16().float(), near))
+    hits = candidates[_divided(2688.0, candidates) == divisor]
+    if len(hits):
+        return TensorFactor(NVFP4Quantizer(), hits[:1])
+    factor = _divided(1.0, divisor)
+    if not bool(torch.isfinite(factor) & (factor >= torch.finfo(torch.float32).tiny)):
+        return None
+    quantizer = NVFP4Quantizer(with_global_scale_inv=True)
+    for amax in near.split(1):
+        if torch.equal(divisor_of(quantizer, amax, factor), divisor):
+            return TensorFactor(quantizer, amax, factor)
+    return None
+
+
+def factor_of(quantizer: NVFP4Quantizer, amax: Tensor, factor: Tensor | None) -> Tensor:
+    """Return G: the stored factor, or fl(A / 6L), float32 of the shape of ``amax``."""
+    return amax / (6 * quantizer.e4m3_max) if factor is None else factor
+
+
+def divisor_of(quantizer: NVFP4Quantizer, amax: Tensor, factor: Tensor | None) -> Tensor:
+    """Return g = fl(6L / A); with a stored factor, the g with fl(1 / g) = G nearest to 6L / A."""
+    top = 6 * quantizer.e4m3_max
+    guess = _divided(top, amax)
+    if factor is None or factor.is_meta:
+        return guess
+    near = _neighbours(_divided(1.0, factor))
+    near = near[_divided(1.0, near) == factor]
+    if not len(near):
+        return guess
+    distance = (top / near.double() - amax.double()).abs()
+    return near[distance.argmin()].reshape(1)
+
+
+def _divided(top: float, by: Tensor) -> Tensor:
+    """Return fl(top / by); ``top / by`` of a number would multiply with a rounded reciprocal."""
+    return torch.full_like(by, top) / by
 
 
 def _neighbours(guess: Tensor) -> Tensor:
@@ -63,13 +107,3 @@ def _neighbours(guess: Tensor) -> Tensor:
     steps = torch.tensor(sorted(range(-_STEPS, _STEPS + 1), key=abs), dtype=torch.int32)
     near = (guess.view(torch.int32) + steps).view(torch.float32)
     return near[torch.isfinite(near) & (near > 0)]
-
-
-def nvfp4_factor(amax: Tensor, e4m3_max: float) -> Tensor:
-    """Return G = fl(A / 6L), float32 of the shape of ``amax``."""
-    return amax / (6 * e4m3_max)
-
-
-def nvfp4_divisor(amax: Tensor, e4m3_max: float) -> Tensor:
-    """Return g = fl(6L / A), float32 of the shape of ``amax``."""
-    return torch.full_like(amax, 6 * e4m3_max) / amax

@@ -16,7 +16,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
-from qtensor.checkpoints.nvfp4_factor import nvfp4_amax_of_divisor, nvfp4_divisor
+from qtensor.checkpoints.nvfp4_factor import divisor_of, from_divisor
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
@@ -244,14 +244,15 @@ class CompressedTensorsLayout(Layout):
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
         """Return the quantized tensor of a module."""
-        amax = None
-        if group.options.format == NVFP4:
-            found = nvfp4_amax_of_divisor(self._divisor(group, stored))
-            if found is None:
-                return DenseOnly("no amax gives its weight_global_scale")
-            amax = found.amax
-        parts = Parts(stored["codes"], stored["scale"], amax)
-        return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
+        codes, scale = stored["codes"], stored["scale"]
+        if group.options.format != NVFP4:
+            quantizer = cast(Quantizer, group.target)
+            return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
+        found = from_divisor(self._divisor(group, stored))
+        if found is None:
+            return DenseOnly("the reciprocal of weight_global_scale is not a normal float32")
+        parts = Parts(codes, scale, found.amax, found.factor)
+        return assemble(found.quantizer, group.shape, group.dtype, parts)
 
     def _divisor(self, group: Group, stored: Loaded) -> Tensor:
         """Return the global scale of an NVFP4 weight.
@@ -334,7 +335,7 @@ class CompressedTensorsWriter(Writer):
             rule = "quantized tensors are the 2-D 'weight' of a module"
             self.refuse(name, rule, f"{tuple(tensor.shape)} named {name!r}")
         kind = self._kind(name, tensor)
-        codes, scale, amax = rowwise_parts(tensor)
+        codes, scale, amax, factor = rowwise_parts(tensor)
         self._weights[module] = kind
         if kind in _FP8_SCHEMES:
             scale = self._narrowed(module, scale, tensor.dtype)
@@ -344,7 +345,7 @@ class CompressedTensorsWriter(Writer):
         stored = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale}
         if amax is not None:
             quantizer: Any = tensor.quantizer
-            divisor = nvfp4_divisor(amax, quantizer.e4m3_max)
+            divisor = divisor_of(quantizer, amax, factor)
             if not divisor.is_meta and not bool(torch.isfinite(divisor)):
                 fix = "Leave the weight plain"
                 self.refuse(name, "the amax of an NVFP4 weight is not 0", amax.item(), fix)
