@@ -116,6 +116,21 @@ def test_explain_tells_that_small_calls_are_off(monkeypatch: pytest.MonkeyPatch)
     assert dict(off.reasons)["small_calls"] == "switched off by QTENSOR_SMALL_CALLS=0"
 
 
+@pytest.mark.parametrize(
+    "options", [{"backend": "reference"}, {"fast_accumulation": True}], ids=str
+)
+def test_a_caller_who_chooses_is_obeyed(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, observe = [], OBSERVERS["gemm"]
+    monkeypatch.setitem(OBSERVERS, "gemm", lambda *call: (seen.append(call), observe(*call))[1])
+    x = torch.randn(11, 64)
+    weight = qtensor.quantize(torch.randn(16, 64), "mxfp8")
+    for _ in range(5):
+        qtensor.gemm(x, weight, "TN", **options)
+    assert len(seen) == 5
+
+
 def times_in_python(rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how many of some equal calls of `quantize` on (rows, 1024) reach the Python kernel."""
     seen = []

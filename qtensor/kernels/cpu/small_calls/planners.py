@@ -214,6 +214,8 @@ def _read_addresses(builder: Builder, matrix_layout: BufferLayout) -> tuple[list
 def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
     """Plan `gemm`: two matrices, at least one of them quantized, to their product (M, N)."""
     a_shape, b_shape, layout, bias = call.a_shape, call.b_shape, call.layout, call.bias
+    if call.backend != "auto" or call.fast:
+        return None  # The caller has chosen who computes.
     if len(a_shape) != 2 or len(b_shape) != 2 or not (call.a_quantizer or call.b_quantizer):
         return None
     m, k = (a_shape[1], a_shape[0]) if layout == "NT" else (a_shape[0], a_shape[1])
