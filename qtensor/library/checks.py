@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,3 +127,29 @@ def check_seed(op: str, codec: Codec, seed: Tensor | None, count: int = 1) -> No
             fail(f"{op}[{codec.format}]", rule, "no seed", fix)
         return
     check_one(f"{op}[{codec.format}]", "seed", seed, torch.int64, count)
+
+
+def check_factors(
+    op: str, codec: Codec, shape: Shape, scale: Tensor | None, amax: Sequence[Tensor] | None
+) -> None:
+    """Refuse a scale or maxima of another number than the factors of a tensor of ``shape``.
+
+    Kernels would read outside them, and the reference would leave factors unwritten. Formats whose
+    factors come from the values alone ignore both arguments.
+
+    Raises:
+        QTensorError: the message names the argument.
+    """
+    counts = [math.prod(size) for size in codec.amax_shapes(shape)]
+    if not counts:
+        return
+    name = f"{op}[{codec.format}]"
+    if codec.spec.block is None:
+        check_one(name, "scale", scale, torch.float32, counts[0])
+    if not amax:
+        return
+    if len(amax) != len(counts):
+        rule = f"amax must hold {len(counts)} tensor{'s' * (len(counts) > 1)}"
+        fail(name, rule, len(amax), "Pass the result of torch.ops.qtensor.amax")
+    for value, count in zip(amax, counts, strict=True):
+        check_one(name, "amax", value, torch.float32, count)

@@ -50,12 +50,23 @@ class GemmArgs(NamedTuple):
 def _gemm_alloc(args: GemmArgs) -> Tensor:
     check_layout(args.layout)
     check(bool(args.a and args.b), "gemm", "operands have buffers", "none", "Pass their buffers")
+    return torch.empty(product_shape(args), dtype=args.dtype, device=args.a[0].device)
+
+
+def product_shape(args: Any) -> tuple[int, ...]:
+    """Return the shape of a product.
+
+    Args:
+        args: ``GemmArgs``, or arguments with the same fields.
+
+    Raises:
+        QTensorError: an operand has too few dimensions.
+    """
     try:
-        shape = output_shape(args.a_shape, args.b_shape, args.layout)
+        return output_shape(args.a_shape, args.b_shape, args.layout)
     except IndexError:
         check_operands(None, args.a_shape, None, args.b_shape, args.layout)
         raise
-    return torch.empty(shape, dtype=args.dtype, device=args.a[0].device)
 
 
 def check_product(args: Any) -> None:

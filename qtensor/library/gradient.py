@@ -13,7 +13,7 @@ from qtensor.errors import fail
 from qtensor.kernels.gemm.problem import Product
 from qtensor.layout import Shape
 from qtensor.library.define import BODIES, below_autograd, leaf_op, no_outputs
-from qtensor.library.gemm import GemmArgs, check_layout, check_product, output_shape
+from qtensor.library.gemm import GemmArgs, check_layout, check_product, product_shape
 
 Operand = tuple[list[Tensor], str, tuple[int, ...]]
 """(buffers, canonical text of the quantizer or "", logical shape)."""
@@ -41,7 +41,7 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
     target = args.out.data
     check_layout(args.layout)
-    shape = output_shape(args.a_shape, args.b_shape, args.layout)
+    shape = product_shape(args)
     if target.shape != shape or not target.is_floating_point():
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
         got = f"{target.dtype} {tuple(target.shape)}"

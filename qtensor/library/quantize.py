@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check
 from qtensor.kernels import table
-from qtensor.library.checks import check_buffers, check_one, check_seed
+from qtensor.library.checks import check_buffers, check_factors, check_one, check_seed
 from qtensor.library.codec import Codec, alloc_outputs, by_name, parse
 from qtensor.library.define import below_autograd, leaf_op
 from qtensor.library.denormals import denormals_kept
@@ -72,6 +72,8 @@ def _encode(
     seed: Tensor | None,
 ) -> None:
     """Write the buffers, and the amax where there is room for it behind them."""
+    if scale is not None or amax:
+        check_factors("quantize", codec, x.shape, scale, amax)
     if table.quantize_(codec, buffers, x, scale, amax, seed):
         return
     with below_autograd(), denormals_kept():
