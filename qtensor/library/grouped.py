@@ -215,8 +215,10 @@ def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
     known = _read_groups("grouped_gemm", args)
     count = len(args.b) // args.groups
     rule = f"b must hold as many buffers for each of the {args.groups} groups, bias one tensor"
-    fits = count * args.groups == len(args.b) and len(args.bias or known) == args.groups
-    check(fits, "grouped_gemm", rule, len(args.b), "Pass the buffers of one group after the other")
+    biases = args.groups if args.bias is None else len(args.bias)
+    fits = count * args.groups == len(args.b) and biases == args.groups
+    got = f"{len(args.b)} buffers, {biases} biases"
+    check(fits, "grouped_gemm", rule, got, "Pass the buffers of one group after the other")
     with below_autograd():
         left = group_buffers(args.a, args.a_quantizer, known, args.a_shape[1])
         for i, part in enumerate(out.split(known)):

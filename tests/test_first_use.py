@@ -1,0 +1,118 @@
+"""The first use of a process may happen on the meta device, or below a fake tensor mode: shapes are
+right, and real calls that follow have the bytes of a process that began with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from training import RECIPES, region
+
+import qtensor
+from qtensor import ops
+
+MODULES = {
+    "linear": lambda: qtensor.Linear(128, 128),
+    "norm_linear": lambda: qtensor.LayerNormLinear(128, 128),
+    "mlp": lambda: qtensor.LayerNormMLP(128, 128),
+    "grouped": lambda: qtensor.GroupedLinear(2, 128, 128),
+    "sequence": lambda: ops.Sequential(*(
+        ops.RMSNorm(128),
+        ops.Linear(128, 256),
+        ops.SwiGLU(),
+        ops.Linear(128, 128),
+    )),
+}
+CONTEXTS = {"fake": FakeTensorMode, "meta": lambda: torch.device("meta")}
+
+
+def step(module, recipe):
+    """Return the output of a forward and a backward pass, both under ``recipe``."""
+    x = torch.randn(256, 128, requires_grad=True)
+    extra = ([128, 128],) if isinstance(module, qtensor.GroupedLinear) else ()
+    with region(recipe):
+        y = module(x, *extra)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    return y
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_step_without_data(context, module, recipe):
+    with CONTEXTS[context]():
+        layer = MODULES[module]()
+        for _ in range(2):
+            y = step(layer, RECIPES[recipe]())
+    assert y.shape == (256, 128)
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    for t in (y, *gradients):
+        assert isinstance(t, FakeTensor) if context == "fake" else t.is_meta
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_step_on_meta_leaves_the_state_as_it_is(recipe):
+    """A layer that is traced for shapes before it is filled begins as another one does."""
+    torch.manual_seed(0)
+    plain = qtensor.Linear(128, 128)
+    with torch.device("meta"):
+        layer = qtensor.Linear(128, 128)
+        step(layer, RECIPES[recipe]())
+    assert int(layer._states["weight"].draws) == 0
+    layer.load_state_dict(plain.state_dict(), assign=True)
+    results = []
+    for each in (plain, layer):
+        torch.manual_seed(1)
+        results.append([step(each, RECIPES[recipe]()) for _ in range(3)])
+    assert all(map(torch.equal, *results))
+
+
+PROGRAM = """
+import sys, torch, qtensor
+from test_first_use import CONTEXTS, MODULES, RECIPES, step
+first, recipe = sys.argv[1:]
+make = RECIPES[recipe]
+if first == "explain":
+    with qtensor.autocast(recipe=make()):
+        assert "bytes saved" in repr(MODULES["sequence"]().explain())
+elif first != "nothing":
+    with CONTEXTS[first]():
+        q = qtensor.quantize(torch.randn(128, 128), "nvfp4")
+        torch.nn.functional.linear(torch.randn(4, 128), q)
+        [step(module(), make()) for module in MODULES.values()]
+for module in MODULES.values():
+    torch.manual_seed(0)
+    layer = module()
+    for _ in range(2):
+        y = step(layer, make())
+    print(float(y.double().sum()), *(float(p.grad.double().sum()) for p in layer.parameters()))
+for name in ("fp8", "mxfp8", "nvfp4"):
+    torch.manual_seed(0)
+    print([int(b.view(torch.uint8).long().sum()) for b in qtensor.quantize(
+        torch.randn(64, 64), name, columnwise=True).buffers()])
+"""
+
+
+@functools.cache
+def printed(first: str, recipe: str) -> str:
+    """Return what the program prints in a process of its own."""
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, first, recipe]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("first", ["explain", "fake", "meta"])
+def test_a_process_that_begins_without_data(first, recipe):
+    assert printed(first, recipe) == printed("nothing", recipe)
