@@ -48,6 +48,7 @@ __all__ = [
     "cache_dir",
     "clean",
     "is_built",
+    "is_intact",
     "library_path",
     "list_built",
     "rebuild",
@@ -190,7 +191,8 @@ def is_built(spec: BuildSpec) -> bool:
 def list_built() -> tuple[Built, ...]:
     """Return every library in the cache and in the folder that replaces it, by name and time.
 
-    Libraries that other users could have written are left out. The contents are not read.
+    Libraries that other users could have written are left out. This function does not read the
+    libraries themselves: check each one with `is_intact` before you load it.
     """
     roots = [root for root in readable_roots() if root.is_dir()]
     folders = (path for root in roots for path in root.iterdir() if _ENTRY.fullmatch(path.name))
@@ -254,7 +256,7 @@ def _find(spec: BuildSpec, key: str) -> Built | None:
     """Return the library of `spec` if the cache has it, unchanged since it was built."""
     for root in readable_roots():
         entry = _entry(root / f"{spec.name}-{key}")
-        if entry is not None and _is_intact(entry):
+        if entry is not None and is_intact(entry):
             return entry
     return None
 
@@ -279,8 +281,11 @@ def _entry(folder: Path) -> Built | None:
         return None
 
 
-def _is_intact(entry: Built) -> bool:
-    """Return whether a library has the bytes that the compiler wrote."""
+def is_intact(entry: Built) -> bool:
+    """Return whether a library has the bytes that the compiler wrote, by its SHA-256.
+
+    `build` and `is_built` make this check themselves.
+    """
     try:
         return hashlib.sha256(entry.path.read_bytes()).hexdigest() == entry.digest
     except OSError:
@@ -342,7 +347,7 @@ def _build(spec: BuildSpec, key: str, tell: Callable[[str], None]) -> Path:
     try:
         with _locked(root / f"{folder.name}{_LOCK}", spec, tell):
             entry = _entry(folder)
-            if entry is None or not _is_intact(entry):
+            if entry is None or not is_intact(entry):
                 _remove_stale(root)
                 _make(spec, key, folder, compiler, tell)
     except OSError as error:
@@ -471,7 +476,7 @@ def _install(made: Path, folder: Path) -> None:
         made.rename(folder)
     except OSError:
         entry = _entry(folder)
-        if entry is None or not _is_intact(entry):
+        if entry is None or not is_intact(entry):
             if not folder.exists():
                 raise
             shutil.rmtree(folder)

@@ -27,9 +27,9 @@ class QuantizerLike(Protocol):
     canonical: str
     slots: tuple[Slot, ...]
     keywords: tuple[str, ...]
-    """Constructor keywords of the slots."""
+    """Keyword of each slot's buffer in the constructor of the tensor class."""
     attributes: tuple[tuple[str, str], ...]
-    """(attribute, constructor keyword) of each slot."""
+    """(attribute of the tensor, keyword of its constructor) of each slot."""
     scale_layout: str
     rowwise: bool
     columnwise: bool
@@ -183,9 +183,9 @@ def alloc_slots(slots: Sequence[Slot], shape: Shape, device: torch.device) -> li
 
     Buffers with padding start as zeros, because fills never write the padding.
     """
-    buffers, known = [], all(type(n) is int for n in shape)
+    buffers, static = [], all(type(n) is int for n in shape)
     for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
-        cleared = has_padding(slot, shape) if known else slot.padded
+        cleared = has_padding(slot, shape) if static else slot.padded
         make = torch.zeros if cleared else torch.empty
         buffers.append(make(size, dtype=slot.dtype, device=device))
     return buffers
@@ -234,7 +234,7 @@ def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
 
 
 def by_name(quantizer: QuantizerLike, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return a dict from slot name to buffer for buffers in slot order."""
+    """Return a dict from slot name to buffer for buffers in slot order; others are ignored."""
     return {slot.name: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=False)}
 
 
@@ -250,6 +250,8 @@ def transposed(
     Returns:
         The quantizer of the (K, M) matrix, and its buffers, which are views of ``buffers``.
     """
-    twin, moves = quantizer.transpose_plan
+    target, moves = quantizer.transpose_plan
     named = by_name(quantizer, buffers)
-    return twin, [named[name] if turn is None else turn(named[name]) for _, name, turn in moves]
+    return target, [
+        named[name] if make_view is None else make_view(named[name]) for _, name, make_view in moves
+    ]

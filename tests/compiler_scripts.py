@@ -6,10 +6,10 @@ import ctypes
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from torch_process import TorchProcess
 
 from qtensor.build import BuildSpec, Unit
 from qtensor.compilers import Compiler, find_cxx
@@ -84,16 +84,15 @@ def entries(libraries: Path) -> list[str]:
     return sorted(p.name for p in libraries.iterdir() if p.suffix != ".lock")
 
 
-def start(source: Path, compiler: Path, told: Path, before: str = "") -> subprocess.Popen[str]:
+def start(source: Path, compiler: Path, told: Path, before: str = "") -> TorchProcess:
     """Start ``PROCESS`` after the lines ``before``."""
-    command = [sys.executable, "-c", before + PROCESS, str(source), str(compiler), str(told)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return TorchProcess(before + PROCESS, str(source), str(compiler), str(told))
 
 
-def finish(process: subprocess.Popen[str]) -> Path:
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
-    return Path(json.loads(out))
+def finish(process: TorchProcess) -> Path:
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    return Path(json.loads(done.stdout))
 
 
 def wait_for(condition) -> None:

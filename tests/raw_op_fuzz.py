@@ -9,6 +9,7 @@ the call that ended the process. A line that begins with BAD is a fault.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import sys
 import zlib
 from typing import Any
@@ -209,5 +210,6 @@ def main(seed: int, count: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     first, second, *rest = sys.argv[1:]
     main(int(first), int(second), rest)

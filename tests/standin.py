@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import json
 import shutil
 import subprocess
@@ -46,7 +47,9 @@ def install(spec: KernelSpec, source: Path | None = None, *, key: str = "0" * 32
     entry.mkdir(parents=True, exist_ok=True)
     path = entry / f"{name}.so"
     shutil.copy(source or compiled(), path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     facts = {"name": name, "key": key, "size": path.stat().st_size, "time": time.time()}
+    facts["sha256"] = digest
     (entry / "manifest.json").write_text(json.dumps(facts))
     library.refresh()
     return path

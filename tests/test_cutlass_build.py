@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from compiler_scripts import SECONDS, entries, runs, wait_for, waiting
 from standin import Standin, compiled, install
+from torch_process import TorchProcess
 
 from qtensor import build as cache
 from qtensor import compilers
@@ -217,9 +216,8 @@ def test_a_compile_that_fails(
     assert entries(libraries) == []
 
 
-def start(told: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROCESS, str(told)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(told: Path) -> TorchProcess:
+    return TorchProcess(PROCESS, str(told))
 
 
 def test_two_processes_build_once(
@@ -232,9 +230,9 @@ def test_two_processes_build_once(
     (tmp_path / "go").touch()
     paths = set()
     for process in processes:
-        out, err = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, err
-        paths.add(out.strip())
+        done = process.finish()
+        assert done.returncode == 0, done.stderr
+        paths.add(done.stdout.strip())
     assert len(runs(tmp_path)) == 2, "one compile and one link"
     assert paths == {str(library.built_specs()[SPEC.name])}
     texts = sorted(path.read_text() for path in told)
@@ -249,7 +247,7 @@ def test_a_killed_build_leaves_nothing_half_made(
     process = start(tmp_path / "told")
     wait_for(lambda: runs(tmp_path))
     process.kill()
-    process.communicate()
+    process.finish()
     assert library.built_specs() == {}
     assert library.load(SPEC) == "it is not built"
     (tmp_path / "go").touch()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+import torch_process
 
 from qtensor.cutlass_gemm import emit, library, tuning
 from qtensor.cutlass_gemm.spec import ARCHS, RECIPES, KernelSpec
@@ -176,7 +175,4 @@ def test_importing_and_choosing_import_no_cutlass() -> None:
         "tuning.ranked(tuning.want_of(tuning.specs()[0]), (1, 2, 3), 4); emit.digest();"
         "print([m for m in sys.modules if m.startswith(('cutlass', 'qtensor.build'))])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stdout.strip() == "[]"
+    assert torch_process.run(code).stdout.strip() == "[]"

@@ -5,11 +5,10 @@ transformers.
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch_process
 from torch import nn
 from training import assert_same
 
@@ -149,10 +148,11 @@ def test_a_converted_model_without_data(converted):
 def test_the_first_use_of_the_kernels_below_another_default_device():
     """Their check of torch's sgemm must not hand it meta tensors."""
     script = (
-        "import torch, qtensor\n"
+        "import warnings, torch, qtensor\n"
+        "warnings.simplefilter('error')\n"
         "torch.set_default_device('meta')\n"
         "layer = qtensor.Linear(32, 32, device='cpu', recipe=qtensor.recipes.MXFP8BlockScaling())\n"
         "y = layer(torch.ones(8, 32, device='cpu'))\n"
         "assert y.device.type == 'cpu' and y.isfinite().all()\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+    torch_process.run(script)

@@ -7,11 +7,11 @@ import importlib
 import json
 import math
 import socket
-import subprocess
 import sys
 
 import pytest
 import torch
+import torch_process
 
 pytest.importorskip("typer", reason="the extra 'cli' is not installed")
 pytest.importorskip("safetensors", reason="the extra 'demo' is not installed")
@@ -336,10 +336,7 @@ def test_the_command_line_imports_nothing_heavy():
         f"import torch, sys; a = set(sys.modules); import qtensor.cli; print({heavy} & "
         "(set(sys.modules) - a))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == "set()"
+    assert torch_process.run(code).stdout.strip() == "set()"
 
 
 # ------------------------------------------------------------------------------- the real model

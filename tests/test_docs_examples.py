@@ -1,11 +1,10 @@
 """Every python block of the README and the documents runs, in order, one process a document."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch_process
 
 import qtensor
 
@@ -33,7 +32,7 @@ def script(path):
 
 
 def run(path, folder):
-    program = folder / f"{path.stem}.py"
+    program = folder / f"{path.stem}.py"  # a file, because torch reads the source of functions
     program.write_text(script(path))
     environment = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
@@ -41,9 +40,13 @@ def run(path, folder):
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(program)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600
+    first = "import warnings; warnings.filterwarnings('error', '', DeprecationWarning, '__main__');"
+    return torch_process.run(
+        first + program.read_text(),
+        name=str(program),
+        environment=environment,
+        folder=folder,
+        check=False,
     )
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch_process
 from compile_helpers import adversarial, assert_same, ordinary
 from formats import BY_NAME, FORMATS, FormatCase, formats
 from torch import Tensor, nn
@@ -200,6 +199,7 @@ def test_live_state_is_exported():
         assert_same(program(*args), module(*args))
 
 
+@pytest.mark.nightly(reason="half a minute of the C++ compiler; every other test exports as well")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [BY_NAME["nvfp4"]], ids=lambda c: c.name)
 def test_ahead_of_time_package(case: FormatCase, tmp_path):
@@ -221,9 +221,7 @@ def test_ahead_of_time_package(case: FormatCase, tmp_path):
         assert_same(list(loaded(x, scale)), module(x, scale))
     # A process without qtensor: torch offers no hook, but its error names the ops that are missing.
     load = f"import torch; torch._inductor.aoti_load_package({path!r})"
-    process = [sys.executable, "-c", load]
-    result = subprocess.run(process, capture_output=True, text=True, check=False)
+    result = torch_process.run(load, check=False)
     assert result.returncode == 1
     assert "Could not find schema for qtensor::" in result.stderr
-    process[-1] = f"import qtensor; {load}"
-    subprocess.run(process, check=True, capture_output=True)
+    torch_process.run(f"import qtensor; {load}")

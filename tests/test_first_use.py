@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch_process
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from training import RECIPES, region
 
@@ -103,13 +102,10 @@ for name in ("fp8", "mxfp8", "nvfp4"):
 
 @functools.cache
 def printed(first: str, recipe: str) -> str:
-    """Return what the program prints in a process of its own."""
+    """Return what the program prints in a process that has imported torch alone."""
     tests = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, first, recipe]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return torch_process.run(PROGRAM, first, recipe, environment=environment).stdout
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])

@@ -5,13 +5,12 @@ same.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch_process
 from formats import BY_NAME, FORMATS, rand
 from standin import Standin, as_on_a_gpu, install, pretend
 from test_gemm import assert_product, values
@@ -440,13 +439,6 @@ def test_choosing_costs_a_cpu_nothing() -> None:
         "print([m for m in ('cutlass_library', 'qtensor.cutlass_gemm.library') if m in "
         "sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ
-        | {"QTENSOR_NATIVE": "0"},  # not to compile the CPU kernels into this test's cache
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    # Without kernels, so as not to compile them into this test's cache.
+    done = torch_process.run(code, environment=os.environ | {"QTENSOR_NATIVE": "0"})
     assert done.stdout.strip() == "[]"

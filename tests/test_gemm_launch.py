@@ -197,6 +197,31 @@ def test_a_truncated_library_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(library.load(SPEC), Kernel)
 
 
+def test_a_library_that_has_changed_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the size of the manifest but other contents, as after a crash of the machine."""
+    pretend(monkeypatch, (9, 0))
+    path = install(SPEC)
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1  # the end of the section table; the system still loads such a file
+    path.write_bytes(contents)
+    library.refresh()
+    refusal = library.load(SPEC)
+    assert isinstance(refusal, str)
+    assert "has changed since it was built; run: qtensor kernels build" in refusal
+    path.with_name("manifest.json").write_text("{}")
+    library.refresh()
+    assert library.load(SPEC) == "it is not built"
+
+
+def test_an_older_intact_library_replaces_a_changed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    install(SPEC)
+    newest = install(SPEC, key="1" * 32)
+    newest.write_bytes(bytes(newest.stat().st_size))
+    library.refresh()
+    assert isinstance(library.load(SPEC), Kernel)
+
+
 def test_broken_libraries_leave_the_product_to_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch_process
 from compiler_scripts import runs, script
 
 pytest.importorskip("typer", reason="the extra 'cli' is not installed")
@@ -187,6 +186,4 @@ def test_importing_the_module_imports_no_compiler() -> None:
         "import sys, qtensor.kernels; print({'qtensor.build', 'qtensor.compilers'} & "
         "set(sys.modules))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == "set()"
+    assert torch_process.run(code).stdout.strip() == "set()"

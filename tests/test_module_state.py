@@ -7,11 +7,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch_process
 from formats import assert_same_bytes
 from torch import nn
 from torch.distributed import checkpoint
@@ -285,4 +284,4 @@ def test_a_pickled_module_goes_on_in_another_process(tmp_path):
         "    (y.sum() * 1e6).backward()\n"
         "assert float(module._states['weight'].delayed.merged()[0, 2]) == 1e6\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    torch_process.run(script, str(path))

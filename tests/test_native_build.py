@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from compiler_scripts import SECONDS, runs, script, wait_for, waiting
 from native_cases import by_reference
+from torch_process import TorchProcess
 
 import qtensor
 from qtensor.build import build
@@ -64,24 +64,22 @@ def wanted() -> dict[str, Any]:
     }
 
 
-def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, **environment: str) -> TorchProcess:
     """The program in a process of its own, with a cache and temporary files of its own."""
     (folder / "temporary").mkdir(exist_ok=True)
     names = ("QTENSOR_NATIVE", "QTENSOR_CPU_ISA", "QTENSOR_CXX", "CXX")
     given = {k: v for k, v in os.environ.items() if k not in names}
     given |= {"QTENSOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder / "temporary")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", PROGRAM]
-    return subprocess.Popen(command, env=given | environment, **pipes)
+    return TorchProcess(PROGRAM, environment=given | environment)
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(process: TorchProcess) -> dict[str, Any]:
     """What the program said; its bytes and values are right, whoever computed them."""
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
-    told = json.loads(out)
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     assert {name: told.pop(name) for name in ("bytes", "values")} == wanted()
-    return told | {"stderr": err}
+    return told | {"stderr": done.stderr}
 
 
 def falls_back(folder: Path, *reasons: str, **environment: str) -> None:
@@ -265,8 +263,8 @@ def test_a_process_killed_while_it_builds(tmp_path: Path, real_library: Path) ->
     try:
         wait_for(lambda: runs(tmp_path))
     finally:
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate(timeout=SECONDS)
+        killed.kill()
+        killed.finish()
     assert not list((tmp_path / "cache").rglob("cpu_*.so"))
     (tmp_path / "go").touch()
     told = finish(start(tmp_path, QTENSOR_CXX=str(compiler)))
@@ -280,9 +278,9 @@ def test_two_processes_build_once(tmp_path: Path, real_library: Path) -> None:
     first = start(tmp_path, QTENSOR_CXX=str(compiler))
     wait_for(lambda: runs(tmp_path))
     second = start(tmp_path, QTENSOR_CXX=str(compiler))
-    assert second.stderr is not None
-    heard = second.stderr.readline()
-    assert heard == ("qtensor: waiting for another process that compiles its native CPU kernels\n")
+    wait_for(lambda: "\n" in second.stderr())
+    heard = second.stderr().splitlines()[0]
+    assert heard == "qtensor: waiting for another process that compiles its native CPU kernels"
     (tmp_path / "go").touch()
     assert all(finish(process)["native"] for process in (first, second))
     kernels, small_calls = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from raw_op_cases import MAKERS, RANDOM, Maker
 from raw_op_fuzz import check_call
+from torch_process import TorchProcess
 
 from qtensor.library.define import FILLS
 
@@ -24,11 +23,12 @@ def run(seed: int, count: int) -> str:
     """Return what the fuzz prints; fail if its process ends early, with the last call."""
     environment = os.environ | {
         "PYTHONPATH": f"{FUZZ.parent.parent}:{FUZZ.parent}",
-        "PYTHONFAULTHANDLER": "1",
         "OMP_WAIT_POLICY": "passive",
     }
-    command = [sys.executable, "-W", "ignore", str(FUZZ), str(seed), str(count)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    program = TorchProcess(
+        FUZZ.read_text(), str(seed), str(count), name=str(FUZZ), environment=environment
+    )
+    done = program.finish(timeout=550)
     last = done.stdout.splitlines()[-1:]
     assert done.returncode == 0, f"exit {done.returncode}, last: {last}\n{done.stderr[-3000:]}"
     return done.stdout

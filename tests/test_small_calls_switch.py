@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch_process
 
 import qtensor
 from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.gemm import choice
+from qtensor.library.define import OBSERVERS
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
@@ -75,9 +77,7 @@ def run(switch: str) -> tuple[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_WAIT_POLICY": "passive",
     }
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = torch_process.run(PROGRAM, environment=environment)
     return done.stdout, done.stderr.strip().splitlines()[-1]
 
 
@@ -114,3 +114,45 @@ def test_explain_tells_that_small_calls_are_off(monkeypatch: pytest.MonkeyPatch)
     off = explain(8)
     assert off.backend in choice.BACKENDS
     assert dict(off.reasons)["small_calls"] == "switched off by QTENSOR_SMALL_CALLS=0"
+
+
+def times_in_python(rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many of some equal calls of `quantize` on (rows, 1024) reach the Python kernel."""
+    seen = []
+    observe = OBSERVERS["quantize"]
+
+    def count(outputs: Any, args: Any) -> None:
+        seen.append(args)
+        observe(outputs, args)
+
+    monkeypatch.setitem(OBSERVERS, "quantize", count)
+    x = torch.randn(rows, 1024)
+    for _ in range(calls):
+        torch.ops.qtensor.quantize(x, "mxfp6(packed=True)")
+    return len(seen)
+
+
+def test_kernels_explain_tells_which_calls_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    if answers.library() is None:
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    mxfp6 = qtensor.quantizer("mxfp6", packed=True)
+    text = qtensor.kernels.explain(mxfp6, torch.float32)
+    assert text.startswith("mxfp6 from torch.float32 on cpu: native\n  small_calls: ")
+    told = re.search(r"on up to (\d+) elements .* from the third equal call on$", text)
+    assert told is not None, text
+    rows = int(told[1]) // 1024
+    assert times_in_python(rows, 5, monkeypatch) == 2
+    assert times_in_python(rows + 1, 5, monkeypatch) == 5
+
+
+def test_kernels_explain_tells_why_no_call_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    mxfp6 = qtensor.quantizer("mxfp6", packed=True)
+    assert "small_calls" not in qtensor.kernels.explain(mxfp6, torch.float32, "meta")
+    assert "small_calls" not in qtensor.kernels.explain(mxfp6, torch.float64)
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "library", lambda: None)
+        text = qtensor.kernels.explain(mxfp6)
+        assert text.endswith("\n  small_calls: not built; run: qtensor kernels build")
+    monkeypatch.setenv("QTENSOR_SMALL_CALLS", "0")
+    text = qtensor.kernels.explain(mxfp6)
+    assert text.endswith("\n  small_calls: switched off by QTENSOR_SMALL_CALLS=0")

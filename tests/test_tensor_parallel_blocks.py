@@ -349,7 +349,7 @@ def refusals() -> list[str]:
 
 
 MESSAGES = [
-    "LayerNormLinear[qkv]: the norm needs whole rows, so that only out_features can be split; got "
+    "LayerNormLinear[qkv]: the norm needs whole rows, so only out_features can be split; got "
     "parallel_mode='row'.",
     "LayerNormLinear[qkv]: out_features must be a multiple of the 2 ranks of tp_group; got 63.",
     "LayerNormLinear[qkv]: parallel_mode needs the process group that the weight is split over; "
@@ -363,8 +363,8 @@ MESSAGES = [
     "LayerNormMLP[mlp] input: sequence_parallel splits dim 0, so there must be one beside the "
     "features; got (64,).",
     *(
-        "GroupedLinear[moe]: a grouped layer does not communicate: the rows of its groups come "
-        "from sending tokens to experts"
+        "GroupedLinear[moe]: a grouped layer does not communicate: the code that sends tokens "
+        "to experts must gather the inputs and sum the outputs over the group"
         for _ in range(3)
     ),
 ]

@@ -161,23 +161,37 @@ def _without_digest(name: str) -> str:
 
 
 def built_specs() -> dict[str, Path]:
-    """Return built kernel name -> path of its newest library, for this release."""
+    """Return built kernel name -> path of its newest library, for this release.
+
+    The libraries are not read; ``load`` refuses one whose contents have changed.
+    """
+    return {name: entries[-1].path for name, entries in _find_entries().items()}
+
+
+def _find_entries() -> dict[str, list[Built]]:
+    """Return kernel name -> its libraries of this release, the oldest first."""
     known = {library_name(spec): spec.name for spec in tuning.specs()}
-    return {known[entry.name]: entry.path for entry in list_built() if entry.name in known}
+    found: dict[str, list[Built]] = {}
+    for entry in list_built():
+        if entry.name in known:
+            found.setdefault(known[entry.name], []).append(entry)
+    return found
 
 
 @functools.cache
-def _paths() -> dict[str, Path]:
-    """Return ``built_specs()``, cached until ``refresh`` is called."""
-    return built_specs()
+def _entries() -> dict[str, list[Built]]:
+    """Return the libraries of each kernel, cached until ``refresh`` is called."""
+    return _find_entries()
 
 
 _LOADED: dict[str, Kernel | str] = {}
+_NOT_BUILT = "it is not built"
+_CHANGED = "its library has changed since it was built; run: qtensor kernels build"
 
 
 def refresh() -> None:
     """Search the cache again at the next ``load``; kernels that are already loaded stay loaded."""
-    _paths.cache_clear()
+    _entries.cache_clear()
     for name in [name for name, kernel in _LOADED.items() if isinstance(kernel, str)]:
         del _LOADED[name]
     tuning.changed()
@@ -195,14 +209,15 @@ def load(spec: KernelSpec) -> Kernel | str:
 
 
 def _load(spec: KernelSpec) -> Kernel | str:
-    path = _paths().get(spec.name)
+    entries = _entries().get(spec.name, [])
+    path = next((entry.path for entry in reversed(entries) if cache.is_intact(entry)), None)
     if path is None and may_compile():
         try:
             path = build(spec)
         except QTensorError as error:
             return str(error)
     if path is None:
-        return "it is not built"
+        return _CHANGED if entries else _NOT_BUILT
     try:
         return Kernel(str(path), spec.name)
     except OSError as error:
@@ -225,7 +240,7 @@ def first_loadable(specs: Sequence[KernelSpec]) -> tuple[Kernel, KernelSpec] | s
         if isinstance(kernel, Kernel):
             return kernel, spec
         reasons.append(kernel)
-    broken = next((reason for reason in reasons if reason != "it is not built"), None)
+    broken = next((reason for reason in reasons if reason != _NOT_BUILT), None)
     return broken or "none of its kernels is built"
 
 

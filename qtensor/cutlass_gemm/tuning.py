@@ -192,8 +192,8 @@ def cost(spec: KernelSpec, m: int, n: int, k: int, processors: int) -> float:
     """Return the relative time of a product: the number of waves times the cost of one tile.
 
     A tile of m x n costs m * n units of arithmetic and ``_LOAD`` * (m + n) of loads, also for the
-    part outside the matrix. One large tile for a few rows is therefore expensive, and many small
-    tiles for a large matrix are more expensive still.
+    part of the tile outside the matrix. Large tiles are therefore expensive for few rows, and small
+    tiles are expensive for large matrices.
     """
     rows, columns = spec.tile[0], spec.tile[1]
     processors = processors // 2 if spec.schedule == "2sm" else processors
@@ -212,7 +212,10 @@ _BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def bucket(size: int) -> int:
-    """Return the bucket of ``size`` in the table of measured choices: the next larger of a list."""
+    """Return the smallest of ``_BUCKETS`` that is at least ``size``, or the last one.
+
+    Products whose three sizes have equal buckets share a measured choice.
+    """
     return next((b for b in _BUCKETS if size <= b), _BUCKETS[-1])
 
 
@@ -221,13 +224,14 @@ LISTENERS: list[Callable[[], None]] = []
 
 
 def changed() -> None:
-    """Call the listeners, which drop their cached choices."""
+    """Drop cached choices: those of ``ranked``, and by the listeners those of other modules."""
     ranked.cache_clear()
     for listener in LISTENERS:
         listener()
 
 
 _MEASURED: dict[tuple[Want, tuple[int, int, int]], str] = {}
+"""(kind of product, buckets of its sizes) -> name of the fastest kernel."""
 
 
 def remember(want: Want, sizes: tuple[int, int, int], name: str) -> None:
@@ -249,7 +253,10 @@ def _key(sizes: Iterable[int]) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def ranked(want: Want, sizes: tuple[int, int, int], processors: int) -> tuple[KernelSpec, ...]:
-    """Return the kernels for an (M, N, K) product, best first: the measured one, then by cost."""
+    """Return the kernels for an (M, N, K) product, best first.
+
+    The kernel that was measured as the fastest comes first; the cost model orders the others.
+    """
     measured = _MEASURED.get((want, _key(sizes)))
     return tuple(
         sorted(

@@ -124,13 +124,12 @@ class GroupedLinear(QuantizedModule):
         if mode is None and not sequence:
             return
         if hasattr(group, "size") and group.size() == 1:
+            # One rank has nothing to communicate. This call checks the names of the options.
             make_parallel(self.label, group, mode, sequence)
             return
         rule = (
-            "a grouped layer does not communicate: the rows of its groups come from sending "
-            "tokens to experts, and"
-            " the code that sends and collects them has to gather inputs and sum outputs over the "
-            "group"
+            "a grouped layer does not communicate: the code that sends tokens to experts must "
+            "gather the inputs and sum the outputs over the group"
         )
         got = f"parallel_mode={mode!r}, sequence_parallel={sequence}"
         fix = (
@@ -140,9 +139,10 @@ class GroupedLinear(QuantizedModule):
         fail(self.label, rule, got, fix, UnsupportedError)
 
     def _weights(self, weight: str) -> tuple[Any, ...]:
-        return self._named(weight)
+        return self._parameters_of(weight)
 
-    def _named(self, kind: str) -> tuple[Any, ...]:
+    def _parameters_of(self, kind: str) -> tuple[Any, ...]:
+        """Return the parameters of all groups, in order; ``kind`` is "weight" or "bias"."""
         return tuple([getattr(self, f"{kind}{i}") for i in range(self.num_gemms)])
 
     def reset_parameters(self) -> None:
@@ -151,7 +151,7 @@ class GroupedLinear(QuantizedModule):
         With ``quantized_params`` the weights are then quantized.
         """
         for i, (weight, bias) in enumerate(
-            zip(self._named("weight"), self._named("bias"), strict=True)
+            zip(self._parameters_of("weight"), self._parameters_of("bias"), strict=True)
         ):
             values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
@@ -204,7 +204,7 @@ class GroupedLinear(QuantizedModule):
             QTensorError: the input, the splits or the recipe do not fit the layer.
         """
         input = activation_dtype(input)
-        biases = self._named("bias") if self.use_bias else ()
+        biases = self._parameters_of("bias") if self.use_bias else ()
         args = self._args(input, m_splits, () if self.return_bias else biases)
         if is_first_microbatch is not None and args.plan.weight:
             self._use_group_workspaces(args, is_first_microbatch, skip_weight_update)
@@ -222,8 +222,8 @@ class GroupedLinear(QuantizedModule):
     def _args(
         self, input: Tensor, m_splits: Sequence[int] | Tensor, biases: tuple[Any, ...]
     ) -> GroupedFwdArgs:
-        """Return the arguments of a call of ``functional.grouped_linear``."""
-        weights = self._named("weight")
+        """Return the arguments of ``run_grouped_linear`` for a call of this layer."""
+        weights = self._parameters_of("weight")
         training = torch.is_grad_enabled()
         wanted = [i for i, w in enumerate(weights) if training and w.requires_grad]
         dgrad = training and input.requires_grad
@@ -238,7 +238,7 @@ class GroupedLinear(QuantizedModule):
         return args
 
     def _complete_groups(self, args: GroupedFwdArgs, input: Tensor) -> None:
-        """Complete arguments from the layer's options and state, on the device of ``input``."""
+        """Fill in the arguments that depend on the layer's options and state."""
         plan, wanted = args.plan, args.wanted
         args.dtype = input.dtype
         args.save_original_input = self._options.save_original_input
@@ -255,6 +255,7 @@ class GroupedLinear(QuantizedModule):
     def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
         """Record the maxima of inputs and weights, each (1,), in the state of delayed scaling."""
         if amaxes and self.training and not amaxes[0].is_meta:
+            # The columns of the history: inputs of all groups, then their weights.
             first = 0 if plan.delayed[0] else self.num_gemms
             self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
 
@@ -360,7 +361,7 @@ class GroupedLinear(QuantizedModule):
             fix = "Build it so, or remove the call: backward has computed the weight gradients"
             fail(self.label, rule, "delay_wgrad_compute=False", fix, UnsupportedError)
         key = self._states["weight"].key
-        for weight in self._named("weight"):
+        for weight in self._parameters_of("weight"):
             if weight.requires_grad:
                 backward_dw(weight, key, self._options.fuse_wgrad_accumulation)
             else:

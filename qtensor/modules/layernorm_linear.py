@@ -16,7 +16,7 @@ class LayerNormLinear(Normed, LinearBase):
     """A norm, then a linear layer: ``norm(x) @ weight.T + bias``.
 
     Args:
-        in_features: K, over which the norm runs.
+        in_features: K, the dim that is normalized.
         out_features: N.
         eps: added to the norm's variance.
         bias: add a bias (N,) to the product.
@@ -48,7 +48,7 @@ class LayerNormLinear(Normed, LinearBase):
         self._set_norm(label, normalization, eps, zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
         if options.get("parallel_mode") == "row":
-            rule = "the norm needs whole rows, so that only out_features can be split"
+            rule = "the norm needs whole rows, so only out_features can be split"
             fail(label, rule, "parallel_mode='row'", "Pass 'column'")
         super().__init__(in_features, out_features, bias, **options)
         self._mark_norm(self._options.parallel)
@@ -62,7 +62,7 @@ class LayerNormLinear(Normed, LinearBase):
     def reset_parameters(self) -> None:
         """Initialise like ``Linear``, and set the norm's weight to 1 and its bias to 0."""
         self._reset_norm()
-        # `to_empty` replaces the parameters; the new ones have no marks.
+        # `to_empty` replaces the parameters, and the new ones lack the mark for Megatron.
         self._mark_norm(self._options.parallel)
         super().reset_parameters()
 

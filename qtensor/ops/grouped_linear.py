@@ -71,8 +71,8 @@ class GroupedLinear(GroupedModule, BasicOperation):
 
     def forward_kwargs(self, like: Tensor, input_requires_grad: bool) -> dict[str, Any]:
         """Return the arguments that follow from recipe and state, without input and splits."""
-        weights, training = self._named("weight"), torch.is_grad_enabled()
-        biases = self._named("bias") if self.use_bias else ()
+        weights, training = self._parameters_of("weight"), torch.is_grad_enabled()
+        biases = self._parameters_of("bias") if self.use_bias else ()
         call = GroupedFwdArgs(like, weights, biases, NO_SPLITS, input_requires_grad)
         call.wanted = tuple([i for i, w in enumerate(weights) if training and w.requires_grad])
         call.bias_requires_grad = training and any([b.requires_grad for b in biases])

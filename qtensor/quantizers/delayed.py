@@ -54,14 +54,15 @@ def delayed_scaling_update(
 
     Args:
         history: (length, n) float32; row 0 holds the maxima of the last step.
-        scale: (n,) float32 encode factors in use.
+        scale: (n,) float32 encode factors of the last step.
         algorithm: "max" over the history, "most_recent" (row 0), or a callable (length, n) -> (n,).
         margin: the new factor is divided by ``2 ** margin``.
         dtype: the element, "e4m3" or "e5m2".
 
     Returns:
-        The new history (length, n), rolled by -1 with row 0 zero, and the new factors (n,). A
-        factor stays the same if its amax is 0 or not finite. The inputs are unchanged.
+        The new history (length, n): the rows move up by one, the first one to the end, and then
+        row 0 becomes zero. The new factors (n,): a factor stays the same if its amax is 0 or not
+        finite. The inputs are unchanged.
 
     Raises:
         QTensorError: the algorithm is unknown, or the shapes do not fit.

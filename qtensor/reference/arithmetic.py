@@ -39,15 +39,17 @@ LN2_LOW = -0.00021219444170128554
 EXP_LEAST = -104.0
 """In float32, exp of this value and of every smaller value is 0."""
 _MAGIC = 12582912.0
-"""1.5 * 2^23. A float32 of this size has no fraction: adding it rounds to an integer, half even."""
+"""1.5 * 2^23. Float32 numbers of this size have no fraction, so adding this constant to a smaller
+float32 rounds it to an integer, ties to even."""
 _MAGIC_BITS = 0x4B400000
+"""The bits of `_MAGIC`: (v + _MAGIC) has these bits plus the integer."""
 
 
 def row_sums(values: Tensor) -> Tensor:
     """Return the sum of each row, (M, 1), of (M, K) float32 values.
 
-    Each of the 128 lanes is summed from +0 in order; then lanes are added by halves: 64, 32, ...,
-    1.
+    Lane i adds the elements i, i + 128, ... to +0 in this order. Then the second half of the lanes
+    is added to the first half, until one lane is left.
     """
     lanes = F.pad(values, (0, -values.shape[1] % LANES)).unflatten(1, (-1, LANES))
     sums = values.new_zeros(values.shape[0], LANES)
@@ -62,8 +64,8 @@ def row_sums(values: Tensor) -> Tensor:
 def column_sums(values: Tensor) -> Tensor:
     """Return the sum of each column, (K,), of (M, K) float32 values.
 
-    The rows of a block of ``ROW_BLOCK`` are summed from +0 in order, then the blocks' sums in
-    order.
+    The rows of each block of ``ROW_BLOCK`` rows are added to +0 in order, then the sums of the
+    blocks are.
     """
     blocks = F.pad(values, (0, 0, 0, -values.shape[0] % ROW_BLOCK)).unflatten(0, (-1, ROW_BLOCK))
     partial = values.new_zeros(blocks.shape[0], values.shape[1])
@@ -91,16 +93,16 @@ def exp_nonpositive(v: Tensor) -> Tensor:
     c4, c3, c2, c1, c0 = EXP_COEFFICIENTS
     square = r * r
     high = square * c4 + (r * c3 + c2)
-    p = ((high * square + (r * c1 + c0)) * square + r) + 1.0
-    exponent = shifted.view(torch.int32) - _MAGIC_BITS
+    exp_r = ((high * square + (r * c1 + c0)) * square + r) + 1.0
+    exponent = shifted.view(torch.int32) - _MAGIC_BITS  # n as an integer
     half = exponent >> 1
-    return p * _power(half) * _power(exponent - half)
+    return exp_r * _power(half) * _power(exponent - half)
 
 
 def _power(n: Tensor) -> Tensor:
-    """Return 2^n for int32 ``n`` in -126..127.
+    """Return 2^n for int32 ``n`` in -126..127; any float32 for other ``n``.
 
-    Other values give garbage, where exp is NaN anyway.
+    Other ``n`` come only from NaN, for which the caller's product is NaN whatever this returns.
     """
     return ((n + 127) << 23).view(torch.float32)
 
@@ -128,15 +130,15 @@ def sigmoid(v: Tensor) -> Sigmoid:
     Both use exp(-|v|), which neither overflows nor cancels. Errors: at most 2.7 and 4.5 ulp.
     """
     z = exp_nonpositive(-v.abs())
-    above = quotient(1.0, 1.0 + z)
-    below = z * above
-    return Sigmoid(torch.where(v < 0, below, above), below * above)
+    of_abs = quotient(1.0, 1.0 + z)  # sigmoid(|v|)
+    of_minus_abs = z * of_abs  # sigmoid(-|v|)
+    return Sigmoid(torch.where(v < 0, of_minus_abs, of_abs), of_minus_abs * of_abs)
 
 
 def write_(out: Tensor, values: Tensor) -> None:
-    """Round float32 ``values`` into ``out`` (same shape), with one bit pattern for NaN.
+    """Round float32 ``values`` to the dtype of ``out`` (same shape), and write one NaN pattern.
 
-    Without it the pattern would depend on the cast and the device.
+    The bits of a NaN that ``copy_`` rounds depend on the cast and the device.
     """
     out.copy_(values)
     out.masked_fill_(values.isnan(), math.nan)

@@ -17,8 +17,11 @@ from torch import Tensor
 from qtensor.kernels.cpu import native
 
 _BEGIN = struct.Struct("=13qd")
+"""Arguments of `qt_delayed_begin`: eight addresses, five integers, and 2 ** margin."""
 _MAXIMA = struct.Struct("=2q")
+"""Address and number of elements of a tensor of maxima."""
 _MAX_MARGIN = 1000
+"""2.0 ** margin is finite and not zero up to this absolute value."""
 _ALGORITHMS = ("max", "most_recent")
 
 
@@ -44,16 +47,15 @@ def begin_(
     options: tuple[int, str, int],
     largest: Sequence[float],
 ) -> bool:
-    """Compute `delayed_begin_` for one of the recipe's own algorithms.
+    """Compute the op `delayed_begin_` (library/delayed.py) for "max" and "most_recent".
 
     Args:
         outputs: scales (n,) float32 and ticket (2,) int64.
-        state: scale (n,), history (rows, n) and cell (g,) with g <= n, float32; steps (2,),
-            cell_step (1,) and step (1,), int64. In the order scale, history, steps, cell,
-            cell_step, step.
-        advance: as the op takes it.
+        state: scale (n,) float32, history (rows, n) float32, steps (2,) int64, cell (g,) float32
+            with g <= n, cell_step (1,) int64 and step (1,) int64, in this order.
+        advance: begin a new step if the state has not seen this one.
         options: length of the history, algorithm and margin.
-        largest: the largest code value of each column.
+        largest: for each column, the largest finite value of its element type.
     """
     scale, history, steps, cell, cell_step, step = state
     length, algorithm, margin = options
@@ -107,7 +109,13 @@ def _packed_maxima(amax: Sequence[Tensor]) -> bytes:
 
 
 def record_(history: Tensor, amax: Sequence[Tensor], first: int) -> bool:
-    """Compute `record_amax_`: history (rows, n) and each amax (k,) are float32."""
+    """Compute the op `record_amax_`.
+
+    Args:
+        history: (rows, n) float32; row 0 becomes the maximum of itself and `amax`.
+        amax: each (k,) float32, for consecutive columns.
+        first: column of the first element of `amax`.
+    """
     handle = _handle()
     if handle is None or not _all_plain((history, *amax), torch.float32):
         return False
@@ -122,10 +130,10 @@ def record_(history: Tensor, amax: Sequence[Tensor], first: int) -> bool:
 def record_gradient_(
     cell: Tensor, cell_step: Tensor, amax: Sequence[Tensor], ticket: Tensor
 ) -> bool:
-    """Compute `record_gradient_amax_`.
+    """Compute the op `record_gradient_amax_`.
 
     Args:
-        cell: (g,) float32.
+        cell: (g,) float32 maxima of the gradients of a step.
         cell_step: (1,) int64.
         amax: each (k,) float32; together g elements.
         ticket: (2,) int64.

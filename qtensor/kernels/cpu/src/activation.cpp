@@ -17,10 +17,10 @@ static void run(const ActivationCall& c) {
     if (!Gated && c.stride == h && (!dy || c.dy_stride == h)) {
         parallel(c.rows * h, SLICE, c.threads, [&](i64 a, i64 b) {
             if (dy)
-                Rows<D, A>::template backward<false>(c, dy + a, x + a, nullptr, out + a, nullptr, b - a,
-                                                     stream);
+                ActivationKernel<D, A>::template backward<false>(c, dy + a, x + a, nullptr, out + a, nullptr,
+                                                                 b - a, stream);
             else
-                Rows<D, A>::template forward<false>(c, x + a, nullptr, out + a, b - a, stream);
+                ActivationKernel<D, A>::template forward<false>(c, x + a, nullptr, out + a, b - a, stream);
         });
     } else {
         parallel(c.rows, 1, c.threads, [&](i64 first, i64 end) {
@@ -28,9 +28,10 @@ static void run(const ActivationCall& c) {
                 const T *a = x + r * c.stride, *b = Gated ? a + h : a;
                 T *da = out + r * (dy ? wide : h), *db = Gated ? da + h : da;
                 if (dy)
-                    Rows<D, A>::template backward<Gated>(c, dy + r * c.dy_stride, a, b, da, db, h, stream);
+                    ActivationKernel<D, A>::template backward<Gated>(c, dy + r * c.dy_stride, a, b, da, db, h,
+                                                                     stream);
                 else
-                    Rows<D, A>::template forward<Gated>(c, a, b, da, h, stream);
+                    ActivationKernel<D, A>::template forward<Gated>(c, a, b, da, h, stream);
             }
         });
     }
@@ -38,29 +39,29 @@ static void run(const ActivationCall& c) {
 }
 
 template <class D, int A, bool Gated>
-struct ActivatedRows : Producer {
+struct ActivationProducer : Producer {
     const ActivationCall& c;
-    explicit ActivatedRows(const ActivationCall& call) : c(call) {}
+    explicit ActivationProducer(const ActivationCall& call) : c(call) {}
     void rows(i64 begin, i64 end, void* out, bool) override {
         using T = typename D::T;
         for (i64 r = begin; r < end; r++) {
             const T* a = (const T*)c.x + r * c.stride;
-            Rows<D, A>::template forward<Gated>(c, a, Gated ? a + c.cols : a, (T*)out + (r - begin) * c.cols,
-                                                c.cols, false);
+            ActivationKernel<D, A>::template forward<Gated>(c, a, Gated ? a + c.cols : a,
+                                                            (T*)out + (r - begin) * c.cols, c.cols, false);
         }
     }
 };
 
 // A producer of rows where `made` is asked for, else the whole output.
 template <class D, int A>
-static void either(const ActivationCall& c, std::unique_ptr<Producer>* made) {
+static void run_or_produce(const ActivationCall& c, std::unique_ptr<Producer>* made) {
     if (c.gated && made)
-        made->reset(new ActivatedRows<D, A, true>(c));
+        made->reset(new ActivationProducer<D, A, true>(c));
     else if (c.gated)
         run<D, A, true>(c);
     else if constexpr (A != SIGMOID && A != CLAMPED) {
         if (made)
-            made->reset(new ActivatedRows<D, A, false>(c));
+            made->reset(new ActivationProducer<D, A, false>(c));
         else
             run<D, A, false>(c);
     }
@@ -70,19 +71,19 @@ template <class D>
 void activation_as(const ActivationCall& c, std::unique_ptr<Producer>* made) {
     switch (c.kind) {
         case GELU:
-            return either<D, GELU>(c, made);
+            return run_or_produce<D, GELU>(c, made);
         case QGELU:
-            return either<D, QGELU>(c, made);
+            return run_or_produce<D, QGELU>(c, made);
         case RELU:
-            return either<D, RELU>(c, made);
+            return run_or_produce<D, RELU>(c, made);
         case SILU:
-            return either<D, SILU>(c, made);
+            return run_or_produce<D, SILU>(c, made);
         case SRELU:
-            return either<D, SRELU>(c, made);
+            return run_or_produce<D, SRELU>(c, made);
         case SIGMOID:
-            return either<D, SIGMOID>(c, made);
+            return run_or_produce<D, SIGMOID>(c, made);
         default:
-            return either<D, CLAMPED>(c, made);
+            return run_or_produce<D, CLAMPED>(c, made);
     }
 }
 

@@ -27,7 +27,10 @@ struct Slope {
 };
 template <int A>
 INLINE Slope derivative(VF x) {
-    if (A == RELU) return {x <= VF{} ? VF{} : x > VF{} ? all(1.0f) : x, rectified(x)};
+    if (A == RELU) {
+        const VF one_or_nan = x > VF{} ? all(1.0f) : x;
+        return {x <= VF{} ? VF{} : one_or_nan, rectified(x)};
+    }
     if (A == SRELU) return {rectified(x) + rectified(x), rectified(x) * rectified(x)};
     if (A == SIGMOID) {
         Sigmoid s = sigmoid(x);
@@ -76,7 +79,7 @@ INLINE void gradients_of(VF dy, VF& a, VF& b, const ActivationCall& c) {
 
 // f(elements i .. i + GROUP) for a row of n; the last ones through copies padded with zeros.
 template <class D, int A>
-struct Rows {
+struct ActivationKernel {
     using T = typename D::T;
     static constexpr bool pairs = D::pairs;
     INLINE void load4(const T* p, VF v[4]) {

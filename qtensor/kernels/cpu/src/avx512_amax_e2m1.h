@@ -12,7 +12,10 @@ struct Order {
     constexpr Order() : e2m1(), nibble(), high(), block() {
         for (int i = 0; i < 32; i++) high[i] = u16(2 * i + 1);
         for (int i = 0; i < 16; i++) block[2 * i] = u16((i & 3) * 8 + (i >> 2));
-        for (int i = 0; i < 8; i++) nibble[8 * i] = u8(8 * i), nibble[8 * i + 4] = u8(8 * i + 4);
+        for (int i = 0; i < 8; i++) {
+            nibble[8 * i] = u8(8 * i);
+            nibble[8 * i + 4] = u8(8 * i + 4);
+        }
         // floor(4y) + ceil(4y), modulo 128, tells a value of E2M1 from the ties: it is odd strictly between
         // quarters.
         constexpr int bound[] = {2, 6, 10, 14, 20, 28, 40};  // 8 * the midpoints 0.25, 0.75, ... 5

@@ -14,10 +14,16 @@ struct ByteOrder {
     alignas(64) u8 even[64], odd[64], block[8][64];
     alignas(64) u16 low[32], high[32];
     constexpr ByteOrder() : even(), odd(), block(), low(), high() {
-        for (int i = 0; i < 64; i++) even[i] = u8(2 * i), odd[i] = u8(2 * i + 1);
+        for (int i = 0; i < 64; i++) {
+            even[i] = u8(2 * i);
+            odd[i] = u8(2 * i + 1);
+        }
         for (int g = 0; g < 8; g++)
             for (int i = 0; i < 64; i++) block[g][i] = u8(2 * g + i / 32);
-        for (int i = 0; i < 32; i++) low[i] = u16(2 * i), high[i] = u16(2 * i + 1);
+        for (int i = 0; i < 32; i++) {
+            low[i] = u16(2 * i);
+            high[i] = u16(2 * i + 1);
+        }
     }
 };
 static constexpr ByteOrder BYTES;
@@ -53,9 +59,11 @@ struct SmallPlaces {
             const int size = E::mantissa + 1 + Extra - d;
             const int t = used[0] + size > 8;
             if (t) tables = 2;
-            table[d] = t, shift[d] = used[t];
+            table[d] = t;
+            shift[d] = used[t];
             used[t] += size;
-            control[d] = u8(t << 7 | shift[d]), mask[d] = u8((1 << size) - 1);
+            control[d] = u8(t << 7 | shift[d]);
+            mask[d] = u8((1 << size) - 1);
         }
     }
 };
@@ -99,10 +107,10 @@ constexpr i32 LEAST_CODE = LEAST_BASE<E> + 128 - E::min_exponent;
 
 // The parts of 64 words: bytes of exponents, of low halves (the last bit of the exponent is their highest;
 // tables of 128 leave it out) and of high halves.
-struct Parts {
+struct WordParts {
     __m512i exponent, fraction, high;
 };
-INLINE Parts parts_of(__m512i v0, __m512i v1) {
+INLINE WordParts parts_of(__m512i v0, __m512i v1) {
     const __m512i even = _mm512_load_si512(BYTES.even);
     return {_mm512_permutex2var_epi8(_mm512_srli_epi16(v0, 7), even, _mm512_srli_epi16(v1, 7)),
             _mm512_permutex2var_epi8(v0, even, v1),
@@ -113,13 +121,13 @@ INLINE __m512i fraction_of(__m512i m, const u8 table[128]) {
     return _mm512_permutex2var_epi8(_mm512_load_si512(table), m, _mm512_load_si512(table + 64));
 }
 template <class E>
-INLINE __m512i normal_codes(const Parts& p, __m512i base, __m512i fraction) {
+INLINE __m512i normal_codes(const WordParts& p, __m512i base, __m512i fraction) {
     __m512i e = _mm512_min_epu8(_mm512_subs_epu8(p.exponent, base), bytes_of(Codes8<E>::fields + 1));
     e = _mm512_slli_epi16(e, E::mantissa);  // no byte overflows
     return _mm512_min_epu8(_mm512_add_epi8(e, fraction), bytes_of(Codes8<E>::most));
 }
 template <class E>
-INLINE VB with_signs(__m512i q, const Parts& p) {
+INLINE VB with_signs(__m512i q, const WordParts& p) {
     const __m512i top = bytes_of(1 << (E::width - 1));
     return (VB)_mm512_ternarylogic_epi32(q, E::width == 8 ? p.high : _mm512_srli_epi16(p.high, 8 - E::width),
                                          top, 0xf8);
@@ -127,7 +135,7 @@ INLINE VB with_signs(__m512i q, const Parts& p) {
 
 // q with the codes of the words at or below the base.
 template <class E, int Extra>
-INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 small,
+INLINE __m512i with_small(__m512i q, const WordParts& p, __m512i base, __mmask64 small,
                           const SmallCodes<E, Extra>& t) {
     const auto& places = SMALL_PLACES<E, Extra>;
     const __m512i below = _mm512_min_epu8(_mm512_sub_epi8(base, p.exponent), bytes_of(15));
@@ -147,7 +155,7 @@ INLINE __m512i with_small(__m512i q, const Parts& p, __m512i base, __mmask64 sma
 // than the work that it saves.
 template <class E>
 INLINE VB codes_of_words(__m512i v0, __m512i v1, __m512i base, u32& history) {
-    const Parts p = parts_of(v0, v1);
+    const WordParts p = parts_of(v0, v1);
     __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, FRACTIONS<E>.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);
     history = history << 1 | (small != 0);
@@ -240,7 +248,7 @@ struct FactorTable {
 };
 template <class E>
 INLINE VB codes_of_table(const u16* x, const FactorTable<E>& t, const VF f[4], u32& history) {
-    const Parts p = parts_of(load<__m512i>(x), load<__m512i>(x + 32));
+    const WordParts p = parts_of(load<__m512i>(x), load<__m512i>(x + 32));
     const __m512i base = bytes_of(t.base);
     __m512i q = normal_codes<E>(p, base, fraction_of<E>(p.fraction, t.at));
     const __mmask64 small = _mm512_cmple_epu8_mask(p.exponent, base);

@@ -1,5 +1,5 @@
 // Codes to bfloat16 and float16 with AVX-512: products with one factor stand in a table; and rotated values
-// turned back. dequantize.h says what is computed; here is only speed.
+// rotated back. dequantize.h says what is computed; here is only speed.
 #pragma once
 #include "bfloat16_powers.h"
 
@@ -17,8 +17,9 @@ INLINE void words_by(__m512i c, const u8 low[128], const u8 high[128], __m512i o
     const __m512i lo = _mm512_permutex2var_epi8(_mm512_load_si512(low), c, _mm512_load_si512(low + 64));
     const __m512i hi = _mm512_permutex2var_epi8(_mm512_load_si512(high), c, _mm512_load_si512(high + 64));
     // A code of 8 bits has its sign where the word's high byte has it. Not "or": the factor may be negative.
-    const __m512i turned = _mm512_ternarylogic_epi32(hi, c, bytes_of(0x80), 0x78);
-    out[0] = _mm512_unpacklo_epi8(lo, turned), out[1] = _mm512_unpackhi_epi8(lo, turned);
+    const __m512i signed_hi = _mm512_ternarylogic_epi32(hi, c, bytes_of(0x80), 0x78);
+    out[0] = _mm512_unpacklo_epi8(lo, signed_hi);
+    out[1] = _mm512_unpackhi_epi8(lo, signed_hi);
 }
 
 // Values of 8-bit codes times one factor, rounded to D.
@@ -28,7 +29,8 @@ struct ValueTable {
     explicit ValueTable(float factor) {
         for (int c = 0; c < 128; c += W) {
             const VI w = to_words<D>(load<VF>(table<E>().value + c) * all(factor));
-            narrow(low + c, w), narrow(high + c, w >> 8);
+            narrow(low + c, w);
+            narrow(high + c, w >> 8);
         }
     }
 };
@@ -40,10 +42,11 @@ static void decode_by_table(const u8* codes, i64 n, const ValueTable<D, E>& t, u
         __m512i w[2];
         words_by(_mm512_maskz_loadu_epi8(real, codes + i), t.low, t.high, w);
         if (n - i >= 64) {
-            store_bytes((u8*)(y + i), (VB)w[0], stream), store_bytes((u8*)(y + i + 32), (VB)w[1], stream);
+            store_bytes((u8*)(y + i), (VB)w[0], stream);
+            store_bytes((u8*)(y + i + 32), (VB)w[1], stream);
         } else {
-            _mm512_mask_storeu_epi16(y + i, u32(real), w[0]),
-                _mm512_mask_storeu_epi16(y + i + 32, u32(real >> 32), w[1]);
+            _mm512_mask_storeu_epi16(y + i, u32(real), w[0]);
+            _mm512_mask_storeu_epi16(y + i + 32, u32(real >> 32), w[1]);
         }
     }
 }
@@ -152,7 +155,8 @@ struct NvColumns {
             const VF more_even = factors[v] * all(1.5f) * global[v],
                      more_odd = factors[v + 1] * all(1.5f) * global[v + 1];
             fit = nv_fit(even) && nv_fit(odd);
-            one[v / 2] = pairs(even, odd), more[v / 2] = raised(pairs(more_even, more_odd));
+            one[v / 2] = pairs(even, odd);
+            more[v / 2] = raised(pairs(more_even, more_odd));
         }
     }
     INLINE __m512i pairs(VF even, VF odd) {
@@ -221,7 +225,7 @@ INLINE void nv_blocks(VF factor, VF global, int block, const u8* codes, u16* y, 
     }
 }
 
-// Rotated blocks of NVFP4, 16 at a time, each in a lane of its own (avx512_rotation.h), turned back; half:
+// Rotated blocks of NVFP4, 16 at a time, each in a lane of its own (avx512_rotation.h), rotated back; half:
 // codes 0 .. 7 and 8 .. 15 of each. False where a block is all zeros, whose signs would count, or factors are
 // not of the usual size.
 INLINE bool back_in_lanes(const __m512i half[2], VF factor, VF global, bool signs, VF s[NV]) {
@@ -243,7 +247,7 @@ INLINE bool back_in_lanes(const __m512i half[2], VF factor, VF global, bool sign
     return true;
 }
 template <class D>
-INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typename D::T* y) {
+INLINE bool rotated_back(const u8* codes, VF factor, VF global, bool signs, typename D::T* y) {
     const __m512i a = load<__m512i>(codes), b = load<__m512i>(codes + 64);
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i half[2] = {_mm512_permutex2var_epi32(a, even, b),
@@ -255,7 +259,8 @@ INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typen
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++)
             d[i] = (__m512i)((VI)((VU)(VI)rounded_to<D>(s[2 * i]) >> 16) | (VI)rounded_to<D>(s[2 * i + 1]));
-        turn_parts<float, 4>(d), turn_parts<float, 4>(d + 4);
+        transpose_parts<float, 4>(d);
+        transpose_parts<float, 4>(d + 4);
         // Lane i of 128 bits of d[c] and d[4 + c]: the halves of block 4 i + c.
         alignas(64) u16 blocks[W * NV];
         for (int c = 0; c < 4; c++)
@@ -270,7 +275,7 @@ INLINE bool turned_back(const u8* codes, VF factor, VF global, bool signs, typen
     } else {
         __m512i z[NV];
         for (int j = 0; j < NV; j++) z[j] = (__m512i)s[j];
-        turn_lanes(z);
+        transpose_lanes(z);
         for (int i = 0; i < NV; i++) {
             if constexpr (D::id == F16)
                 store(y + NV * i, to_half((VF)z[i]));
@@ -289,7 +294,7 @@ INLINE bool rotated_rows_back(const u8* codes, i64 stride, const u8* stored, VF 
     __m512i z[parts][NV];
     for (int p = 0; p < parts; p++) {
         for (int i = 0; i < W; i++) z[p][i] = load<__m512i>(codes + (p * W + i) * stride);
-        turn_lanes(z[p]);  // two dwords are a block
+        transpose_lanes(z[p]);  // two dwords are a block
     }
     for (int b = 0; b < 8; b++) {
         VF s[parts][NV];

@@ -68,9 +68,9 @@ template <bool Pairs>
 static constexpr Lanes<Pairs> LANES;
 
 // 16 x 16 dwords.
-INLINE void turn_lanes(__m512i z[NV]) {
+INLINE void transpose_lanes(__m512i z[NV]) {
 #pragma GCC unroll 4
-    for (int i = 0; i < NV; i += 4) turn_parts<float, 4>(z + i);
+    for (int i = 0; i < NV; i += 4) transpose_parts<float, 4>(z + i);
     __m512i r[NV];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -78,8 +78,10 @@ INLINE void turn_lanes(__m512i z[NV]) {
                       b = _mm512_shuffle_i64x2(z[i], z[4 + i], 0xee);
         const __m512i c = _mm512_shuffle_i64x2(z[8 + i], z[12 + i], 0x44),
                       d = _mm512_shuffle_i64x2(z[8 + i], z[12 + i], 0xee);
-        r[i] = _mm512_shuffle_i64x2(a, c, 0x88), r[4 + i] = _mm512_shuffle_i64x2(a, c, 0xdd);
-        r[8 + i] = _mm512_shuffle_i64x2(b, d, 0x88), r[12 + i] = _mm512_shuffle_i64x2(b, d, 0xdd);
+        r[i] = _mm512_shuffle_i64x2(a, c, 0x88);
+        r[4 + i] = _mm512_shuffle_i64x2(a, c, 0xdd);
+        r[8 + i] = _mm512_shuffle_i64x2(b, d, 0x88);
+        r[12 + i] = _mm512_shuffle_i64x2(b, d, 0xdd);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < NV; i++) z[i] = r[i];
@@ -90,23 +92,25 @@ INLINE void blocks_in_lanes(const typename D::T* x, VF v[NV]) {
     if constexpr (D::pairs) {
         __m512i z[8];
         for (int i = 0; i < 8; i++) z[i] = load<__m512i>(x + 32 * i);
-        turn_parts<float, 4>(z), turn_parts<float, 4>(z + 4);
+        transpose_parts<float, 4>(z);
+        transpose_parts<float, 4>(z + 4);
         for (int i = 0; i < 8; i++) {
             const __m512i a = z[i % 4], b = z[4 + i % 4],
                           d = i < 4 ? _mm512_shuffle_i64x2(a, b, 0x88) : _mm512_shuffle_i64x2(a, b, 0xdd);
-            v[2 * i] = (VF)((VI)d << 16), v[2 * i + 1] = (VF)((VI)d & all(i32(0xffff0000)));
+            v[2 * i] = (VF)((VI)d << 16);
+            v[2 * i + 1] = (VF)((VI)d & all(i32(0xffff0000)));
         }
     } else {
         __m512i z[NV];
         for (int i = 0; i < NV; i++) z[i] = (__m512i)D::one(x + NV * i);
-        turn_lanes(z);
+        transpose_lanes(z);
         for (int i = 0; i < NV; i++) v[i] = (VF)z[i];
     }
 }
 
 // s[j]: the sum over k = 0 .. 15, one by one, of v[k] with the signs of H16, those of the rows in Negated
-// turned. The first 2^n terms of outputs that differ by a multiple of 2^n are the same, and added once. Every
-// other sum goes to the multipliers, which round alike.
+// negated. The first 2^n terms of outputs that differ by a multiple of 2^n are the same, and added once.
+// Every other sum goes to the multipliers, which round alike.
 template <u32 Negated>
 INLINE void add_up(const VF v[NV], VF s[NV]) {
     static_assert(Negated % 2 == 0, "the first term stays as it is");
@@ -114,7 +118,10 @@ INLINE void add_up(const VF v[NV], VF s[NV]) {
     s[0] = v[0];
 #pragma GCC unroll 16
     for (int k = 1; k < NV; k++) {
-        const int known = k < 2 ? 1 : k < 4 ? 2 : k < 8 ? 4 : 8;
+        int known = 8;  // the largest power of two up to k
+        if (k < 8) known = 4;
+        if (k < 4) known = 2;
+        if (k < 2) known = 1;
 #pragma GCC unroll 16
         for (int j = 2 * known - 1; j >= 0; j--) {
             const VF from = k == known ? s[j % known] : s[j];
@@ -188,7 +195,7 @@ template <bool Pairs>
 INLINE void blocks_of_lanes(const VF s[NV], float factor, float* y) {
     __m512i z[NV];
     for (int j = 0; j < NV; j++) z[j] = (__m512i)(s[j] * all(factor));
-    turn_lanes(z);
+    transpose_lanes(z);
     for (int b = 0; b < NV; b++) store(y + b * NV, z[LANES<Pairs>.lane[b]]);
 }
 // Packed codes of W blocks of which none is far beyond the grid. f: four times the factors.

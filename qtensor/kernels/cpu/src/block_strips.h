@@ -16,14 +16,14 @@ struct Lines {
 };
 
 template <class D, int B, int Codes>
-struct Strips {
+struct StripLayout {
     using T = typename D::T;
     static constexpr int bytes = B * (Codes == 4 ? 3 : 1) / Codes;  // of a block's codes
     const Lines<T>& m;
     i64 blocks;              // a line
     bool flat_in, flat_out;  // the blocks of all lines lie one behind the other
 
-    explicit Strips(const Lines<T>& lines)
+    explicit StripLayout(const Lines<T>& lines)
         : m(lines),
           blocks((lines.length + B - 1) / B),
           flat_in(lines.length % B == 0 && lines.stride == lines.length),
@@ -42,7 +42,10 @@ struct Strips {
                 memset(scratch + b * B, 0, sizeof(T) * B);
                 if (n > 0) memcpy(scratch + b * B, source(line, block), sizeof(T) * size_t(n));
             }
-            if (++block == blocks) block = 0, line++;
+            if (++block == blocks) {
+                block = 0;
+                line++;
+            }
         }
     }
     void scatter(i64 line, i64 block, const u8* scratch, bool whole, bool stream) const {
@@ -55,7 +58,10 @@ struct Strips {
                 put_bytes(target(line, block), scratch + b * bytes, bytes, true);
             else
                 memcpy(target(line, block), scratch + b * bytes, bytes);
-            if (++block == blocks) block = 0, line++;
+            if (++block == blocks) {
+                block = 0;
+                line++;
+            }
         }
     }
 };

@@ -42,7 +42,7 @@ struct QuantizeArguments {
     float* amax_out;
     i64 seed;
 };
-struct Stored {
+struct DecodeBuffers {
     u8* data;
     void* scale;
     float* amax;
@@ -51,7 +51,7 @@ struct DequantizeArguments {
     const CQuantizer* quantizer;
     void* y;
     i64 dtype, rows, cols, first, count, threads;
-    Stored row, column;
+    DecodeBuffers row, column;
     const float* scale_inv;
 };
 template <class Arguments>
@@ -65,16 +65,17 @@ static QuantizeCall call_of(const QuantizeArguments& a) {
     return {a.x,      i32(a.dtype), i32(a.threads), a.rows,     a.cols, a.stride, a.row,
             a.column, a.scale_inv,  a.scale,        a.amax_out, a.seed, 0,        0};
 }
-static Buffers buffers_of(const Stored& stored) { return {stored.data, stored.scale, stored.amax, nullptr}; }
+static Buffers buffers_of(const DecodeBuffers& stored) {
+    return {stored.data, stored.scale, stored.amax, nullptr};
+}
 
-// Calls f with the type of a dtype; f returns whether there is a kernel. No exception may reach the C caller.
+// Calls f with the type of a dtype and returns a Status; f returns whether there is a kernel. No exception
+// may reach the C caller.
 template <class F>
-static int with_dtype(i64 dtype, const F& f) {
+static int call_kernel(i64 dtype, const F& f) {
     const KeepDenormals scope;
     try {
-        if (dtype == F32) return f(Float32{}) ? DONE : NO_KERNEL;
-        if (dtype == BF16) return f(Bfloat16{}) ? DONE : NO_KERNEL;
-        return f(Float16{}) ? DONE : NO_KERNEL;
+        return with_type(dtype, f) ? DONE : NO_KERNEL;
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
     }
@@ -87,8 +88,8 @@ int qt_abi() { return ABI * 1000 + int(sizeof(CQuantizer)); }
 // Fills the buffers of a quantizer from x.
 int qt_quantize(const void* packed) {
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
-    return with_dtype(a.dtype,
-                      [&](auto dtype) { return quantize_as<decltype(dtype)>(*a.quantizer, call_of(a)); });
+    return call_kernel(a.dtype,
+                       [&](auto dtype) { return quantize_as<decltype(dtype)>(*a.quantizer, call_of(a)); });
 }
 
 // x @ weight.T
@@ -111,13 +112,13 @@ int qt_dequantize(const void* packed) {
     const DequantizeArguments a = unpack<DequantizeArguments>(packed);
     const DequantizeCall call{a.y,     i32(a.dtype),      i32(a.threads),       a.rows,     a.cols, a.first,
                               a.count, buffers_of(a.row), buffers_of(a.column), a.scale_inv};
-    return with_dtype(a.dtype,
-                      [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
+    return call_kernel(a.dtype,
+                       [&](auto dtype) { return dequantize_as<decltype(dtype)>(*a.quantizer, call); });
 }
 
 // A norm, or its gradients where the call has dx.
 int qt_norm(const NormCall* call, i64 dtype) {
-    return with_dtype(dtype, [&](auto type) {
+    return call_kernel(dtype, [&](auto type) {
         norm_as<decltype(type)>(*call);
         return true;
     });
@@ -125,7 +126,7 @@ int qt_norm(const NormCall* call, i64 dtype) {
 
 // The sum of the rows of x.
 int qt_sum_rows(const NormCall* call, i64 dtype) {
-    return with_dtype(dtype, [&](auto type) {
+    return call_kernel(dtype, [&](auto type) {
         sum_rows_as<decltype(type)>(*call);
         return true;
     });
@@ -133,7 +134,7 @@ int qt_sum_rows(const NormCall* call, i64 dtype) {
 
 // An activation, or its gradient where the call has dy.
 int qt_activation(const ActivationCall* call, i64 dtype) {
-    return with_dtype(dtype, [&](auto type) {
+    return call_kernel(dtype, [&](auto type) {
         activation_as<decltype(type)>(*call, nullptr);
         return true;
     });
@@ -144,7 +145,7 @@ int qt_activation(const ActivationCall* call, i64 dtype) {
 int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_dtype, const void* packed) {
     const QuantizeArguments a = unpack<QuantizeArguments>(packed);
     std::unique_ptr<Producer> producer;
-    const int made = with_dtype(input_dtype, [&](auto type) {
+    const int made = call_kernel(input_dtype, [&](auto type) {
         if (norm)
             producer = norm_rows_as<decltype(type)>(*norm);
         else
@@ -152,7 +153,7 @@ int qt_fused(const NormCall* norm, const ActivationCall* activation, i64 input_d
         return producer != nullptr;
     });
     if (made != DONE) return made;
-    return with_dtype(
+    return call_kernel(
         a.dtype, [&](auto type) { return fused_as<decltype(type)>(*a.quantizer, call_of(a), *producer); });
 }
 }

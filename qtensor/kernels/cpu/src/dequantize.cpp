@@ -15,22 +15,22 @@ static void by_transposed_tiles(const DequantizeCall& c, bool stream, const Q& q
         64 / i64(sizeof(T));  // a line of memory of each row; the tile stays in the first cache level
     const i64 down = (c.count + TILE - 1) / TILE, across = (c.cols + WIDE - 1) / WIDE;
     parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-        alignas(64) T turned[WIDE * TILE];
+        alignas(64) T transposed[WIDE * TILE];
         for (i64 t = a; t < b; t++) {
             const i64 r = t / across * TILE, k = t % across * WIDE;
             const i64 n = c.count - r < TILE ? c.count - r : TILE,
                       width = c.cols - k < WIDE ? c.cols - k : WIDE;
             if (quick(k, width, r, n)) continue;
-            f(turned, n, k, width, r, n);
-            turn<T>(turned, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
+            f(transposed, n, k, width, r, n);
+            transpose_lines<T>(transposed, n, (T*)c.y + r * c.cols + k, c.cols, width, n, stream);
         }
     });
 }
 
 // f(codes, row, first column, columns): decode a part of the rows that share bytes; the codes are those of a
-// tile of the transpose, turned.
+// tile, transposed.
 template <int Codes, class F>
-static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
+static void by_transposed_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     const i64 across = (c.cols + TILE - 1) / TILE, stride = (c.rows + Codes - 1) / Codes;
     constexpr i64 LD = TILE + 64;  // rows do not meet in one set of the cache
     const auto tile = [&](i64 t) {
@@ -40,7 +40,7 @@ static void by_turned_codes(const DequantizeCall& c, i64 a, i64 b, const F& f) {
     for (i64 t = a; t < b; t++) {
         const i64 r = t / across * TILE, k = t % across * TILE;
         const i64 n = smaller(c.count - r, TILE), width = smaller(c.cols - k, TILE);
-        turn_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
+        transpose_bytes(tile(t), stride, codes, LD, width, (n + Codes - 1) / Codes, false);
         const u8* next = t + 1 < b ? tile(t + 1) : nullptr;
         for (i64 i = 0; i < n; i += Codes) {
             if (next) prefetch(next + i * stride, Codes, stride, TILE / Codes);
@@ -54,13 +54,13 @@ static i64 tiles_of(const DequantizeCall& c) {
 
 // Rows of FP8 with factors of their own, whose codes lie transposed: their tables serve all tiles of a band.
 template <class D, class E>
-static void turned_rows(const DequantizeCall& c, bool stream) {
+static void transposed_rows(const DequantizeCall& c, bool stream) {
     using T = typename D::T;
     using Decoder = OneDecoder<D, E>;
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         const Array<Decoder> rows(TILE);
         i64 known = -1;  // the band
-        by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+        by_transposed_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
             if (r / TILE != known) {
                 known = r / TILE;
                 for (i64 i = 0; i < TILE && r + i < c.count; i++)
@@ -84,13 +84,13 @@ static void float8(const CQuantizer& p, const DequantizeCall& c, bool stream) {
         }
         const OneDecoder<D, E> one(*c.scale_inv);
         parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-            by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+            by_transposed_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
                 one.run(codes, n, y + r * c.cols + k, stream);
             });
         });
         return;
     }
-    if (p.family == ROW && !c.row.data) return turned_rows<D, E>(c, stream);
+    if (p.family == ROW && !c.row.data) return transposed_rows<D, E>(c, stream);
     ColumnFactors<D, E> factors(p.family == COLUMN ? c.cols : 1);
     if (p.family == COLUMN) factors.fill(c.cols, [&](i64 k) { return c.scale_inv[k]; });
     const auto decode = [&](const u8* codes, i64 r, i64 k, i64 n) {
@@ -100,7 +100,7 @@ static void float8(const CQuantizer& p, const DequantizeCall& c, bool stream) {
             decode_run<D, E>(codes, n, factors.lanes + k / W, 1, y + r * c.cols + k, stream);
     };
     if (!c.row.data)
-        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_turned_codes<1>(c, a, b, decode); });
+        parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) { by_transposed_codes<1>(c, a, b, decode); });
     else
         parallel(c.count, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 r = a; r < b; r++) decode(c.row.data + (c.first + r) * c.cols, r, 0, c.cols);
@@ -154,18 +154,19 @@ static void mx_columns(const CQuantizer& p, const DequantizeCall& c, bool stream
 
 // FP8 in blocks of 128 rows whose codes lie transposed.
 template <class D, class E>
-static void turned_blocks(const DequantizeCall& c, const ScaleLayout& s, bool stream) {
+static void transposed_blocks(const DequantizeCall& c, const ScaleLayout& s, bool stream) {
     using T = typename D::T;
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
         ColumnFactors<D, E> factors(TILE);
         i64 known_block = -1, known_column = -1;
-        by_turned_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
+        by_transposed_codes<1>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) {
             const i64 block = (c.first + r) / 128;
             if (block != known_block || k != known_column)
                 s.line_stride == 1 && !s.tiles && !s.shift
                     ? factors.fill_floats(n, (const float*)s.base + s.at(k, block))
                     : factors.fill(n, [&](i64 i) { return ((const float*)s.base)[s.at(k + i, block)]; });
-            known_block = block, known_column = k;
+            known_block = block;
+            known_column = k;
             factors.run(codes, n, (T*)c.y + r * c.cols + k, stream);
         });
     });
@@ -173,7 +174,7 @@ static void turned_blocks(const DequantizeCall& c, const ScaleLayout& s, bool st
 
 // NVFP4 whose codes lie transposed, but for rotated ones. Its two factors are multiplied one after the other.
 template <class D, class E>
-struct TurnedNv {
+struct TransposedNvfp4 {
     using T = typename D::T;
     static constexpr i64 BLOCKS = TILE / NV;
     const CQuantizer& p;
@@ -182,14 +183,14 @@ struct TurnedNv {
     const bool stream;
     const ColumnFactors<D, E>& global;
     ColumnFactors<D, E> factors{TILE};
-    alignas(64) u8 lines[TILE * BLOCKS], turned[BLOCKS * TILE];
+    alignas(64) u8 lines[TILE * BLOCKS], transposed[BLOCKS * TILE];
 #if QT_ISA == 512
     NvColumns words;
     const NvTable one{p.row_scaled ? 0.0f : global.lanes[0][0]};
 #endif
 
-    TurnedNv(const CQuantizer& quantizer, const DequantizeCall& call, const ScaleLayout& scales,
-             bool nontemporal, const ColumnFactors<D, E>& second)
+    TransposedNvfp4(const CQuantizer& quantizer, const DequantizeCall& call, const ScaleLayout& scales,
+                    bool nontemporal, const ColumnFactors<D, E>& second)
         : p(quantizer), c(call), s(scales), stream(nontemporal), global(second) {}
 
     // Factors of a tile: n columns from column k, rows from row r.
@@ -205,13 +206,13 @@ struct TurnedNv {
             else
                 for (i64 j = 0; j < count; j++) line[j] = s.base[s.at(k + i, block + j)];
         }
-        transpose<u8>(lines, BLOCKS, turned, TILE, n, BLOCKS);
+        transpose<u8>(lines, BLOCKS, transposed, TILE, n, BLOCKS);
     }
     // Rows r and r + 1.
     __attribute__((always_inline)) void run(const u8* codes, i64 r, i64 k, i64 n) {
         if (r % TILE == 0) read(r, k, n);
         const VF* second = global.lanes + (p.row_scaled ? k / W : 0);
-        const u8* stored = turned + r % TILE / NV * TILE;
+        const u8* stored = transposed + r % TILE / NV * TILE;
         T* y = (T*)c.y + r * c.cols + k;
         const bool two = r + 1 < c.count;
         // What read() will ask for in the next tile.
@@ -236,15 +237,17 @@ struct TurnedNv {
     }
 };
 template <class D, class E>
-static void turned_nv(const CQuantizer& p, const DequantizeCall& c, const ScaleLayout& s, bool stream) {
+static void transposed_nvfp4(const CQuantizer& p, const DequantizeCall& c, const ScaleLayout& s,
+                             bool stream) {
     const float* amax = c.column.amax;
     const float bound = 6.0f * p.e4m3_max;
     ColumnFactors<D, E> global(p.row_scaled ? c.cols : TILE);
     global.fill(p.row_scaled ? c.cols : TILE,
                 [&](i64 k) { return amax ? amax[p.row_scaled ? k : 0] / bound : 1.0f; });
     parallel(tiles_of(c), 1, c.threads, [&](i64 a, i64 b) {
-        TurnedNv<D, E> tiles(p, c, s, stream, global);
-        by_turned_codes<2>(c, a, b, [&](const u8* codes, i64 r, i64 k, i64 n) { tiles.run(codes, r, k, n); });
+        TransposedNvfp4<D, E> tiles(p, c, s, stream, global);
+        by_transposed_codes<2>(c, a, b,
+                               [&](const u8* codes, i64 r, i64 k, i64 n) { tiles.run(codes, r, k, n); });
     });
 }
 
@@ -258,7 +261,7 @@ static bool rotated_tile([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] 
     using T = typename D::T;
     constexpr i64 WIDE = 64 / i64(sizeof(T)), BLOCKS = TILE / NV, ROWS = 128;
     if (width != WIDE || n % ROWS || c.first % NV) return false;
-    alignas(64) u8 lines[WIDE * BLOCKS], turned[BLOCKS * WIDE];
+    alignas(64) u8 lines[WIDE * BLOCKS], transposed[BLOCKS * WIDE];
     const i64 block = (c.first + r) / NV, stride = (c.rows + NV - 1) / NV * (NV / 2);
     for (i64 i = 0; i < WIDE; i++) {
         u8* line = lines + i * BLOCKS;
@@ -267,14 +270,14 @@ static bool rotated_tile([[maybe_unused]] const CQuantizer& p, [[maybe_unused]] 
         else
             for (i64 b = 0; b < n / NV; b++) line[b] = s.base[s.at(k + i, block + b)];
     }
-    transpose<u8>(lines, BLOCKS, turned, WIDE, WIDE, BLOCKS);
+    transpose<u8>(lines, BLOCKS, transposed, WIDE, WIDE, BLOCKS);
     T* y = (T*)c.y + r * c.cols + k;
     stream = stream && ((uintptr_t(y) | uintptr_t(c.cols * i64(sizeof(T)))) & 63) == 0;
     const VF global = all(c.column.amax ? *c.column.amax / (6.0f * p.e4m3_max) : 1.0f);
     for (i64 i = 0; i < n; i += ROWS) {
         const u8* codes = c.column.data + k * stride + (c.first + r + i) / 2;
         if (k + 2 * WIDE <= c.cols) prefetch(codes + WIDE * stride, WIDE, stride, 64);
-        if (!rotated_rows_back<D>(codes, stride, turned + i / NV * WIDE, global, p.signs, y + i * c.cols,
+        if (!rotated_rows_back<D>(codes, stride, transposed + i / NV * WIDE, global, p.signs, y + i * c.cols,
                                   c.cols, stream))
             return false;
     }
@@ -302,9 +305,9 @@ static void blocks(const CQuantizer& p, const DequantizeCall& c, bool stream) {
     } else if (p.transposed) {
         const bool rotated = p.rotated == COLUMNWISE;
         const ScaleLayout s = stored_scale_layout_of(p, c.column, c.cols, c.rows, true);
-        if constexpr (B == 128) return turned_blocks<D, E>(c, s, stream);
+        if constexpr (B == 128) return transposed_blocks<D, E>(c, s, stream);
         if constexpr (B == NV) {
-            if (!rotated) return turned_nv<D, E>(p, c, s, stream);
+            if (!rotated) return transposed_nvfp4<D, E>(p, c, s, stream);
         }
         const i64 stride = line_bytes(c.rows, rotated);
         const auto quick = [&](i64 k, i64 width, i64 r, i64 n) {

@@ -22,7 +22,8 @@ INLINE void decode_group(VB codes, const Table<E>& t, VF v[4]) {
         }
     } else {
         u16 flat[GROUP];
-        store(flat, w[0]), store(flat + 2 * W, w[1]);
+        store(flat, w[0]);
+        store(flat + 2 * W, w[1]);
         for (int j = 0; j < 4; j++) v[j] = (VF)Bfloat16::one(flat + j * W);
     }
 }
@@ -141,7 +142,10 @@ struct ColumnFactors {
         for (i64 k = 0; k < cols; k += GROUP) {
             u8 last[GROUP] = {};
             const u8* from = codes + k;
-            if (cols - k < GROUP) memcpy(last, from, size_t(cols - k)), from = last;
+            if (cols - k < GROUP) {
+                memcpy(last, from, size_t(cols - k));
+                from = last;
+            }
             VF* v = lanes + k / W;
             if (Exponents) {
                 VI c[4];
@@ -159,7 +163,10 @@ struct ColumnFactors {
     // Floats that lie side by side.
     void fill_floats(i64 cols, const float* from) {
         VI even, odd;
-        for (int i = 0; i < W; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+        for (int i = 0; i < W; i++) {
+            even[i] = 2 * i;
+            odd[i] = 2 * i + 1;
+        }
         for (i64 k = 0; k < cols; k += GROUP) {
             alignas(64) float last[GROUP];
             const float* p = from + k;
@@ -170,7 +177,7 @@ struct ColumnFactors {
             for (int h = 0; h < 2; h++) {
                 const VF a = load<VF>(p + h * 2 * W), b = load<VF>(p + h * 2 * W + W);
                 VF* v = lanes + k / W + 2 * h;
-                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a,
+                v[0] = D::pairs ? __builtin_shuffle(a, b, even) : a;
                 v[1] = D::pairs ? __builtin_shuffle(a, b, odd) : b;
             }
         }
@@ -341,7 +348,10 @@ struct LineDecoder {
             factor[b] = b < lanes ? read(line, block) : 0.0f;
             if (p.scale == SCALE_E4M3 && p.row_scaled)
                 global[b] = b < lanes ? amax[m.line0 + line] / (6.0f * p.e4m3_max) : 0.0f;
-            if (b + 1 < lanes && ++block == blocks) block = 0, line++;
+            if (b + 1 < lanes && ++block == blocks) {
+                block = 0;
+                line++;
+            }
         }
     }
     // Bytes of the codes that a line has in a block.
@@ -354,14 +364,20 @@ struct LineDecoder {
         for (int b = 0; b < lanes; b++) {
             memcpy(gathered + b * bytes, m.codes + line * m.code_stride + block * bytes,
                    size_t(stored(block)));
-            if (++block == blocks) block = 0, line++;
+            if (++block == blocks) {
+                block = 0;
+                line++;
+            }
         }
     }
     void scatter(i64 line, i64 block, int lanes) {
         for (int b = 0; b < lanes; b++) {
             const i64 n = m.length - block * B;
             memcpy(m.y + line * m.stride + block * B, scattered + b * B, sizeof(T) * size_t(n < B ? n : B));
-            if (++block == blocks) block = 0, line++;
+            if (++block == blocks) {
+                block = 0;
+                line++;
+            }
         }
     }
 
@@ -379,7 +395,10 @@ struct LineDecoder {
         } else {
             for (int b = 0; b < lanes; b++) {
                 stored[b] = s.base[s.at(m.line0 + line, m.block0 + block)];
-                if (++block == blocks) block = 0, line++;
+                if (++block == blocks) {
+                    block = 0;
+                    line++;
+                }
             }
         }
         const __m512i c = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(stored)));
@@ -440,7 +459,7 @@ struct LineDecoder {
     }
     void rotated_strip(const u8* codes, T* y) {
 #if QT_ISA == 512
-        if (Codes == 2 && turned_back<D>(codes, load<VF>(factor), load<VF>(global), p.signs, y)) return;
+        if (Codes == 2 && rotated_back<D>(codes, load<VF>(factor), load<VF>(global), p.signs, y)) return;
 #endif
         const Table<E>& t = table<E>();
         alignas(64) float wide[W * B];

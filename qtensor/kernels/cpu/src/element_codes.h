@@ -5,18 +5,18 @@
 namespace QT_NAMESPACE {
 
 template <int Exponent, int Mantissa, u32 MaxBits, bool HasNan>
-struct Narrow {
+struct ElementFormat {
     static constexpr int mantissa = Mantissa;
     static constexpr int width = 1 + Exponent + Mantissa;
     static constexpr i32 min_exponent = 127 + 2 - (1 << (Exponent - 1));  // biased
     static constexpr i32 max_bits = i32(MaxBits);                         // of the largest finite value
     static constexpr bool has_nan = HasNan;
 };
-using FE4M3 = Narrow<4, 3, 0x43e00000, true>;
-using FE5M2 = Narrow<5, 2, 0x47600000, true>;
-using FE2M3 = Narrow<2, 3, 0x40f00000, false>;
-using FE3M2 = Narrow<3, 2, 0x41e00000, false>;
-using FE2M1 = Narrow<2, 1, 0x40c00000, false>;
+using FE4M3 = ElementFormat<4, 3, 0x43e00000, true>;
+using FE5M2 = ElementFormat<5, 2, 0x47600000, true>;
+using FE2M3 = ElementFormat<2, 3, 0x40f00000, false>;
+using FE3M2 = ElementFormat<3, 2, 0x41e00000, false>;
+using FE2M1 = ElementFormat<2, 1, 0x40c00000, false>;
 
 // Codes of y without the sign. Adding 2^(e + 23 - mantissa bits) makes the float adder round to nearest even;
 // the smallest exponent makes subnormals the same case. a = |y| as bits, at most the largest finite value.
@@ -64,7 +64,10 @@ constexpr u16 bfloat16_of(u32 code) {
     if (field) return u16(sign | (field - 1 + E::min_exponent) << 7 | fraction << (7 - E::mantissa));
     if (!fraction) return u16(sign);
     i32 e = E::min_exponent;
-    while (!(fraction >> E::mantissa)) fraction <<= 1, e--;
+    while (!(fraction >> E::mantissa)) {
+        fraction <<= 1;
+        e--;
+    }
     return u16(sign | u32(e) << 7 | (fraction & ((1u << E::mantissa) - 1)) << (7 - E::mantissa));
 }
 template <class E>
@@ -79,7 +82,9 @@ static const Table<E>& table() {
         Table<E> t;
         for (u32 c = 0; c < 256; c++) {
             u16 v = bfloat16_of<E>(c & ((1u << E::width) - 1));
-            t.low[c] = u8(v), t.high[c] = u8(v >> 8), t.value[c] = bits<float>(u32(v) << 16);
+            t.low[c] = u8(v);
+            t.high[c] = u8(v >> 8);
+            t.value[c] = bits<float>(u32(v) << 16);
         }
         return t;
     }();
@@ -159,7 +164,10 @@ INLINE VB load_nibbles(const u8* p) {
     return (VB)_mm256_and_si256(w, _mm256_set1_epi8(15));
 #else
     VB c;
-    for (int i = 0; i < GROUP / 2; i++) c[2 * i] = p[i] & 15, c[2 * i + 1] = p[i] >> 4;
+    for (int i = 0; i < GROUP / 2; i++) {
+        c[2 * i] = p[i] & 15;
+        c[2 * i + 1] = p[i] >> 4;
+    }
     return c;
 #endif
 }

@@ -62,7 +62,7 @@ INLINE void store_chunk(typename D::T* y, const VF v[VECTORS], i64 n, bool strea
 }
 
 template <class D, class DY>
-struct Norm {
+struct NormKernel {
     using T = typename D::T;
     using Y = typename DY::T;
     static constexpr bool pairs = D::pairs && DY::pairs;
@@ -70,7 +70,7 @@ struct Norm {
     Array<float> gamma, bias;
     VI mask[VECTORS];
 
-    explicit Norm(const NormCall& call)
+    explicit NormKernel(const NormCall& call)
         : c(call), gamma(whole_chunks(c.cols) * CHUNK), bias(c.bias ? whole_chunks(c.cols) * CHUNK : 0) {
         spread_vector<pairs>(gamma, c.weight, c.weight_dtype, c.cols, c.zero_centered, 1.0f);
         if (c.bias) spread_vector<pairs>(bias, c.bias, c.bias_dtype, c.cols, false, 0.0f);
@@ -127,7 +127,7 @@ struct Norm {
         row_out(x, y, mean, rstd, next, stream);
     }
     template <bool Bias>
-    INLINE void rows_out(const Norm& n, const T* x, Y* y, float mean, float rstd, const T* next,
+    INLINE void rows_out(const NormKernel& n, const T* x, Y* y, float mean, float rstd, const T* next,
                          bool stream) {
         each_chunk<D, pairs>(x, n.c.cols, [&](VF* v, i64 k, bool) {
             for (i64 i = 0; i < i64(CHUNK * sizeof(T)); i += 64)
@@ -163,7 +163,7 @@ struct Norm {
         if (c.dbias) add_blocks<pairs>(of_bias, blocks, c.cols, c.dbias, c.bias_dtype, c.threads);
         if (stream) fence();
     }
-    INLINE void dy_chunk(const Norm& n, const Y* dy, i64 k, VF g[VECTORS]) {
+    INLINE void dy_chunk(const NormKernel& n, const Y* dy, i64 k, VF g[VECTORS]) {
         if (k + CHUNK <= n.c.cols) return load_chunk<DY, pairs>(dy + k, g);
         Y t[CHUNK] = {};
         memcpy(t, dy + k, sizeof(Y) * size_t(n.c.cols - k));
@@ -235,20 +235,20 @@ static void sum_rows(const NormCall& c) {
 }
 
 template <class D, class DY>
-static void either(const NormCall& c) {
+static void forward_or_backward(const NormCall& c) {
     if (c.dx)
-        Norm<D, DY>(c).backward();
+        NormKernel<D, DY>(c).backward();
     else
-        Norm<D, DY>(c).forward();
+        NormKernel<D, DY>(c).forward();
 }
 template <class D>
 void norm_as(const NormCall& c) {
     if (c.y_dtype == F32)
-        either<D, Float32>(c);
+        forward_or_backward<D, Float32>(c);
     else if (c.y_dtype == BF16)
-        either<D, Bfloat16>(c);
+        forward_or_backward<D, Bfloat16>(c);
     else
-        either<D, Float16>(c);
+        forward_or_backward<D, Float16>(c);
 }
 template <class D>
 void sum_rows_as(const NormCall& c) {
@@ -256,18 +256,18 @@ void sum_rows_as(const NormCall& c) {
 }
 
 template <class D, class DY>
-struct NormRows : Producer {
-    Norm<D, DY> norm;
-    explicit NormRows(const NormCall& c) : norm(c) {}
+struct NormProducer : Producer {
+    NormKernel<D, DY> norm;
+    explicit NormProducer(const NormCall& c) : norm(c) {}
     void rows(i64 begin, i64 end, void* out, bool again) override {
         norm.band(begin, end, (typename DY::T*)out, again);
     }
 };
 template <class D>
 std::unique_ptr<Producer> norm_rows_as(const NormCall& c) {
-    if (c.y_dtype == F32) return std::make_unique<NormRows<D, Float32>>(c);
-    if (c.y_dtype == BF16) return std::make_unique<NormRows<D, Bfloat16>>(c);
-    return std::make_unique<NormRows<D, Float16>>(c);
+    if (c.y_dtype == F32) return std::make_unique<NormProducer<D, Float32>>(c);
+    if (c.y_dtype == BF16) return std::make_unique<NormProducer<D, Bfloat16>>(c);
+    return std::make_unique<NormProducer<D, Float16>>(c);
 }
 
 template std::unique_ptr<Producer> norm_rows_as<QT_DTYPE>(const NormCall&);

@@ -12,9 +12,9 @@ constexpr int MX = 32;
 // output adds up: a sum of 0 has no sign to turn. The sums run over k = 0 .. 15 one by one, as those of the
 // reference do; each lane is a block, and equal beginnings of sums are added up once.
 template <int Rows, int Cols>
-INLINE void turn_blocks(const float* x, float* y) {
+INLINE void transpose_blocks(const float* x, float* y) {
 #if QT_ISA == 512
-    turn_squares<float>(x, Cols, y, Rows, false);
+    transpose_squares<float>(x, Cols, y, Rows, false);
 #else
     transpose<float>(x, Cols, y, Rows, Rows, Cols);
 #endif
@@ -22,7 +22,7 @@ INLINE void turn_blocks(const float* x, float* y) {
 template <bool Signs, bool Back>
 static void rotate_blocks(const float* x, float* y) {
     alignas(64) float t[NV * W];
-    turn_blocks<W, NV>(x, t);
+    transpose_blocks<W, NV>(x, t);
     VF v[NV];
 #pragma GCC unroll 16
     for (int k = 0; k < NV; k++)
@@ -36,7 +36,7 @@ static void rotate_blocks(const float* x, float* y) {
             sum = (__builtin_parity(unsigned(k & j)) != 0) != negative ? sum - v[k] : sum + v[k];
         store(t + j * W, sum);
     }
-    turn_blocks<NV, W>(t, y);
+    transpose_blocks<NV, W>(t, y);
 }
 template <bool Back>
 static void rotate(float* x, bool signs) {
@@ -84,26 +84,29 @@ INLINE void pack_all(const u8* codes, u8* out) {
 // ---- stochastic rounding
 constexpr u32 PHILOX[2] = {0xD2511F53u, 0xCD9E8D57u}, WEYL[2] = {0x9E3779B9u, 0xBB67AE85u};
 // The keys of the ten rounds.
-struct Keys {
+struct PhiloxKeys {
     u32 of[10][2];
-    Keys(i64 seed) {
-        for (u32 r = 0; r < 10; r++)
-            of[r][0] = u32(seed) + r * WEYL[0], of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
+    PhiloxKeys(i64 seed) {
+        for (u32 r = 0; r < 10; r++) {
+            of[r][0] = u32(seed) + r * WEYL[0];
+            of[r][1] = u32(uint64_t(seed) >> 32) + r * WEYL[1];
+        }
     }
 };
 #if QT_ISA == 512
 // Philox4x32-10: 16 bytes for each of W counters, in two vectors side by side. Numbers of 32 bits lie in the
 // low halves of lanes of 64, as the multiplier takes them; what the high halves hold does not count.
-INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
+INLINE void philox(const i64 counter[W], int stream, const PhiloxKeys& keys, u8* out) {
     const __m512i p0 = _mm512_set1_epi64(PHILOX[0]), p1 = _mm512_set1_epi64(PHILOX[1]);
     __m512i c[2][4];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
         // The last step writes lanes 0, 2, 4, 6 before the others.
         const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h)),
+        c[h][0] = _mm512_permutexvar_epi64(order, load<__m512i>(counter + 8 * h));
         c[h][1] = _mm512_srli_epi64(c[h][0], 32);
-        c[h][2] = _mm512_setzero_si512(), c[h][3] = _mm512_set1_epi32(stream);
+        c[h][2] = _mm512_setzero_si512();
+        c[h][3] = _mm512_set1_epi32(stream);
     }
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
@@ -115,58 +118,70 @@ INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) 
                           b = round ? _mm512_mul_epu32(c[h][2], p1) : _mm512_setzero_si512();
             c[h][0] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(b, 32), c[h][1], k0, 0x96);
             c[h][2] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(a, 32), c[h][3], k1, 0x96);
-            c[h][1] = b, c[h][3] = a;
+            c[h][1] = b;
+            c[h][3] = a;
         }
     }
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
         const __m512i low = _mm512_mask_shuffle_epi32(c[h][0], 0xaaaa, c[h][1], _MM_PERM_ENUM(0xa0));
         const __m512i high = _mm512_mask_shuffle_epi32(c[h][2], 0xaaaa, c[h][3], _MM_PERM_ENUM(0xa0));
-        store(out + 128 * h, _mm512_unpacklo_epi64(low, high)),
-            store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
+        store(out + 128 * h, _mm512_unpacklo_epi64(low, high));
+        store(out + 128 * h + 64, _mm512_unpackhi_epi64(low, high));
     }
 }
 #else
 // Both halves of products of 32 bits.
-struct Products {
+struct WideProducts {
     VU low, high;
 };
-INLINE Products products(VU a, u32 b) {
+INLINE WideProducts products(VU a, u32 b) {
 #if QT_ISA == 2
     const __m256i k = _mm256_set1_epi32(i32(b)), v = (__m256i)a;
     const __m256i even = _mm256_mul_epu32(v, k), odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
     return {(VU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa),
             (VU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa)};
 #else
-    Products p;
+    WideProducts p;
     for (int i = 0; i < W; i++) {
         const uint64_t full = uint64_t(a[i]) * b;
-        p.low[i] = u32(full), p.high[i] = u32(full >> 32);
+        p.low[i] = u32(full);
+        p.high[i] = u32(full >> 32);
     }
     return p;
 #endif
 }
 // Philox4x32-10: 16 bytes for each of W counters.
-INLINE void philox(const i64 counter[W], int stream, const Keys& keys, u8* out) {
+INLINE void philox(const i64 counter[W], int stream, const PhiloxKeys& keys, u8* out) {
     u32 low[W], high[W], words[4][W];
-    for (int b = 0; b < W; b++) low[b] = u32(counter[b]), high[b] = u32(uint64_t(counter[b]) >> 32);
+    for (int b = 0; b < W; b++) {
+        low[b] = u32(counter[b]);
+        high[b] = u32(uint64_t(counter[b]) >> 32);
+    }
     VU c0 = load<VU>(low), c1 = load<VU>(high), c2{}, c3 = (VU)all(stream);
     for (int round = 0; round < 10; round++) {
-        const Products a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
-        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0])),
+        const WideProducts a = products(c0, PHILOX[0]), b = products(c2, PHILOX[1]);
+        c0 = b.high ^ c1 ^ (VU)all(i32(keys.of[round][0]));
         c2 = a.high ^ c3 ^ (VU)all(i32(keys.of[round][1]));
-        c1 = b.low, c3 = a.low;
+        c1 = b.low;
+        c3 = a.low;
     }
-    store(words[0], c0), store(words[1], c1), store(words[2], c2), store(words[3], c3);
+    store(words[0], c0);
+    store(words[1], c1);
+    store(words[2], c2);
+    store(words[3], c3);
     for (int b = 0; b < W; b++)
         for (int k = 0; k < 4; k++) memcpy(out + b * NV + 4 * k, &words[k][b], 4);
 }
 #endif
 // 16 random bytes for each of W blocks, whose first elements have the numbers `element`.
-INLINE void noise(const i64 element[W], int stream, const Keys& keys, u8* bytes) {
+INLINE void noise(const i64 element[W], int stream, const PhiloxKeys& keys, u8* bytes) {
     alignas(64) i64 group[W];
     i64 within = 0;
-    for (int b = 0; b < W; b++) within |= element[b], group[b] = element[b] >> 4;
+    for (int b = 0; b < W; b++) {
+        within |= element[b];
+        group[b] = element[b] >> 4;
+    }
     philox(group, stream, keys, bytes);
     if ((within & 15) == 0) return;
     alignas(64) u8 next[W * NV];
@@ -174,7 +189,8 @@ INLINE void noise(const i64 element[W], int stream, const Keys& keys, u8* bytes)
     philox(group, stream, keys, next);
     for (int b = 0; b < W; b++) {
         u8 both[2 * NV];
-        memcpy(both, bytes + b * NV, NV), memcpy(both + NV, next + b * NV, NV);
+        memcpy(both, bytes + b * NV, NV);
+        memcpy(both + NV, next + b * NV, NV);
         memcpy(bytes + b * NV, both + (element[b] & 15), NV);
     }
 }
@@ -183,7 +199,8 @@ INLINE void encode_stochastic(const float* x, const float* factors, const u8* ra
     for (int i = 0; i < W * NV; i += W) {
         VF y = load<VF>(x + i) * all(factors[i / NV]);
         VF a = (VF)min((VI)y & all(ABS), all(FE2M1::max_bits));
-        VF step = a < all(2.0f) ? all(0.5f) : a < all(4.0f) ? all(1.0f) : all(2.0f);
+        VF step = a < all(4.0f) ? all(1.0f) : all(2.0f);
+        step = a < all(2.0f) ? all(0.5f) : step;
         VF r = __builtin_convertvector(widen(random + i), VF) * all(1.0f / 256.0f);
         VF raised = a + r * step;
         // Cut off: from 1 on, exponent and one bit of fraction are the code; below, 0.5 is 1.
@@ -207,7 +224,7 @@ static inline VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, 
                                const CQuantizer& p, VI amax, VF A, VF scale, VF inverse) {
     VF base = (VF)amax / all(6.0f) * scale;
     VF divisor = all(6.0f * p.e4m3_max);
-    Factors f[2] = {nvfp4_factors(base, inverse), nvfp4_factors(base * all(1.5f), inverse)};
+    BlockFactors f[2] = {nvfp4_factors(base, inverse), nvfp4_factors(base * all(1.5f), inverse)};
     VF stored[2];
     for (int k = 0; k < 2; k++) {
         for (int b = 0; b < W; b++) stored[k][b] = table<FE4M3>().value[f[k].stored[b]];
@@ -231,9 +248,10 @@ static inline VI encode_4over6(const float* x, int rows, i64 stride, u8* codes, 
             for (int r = 0; r < half; r++) errors[k][r] = errors[k][r] + errors[k][r + half];
     VI to_4 = (VI)(errors[1][0] < errors[0][0]);
     for (int r = 0; r < rows; r++) {
-        u8 turned[NV * W];
-        for (int e = 0; e < NV; e++) narrow(turned + e * W, to_4 ? both[1][r * NV + e] : both[0][r * NV + e]);
-        transpose<u8>(turned, W, codes + r * code_stride, NV, NV, W);
+        u8 transposed[NV * W];
+        for (int e = 0; e < NV; e++)
+            narrow(transposed + e * W, to_4 ? both[1][r * NV + e] : both[0][r * NV + e]);
+        transpose<u8>(transposed, W, codes + r * code_stride, NV, NV, W);
     }
     return to_4 ? f[1].stored : f[0].stored;
 }

@@ -1,5 +1,5 @@
-// Several kernels in one call, for tensors so small that calls take longer than numbers: quantize, decode,
-// multiply, add up.
+// Several kernels in one call, for tensors so small that a call takes longer than its arithmetic: quantize,
+// decode, multiply, sum.
 #include "denormals.h"
 #include "row_arithmetic.h"
 
@@ -11,8 +11,9 @@ bool dequantize_as(const CQuantizer& p, const DequantizeCall& c);
 template <class D>
 void sum_rows_as(const NormCall& c);
 
-// ---- what program.py writes: 8 bytes a field. "at" a name: a place in the table of addresses
-enum Kind { QUANTIZE = 0, DECODE = 1, WIDEN = 2, MULTIPLY = 3, FINISH = 4, SUM_ROWS = 5, CLEAR = 6 };
+// ---- Structs that program.py writes, with 8 bytes a field. A field whose name ends in "_at" is an index
+// into the table of addresses.
+enum StepKind { QUANTIZE = 0, DECODE = 1, WIDEN = 2, MULTIPLY = 3, FINISH = 4, SUM_ROWS = 5, CLEAR = 6 };
 
 struct QuantizeStep {
     const CQuantizer* quantizer;
@@ -27,12 +28,13 @@ struct DecodeStep {
 struct WidenStep {
     i64 x_at, dtype, count, y_at;
 };
-struct MultiplyStep {  // column-major, as BLAS has it
-    i64 a_turned, b_turned, m, n, k, a_at, lda, b_at, ldb, c_at, ldc;
+struct MultiplyStep {  // column-major, as in BLAS
+    i64 a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, c_at, ldc;
 };
 struct FinishStep {  // y = x * (a * b) + bias, rounded once
-    i64 x_at, rows, cols, a_at, b_at, bias_at, bias_dtype, line_at, y_at,
-        dtype;  // line: memory for a row of floats
+    i64 x_at, rows, cols, a_at, b_at, bias_at, bias_dtype;
+    i64 float_bias_at;  // scratch memory for the bias as floats
+    i64 y_at, dtype;
 };
 struct SumStep {
     i64 x_at, dtype, rows, cols, y_at;
@@ -55,39 +57,46 @@ struct Step {
 };
 static_assert(sizeof(Step) == 200, "program.py writes 25 words");
 
-// A BLAS of either width reads these integers.
+// sgemm of torch's BLAS, whose integers may have 32 or 64 bits: on a little-endian machine it reads small
+// numbers of 64 bits correctly in both cases.
 using Sgemm = void (*)(const char*, const char*, const i64*, const i64*, const i64*, const float*,
                        const float*, const i64*, const float*, const i64*, const float*, float*, const i64*);
 struct Program {
-    i64 steps, given, scratch, bytes;
+    i64 step_count;
+    i64 passed_count;   // addresses that a call passes
+    i64 scratch_count;  // pieces of scratch memory
+    i64 scratch_bytes;
     Sgemm sgemm;
-    const i64* offsets;  // of each piece of scratch memory
-    const Step* step;
+    const i64* scratch_offsets;
+    const Step* steps;
 };
 
-constexpr int PLACES = 96;
-enum {
-    NOTHING = 0,
-    ONE = 1,
-    FIRST = 2
-};  // places: no address; the factor 1; the addresses given, then those of scratch memory
+// Indices in the table of addresses. From FIRST on come the addresses that the call passes, then those of
+// scratch memory.
+enum { NOTHING = 0, ONE = 1, FIRST = 2 };  // no address; the factor 1
+constexpr int MAX_ADDRESSES = 96;
 
-struct Arena {
-    u8* p = nullptr;
+// Memory that grows to the largest size that was asked for.
+class ScratchMemory {
+    u8* memory = nullptr;
     i64 size = 0;
+
+    void release() {
+        if (memory) operator delete[](memory, std::align_val_t(64));
+        memory = nullptr;
+        size = 0;
+    }
+
+public:
     u8* at_least(i64 bytes) {
         if (size < bytes) {
             release();
-            p = new (std::align_val_t(64)) u8[size_t(bytes)];
+            memory = new (std::align_val_t(64)) u8[size_t(bytes)];
             size = bytes;
         }
-        return p;
+        return memory;
     }
-    void release() {
-        if (p) operator delete[](p, std::align_val_t(64));
-        p = nullptr, size = 0;
-    }
-    ~Arena() { release(); }
+    ~ScratchMemory() { release(); }
 };
 
 template <class D>
@@ -95,12 +104,10 @@ static void widen_as(const void* x, i64 n, float* y) {
     for (i64 i = 0; i < n; i++) y[i] = D::to_float(((const typename D::T*)x)[i]);
 }
 static void widen_any(const void* x, i64 dtype, i64 n, float* y) {
-    dtype == F32    ? widen_as<Float32>(x, n, y)
-    : dtype == BF16 ? widen_as<Bfloat16>(x, n, y)
-                    : widen_as<Float16>(x, n, y);
+    with_type(dtype, [&](auto type) { widen_as<decltype(type)>(x, n, y); });
 }
 
-// n floats, at most GROUP.
+// Rounds n floats, at most GROUP, to D.
 template <class D>
 static void narrow_run(const float* x, i64 n, u16* y) {
     i64 i = 0;
@@ -108,20 +115,21 @@ static void narrow_run(const float* x, i64 n, u16* y) {
     for (; i < n; i++) put_element(y, i, D::id, x[i]);
 }
 
-struct Runner {
+struct ProgramRunner {
     const Program& program;
-    void* at[PLACES];
+    void* at[MAX_ADDRESSES];
 
     template <class T>
-    T* get(i64 place) const {
-        return (T*)at[place];
+    T* get(i64 index) const {
+        return (T*)at[index];
     }
-    Buffers buffers(const i64* place) const {
-        return {get<u8>(place[0]), at[place[1]], get<float>(place[2]), nullptr};
+    Buffers buffers(const i64* indices) const {
+        return {get<u8>(indices[0]), at[indices[1]], get<float>(indices[2]), nullptr};
     }
     bool quantize(const QuantizeStep& s) const {
         Buffers row = buffers(s.row_at), column = buffers(s.column_at);
-        row.given = get<float>(s.row_at[3]), column.given = get<float>(s.column_at[3]);
+        row.given = get<float>(s.row_at[3]);
+        column.given = get<float>(s.column_at[3]);
         const i64* seed = get<i64>(s.seed_at);
         const QuantizeCall c{at[s.x_at],
                              i32(s.dtype),
@@ -137,9 +145,7 @@ struct Runner {
                              seed ? *seed : 0,
                              0,
                              0};
-        return s.dtype == F32    ? quantize_as<Float32>(*s.quantizer, c)
-               : s.dtype == BF16 ? quantize_as<Bfloat16>(*s.quantizer, c)
-                                 : quantize_as<Float16>(*s.quantizer, c);
+        return with_type(s.dtype, [&](auto type) { return quantize_as<decltype(type)>(*s.quantizer, c); });
     }
     bool decode(const DecodeStep& s) const {
         const DequantizeCall c{at[s.y_at],
@@ -152,22 +158,24 @@ struct Runner {
                                buffers(s.row_at),
                                buffers(s.column_at),
                                get<float>(s.scale_inv_at)};
-        return s.dtype == F32    ? dequantize_as<Float32>(*s.quantizer, c)
-               : s.dtype == BF16 ? dequantize_as<Bfloat16>(*s.quantizer, c)
-                                 : dequantize_as<Float16>(*s.quantizer, c);
+        return with_type(s.dtype, [&](auto type) { return dequantize_as<decltype(type)>(*s.quantizer, c); });
     }
     void multiply(const MultiplyStep& s) const {
         const float one = 1.0f, zero = 0.0f;
-        program.sgemm(s.a_turned ? "t" : "n", s.b_turned ? "t" : "n", &s.m, &s.n, &s.k, &one,
+        program.sgemm(s.a_transposed ? "t" : "n", s.b_transposed ? "t" : "n", &s.m, &s.n, &s.k, &one,
                       get<float>(s.a_at), &s.lda, get<float>(s.b_at), &s.ldb, &zero, get<float>(s.c_at),
                       &s.ldc);
     }
     void finish(const FinishStep& s) const {
         const float *a = get<float>(s.a_at), *b = get<float>(s.b_at);
-        const float factor = a && b ? *a * *b : a ? *a : b ? *b : 1.0f;
+        float factor = 1.0f;
+        if (a && b)
+            factor = *a * *b;
+        else if (a || b)
+            factor = a ? *a : *b;
         const bool scaled = a || b;
         const float* x = get<float>(s.x_at);
-        float* bias = get<float>(s.line_at);
+        float* bias = get<float>(s.float_bias_at);
         if (s.bias_at != NOTHING) widen_any(at[s.bias_at], s.bias_dtype, s.cols, bias);
         float line[GROUP];
         for (i64 r = 0; r < s.rows; r++)
@@ -188,15 +196,17 @@ struct Runner {
     }
     void sum(const SumStep& s) const {
         NormCall c{};
-        c.x = at[s.x_at], c.rows = s.rows, c.cols = s.cols, c.stride = s.cols, c.y = at[s.y_at],
+        c.x = at[s.x_at];
+        c.rows = s.rows;
+        c.cols = s.cols;
+        c.stride = s.cols;
+        c.y = at[s.y_at];
         c.threads = 1;
-        s.dtype == F32    ? sum_rows_as<Float32>(c)
-        : s.dtype == BF16 ? sum_rows_as<Bfloat16>(c)
-                          : sum_rows_as<Float16>(c);
+        with_type(s.dtype, [&](auto type) { sum_rows_as<decltype(type)>(c); });
     }
     bool run() const {
-        for (i64 i = 0; i < program.steps; i++) {
-            const Step& s = program.step[i];
+        for (i64 i = 0; i < program.step_count; i++) {
+            const Step& s = program.steps[i];
             switch (s.kind) {
                 case QUANTIZE:
                     if (!quantize(s.quantize)) return false;
@@ -225,14 +235,14 @@ struct Runner {
 };
 
 bool run_program(const Program& program, const void* addresses) {
-    static thread_local Arena arena;
+    static thread_local ScratchMemory scratch;
     static const float one = 1.0f;
-    Runner runner{program, {}};
+    ProgramRunner runner{program, {}};
     runner.at[ONE] = (void*)&one;
-    memcpy(runner.at + FIRST, addresses, sizeof(void*) * size_t(program.given));
-    u8* memory = arena.at_least(program.bytes);
-    for (i64 i = 0; i < program.scratch; i++)
-        runner.at[FIRST + program.given + i] = memory + program.offsets[i];
+    memcpy(runner.at + FIRST, addresses, sizeof(void*) * size_t(program.passed_count));
+    u8* memory = scratch.at_least(program.scratch_bytes);
+    for (i64 i = 0; i < program.scratch_count; i++)
+        runner.at[FIRST + program.passed_count + i] = memory + program.scratch_offsets[i];
     return runner.run();
 }
 
@@ -240,8 +250,8 @@ bool run_program(const Program& program, const void* addresses) {
 
 extern "C" {
 
-// Runs a program over addresses (program.given of them, at any address). 0: done; 1: a step has no kernel.
-// 2: out of memory.
+// Runs a program over addresses (program.passed_count of them, at any alignment). Returns 0 if it is done, 1
+// if a step has no kernel, and 2 if memory ran out.
 int qt_run(const void* program, const void* addresses) {
     const QT_NAMESPACE::KeepDenormals scope;
     try {

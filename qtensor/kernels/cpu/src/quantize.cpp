@@ -38,13 +38,12 @@ bool quantize_as(const CQuantizer& p, const QuantizeCall& c) {
 template <class D>
 bool fused_as(const CQuantizer& p, const QuantizeCall& c, Producer& producer) {
     if (p.family == COLUMN || (p.row_scaled && c.column.data)) return false;
-    Fused<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
+    FusedQuantizer<D> fused(p, c, producer, c.rows * c.cols > STREAMED);
     if (p.family != BLOCK) {
-        const bool tensor = p.family == TENSOR;
         if (p.element == E4M3)
-            tensor ? fused.template tensor<FE4M3>() : fused.template rows<FE4M3>();
+            fused.template float8<FE4M3>();
         else
-            tensor ? fused.template tensor<FE5M2>() : fused.template rows<FE5M2>();
+            fused.template float8<FE5M2>();
         fence();
         return true;
     }

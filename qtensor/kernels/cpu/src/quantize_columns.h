@@ -24,7 +24,7 @@ struct ColumnQuantizer {
     enum Way { SAFE, PRODUCTS, POW2, QUARTERS };
     const Direction& d;
     const CQuantizer& p;
-    GlobalLanes global;
+    GlobalScaleLanes global;
     alignas(64) VI amax[COLUMN_TILE / W];
     alignas(64) VF factor[COLUMN_TILE / W];
     alignas(64) VI stored[COLUMN_TILE / W];
@@ -41,7 +41,9 @@ struct ColumnQuantizer {
         const i64 whole = m.cols / GROUP * GROUP;
         for (i64 c = 0; c < whole; c += COLUMN_TILE) {
             Columns<T> t = m;
-            t.x += c, t.out += c, t.column0 += c;
+            t.x += c;
+            t.out += c;
+            t.column0 += c;
             t.cols = whole - c < COLUMN_TILE ? whole - c : COLUMN_TILE;
             tile(t, d.nontemporal, false);
             for (i64 k = 0; k < t.cols; k += GROUP) put(stored + k / W, t.column0 + k, t.block0, GROUP);
@@ -83,8 +85,9 @@ struct ColumnQuantizer {
         const bool finite = !any(top >= all(INF_BITS));
         if (nv && !finite) return false;
         for (int j = 0; j < 4 * groups; j++) {
-            const Factors f = factors_of<E>(amax[j], d, global);
-            factor[j] = f.encode, stored[j] = f.stored;
+            const BlockFactors f = factors_of<E>(amax[j], d, global);
+            factor[j] = f.encode;
+            stored[j] = f.stored;
         }
         stream = stream && ((uintptr_t(m.out) | uintptr_t(m.out_stride)) & (GROUP - 1)) == 0;
         plain ? encode<1>(m, groups, stream, finite) : encode<Codes>(m, groups, stream, finite);
@@ -109,8 +112,10 @@ struct ColumnQuantizer {
                     const VH next = load<VH>(x + r * m.stride + i * 2 * W) & (VH)all(0x7fff7fff);
                     h[i] = h[i] > next ? h[i] : next;
                 }
-            for (int i = 0; i < 2 * N; i++)
-                out[2 * i] = (VI)h[i] << 16, out[2 * i + 1] = (VI)h[i] & all(i32(0xffff0000));
+            for (int i = 0; i < 2 * N; i++) {
+                out[2 * i] = (VI)h[i] << 16;
+                out[2 * i + 1] = (VI)h[i] & all(i32(0xffff0000));
+            }
         } else {
             VI v[4 * N] = {};
             for (i64 r = 0; r < m.rows; r++)

@@ -89,20 +89,21 @@ struct Float8Quantizer {
           end(call.end ? call.end : call.rows),
           nontemporal(stream) {}
 
-    // Which values may not be finite, or have a factor that makes signs and NaN those of the products.
-    struct Care {
-        bool always;  // all
-        bool looks;   // those among which it finds one
-        i32 met = 0;  // largest magnitude
-        bool needed(const T* from, i64 n) {
-            if (!looks) return always;
-            const i32 own = amax_run<D>(from, n);
-            met = met > own ? met : own;
-            return always || own >= INF_BITS;
+    // Decides which elements take the slow, safe way: those that may not be finite, and those whose factor
+    // makes signs and NaN those of the products.
+    struct FiniteCheck {
+        bool always_safe;  // all elements take it
+        bool scans;        // looks for such elements, and for the largest magnitude
+        i32 largest = 0;   // magnitude that the scans have met
+        bool needs_safe(const T* from, i64 n) {
+            if (!scans) return always_safe;
+            const i32 amax = amax_run<D>(from, n);
+            largest = largest > amax ? largest : amax;
+            return always_safe || amax >= INF_BITS;
         }
-        void tell(i32* top) const {
+        void merge_into(i32* total) const {
 #pragma omp critical(qtensor_max)
-            *top = *top > met ? *top : met;
+            *total = *total > largest ? *total : largest;
         }
     };
 
@@ -124,18 +125,18 @@ struct Float8Quantizer {
         if (own) found = amax_tensor<D>(c, false);
         if (!c.scale) scale = scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
-        const Care care{is_odd(scale) || found >= INF_BITS, !own};
-        const i32 met = with_factor(OneFactor<D, E>(scale, c.rows * c.cols), care, own);
+        const FiniteCheck check{is_odd(scale) || found >= INF_BITS, !own};
+        const i32 met = with_factor(OneFactor<D, E>(scale, c.rows * c.cols), check, own);
         if (!own) found = met;
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
     }
 
-    // Codes with the factor of the tensor. Returns the largest magnitude that was met where care looks;
+    // Codes with the factor of the tensor. Returns the largest magnitude that was met where the check scans;
     // `again`: for the second time, all of the tensor has been read.
-    i32 with_factor(const OneFactor<D, E>& f, const Care& care, bool again) {
+    i32 with_factor(const OneFactor<D, E>& f, const FiniteCheck& check, bool again) {
         if (c.column.data || (c.stride != c.cols && c.rows > 1))
-            return tiles(care, again, [&](i64) -> const OneFactor<D, E>& { return f; });
-        return flat(f, care, again);
+            return tiles(check, again, [&](i64) -> const OneFactor<D, E>& { return f; });
+        return flat(f, check, again);
     }
 
     void rows() {
@@ -149,7 +150,7 @@ struct Float8Quantizer {
     }
 
     void encode_rows() {
-        if (c.column.data) return turned_rows();
+        if (c.column.data) return transposed_rows();
         parallel(end - begin, 1, c.threads, [&](i64 a, i64 b) {
             for (i64 r = begin + a; r < begin + b; r++) {
                 const Scaled s = row_scale(r);
@@ -184,7 +185,7 @@ struct Float8Quantizer {
                     const i64 k = g * GROUP + position<D>(j, i);
                     if (k < c.cols) c.scale_inv[k] = 1.0f / factors[4 * g + j][i];
                 }
-        tiles(Care{odd, !odd}, !c.scale && !c.row.given,
+        tiles(FiniteCheck{odd, !odd}, !c.scale && !c.row.given,
               [&](i64 k) { return LaneFactors<D, E>{factors + k / W}; });
     }
 
@@ -194,7 +195,7 @@ struct Float8Quantizer {
     // The factor of a row: given, from a given maximum, or from its own. Stores its inverse.
     struct Scaled {
         float scale;
-        bool safe;  // signs and NaN need care
+        bool safe;  // signs and NaN need the safe way
     };
     Scaled row_scale(i64 r) const {
         const i32 own = amax_run<D>(x + r * c.stride, c.cols), given = ((i32*)c.scale_inv)[r];
@@ -204,27 +205,27 @@ struct Float8Quantizer {
     }
 
     // Parts of 0 .. n in the order in which the cache still has them.
-    static i64 turn_of(i64 i, i64 n, bool again) { return again ? n - 1 - i : i; }
+    static i64 cache_order(i64 i, i64 n, bool again) { return again ? n - 1 - i : i; }
 
-    i32 flat(const OneFactor<D, E>& f, const Care& care, bool again) {
+    i32 flat(const OneFactor<D, E>& f, const FiniteCheck& check, bool again) {
         const T* from = x + begin * c.cols;
         u8* out = c.row.data + begin * c.cols;
         i32 met = 0;
         parallel((end - begin) * c.cols, RUN, c.threads, [&](i64 a, i64 b) {
             constexpr i64 part = 16 * RUN;
-            Care own = care;
+            FiniteCheck thread_check = check;
             const i64 parts = (b - a + part - 1) / part;
             for (i64 p = 0; p < parts; p++) {
-                const i64 at = a + turn_of(p, parts, again) * part;
+                const i64 at = a + cache_order(p, parts, again) * part;
                 for (i64 i = at; i < b && i < at + part; i += RUN) {
                     const i64 n = b - i < RUN ? b - i : RUN;
-                    const bool safe = own.needed(from + i, n);
+                    const bool safe = thread_check.needs_safe(from + i, n);
                     // A run that is read twice stays in the cache; the next one comes meanwhile.
                     encode_any<D, E>(from + i, n, f, out + i, nontemporal, safe,
-                                     care.looks ? RUN * i64(sizeof(T)) : AHEAD);
+                                     check.scans ? RUN * i64(sizeof(T)) : AHEAD);
                 }
             }
-            own.tell(&met);
+            thread_check.merge_into(&met);
         });
         return met;
     }
@@ -236,12 +237,12 @@ struct Float8Quantizer {
     // Codes leave as they are and transposed. encode(r, i, k, n, out): n codes from column k of row r, the
     // i-th of its band; k = 0 comes first.
     template <class F>
-    void turned(i64 first, i64 last, bool again, const F& encode) const {
+    void transposed(i64 first, i64 last, bool again, const F& encode) const {
         const i64 part = smaller(c.cols, WIDE), ld = up(part, GROUP) + PAD,
                   count = (last - first + LINES - 1) / LINES;
         const Array<u8> codes(LINES * ld);
         for (i64 band = 0; band < count; band++) {
-            const i64 r = first + turn_of(band, count, again) * LINES, n = smaller(last - r, LINES);
+            const i64 r = first + cache_order(band, count, again) * LINES, n = smaller(last - r, LINES);
             for (i64 k = 0; k < c.cols; k += part) {
                 const i64 width = smaller(c.cols - k, part);
                 for (i64 i = 0; i < n; i++) {
@@ -249,19 +250,19 @@ struct Float8Quantizer {
                     if (c.row.data)
                         put_bytes(c.row.data + (r + i) * c.cols + k, codes + i * ld, width, nontemporal);
                 }
-                turn_bytes(codes, ld, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
+                transpose_bytes(codes, ld, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
             }
         }
     }
 
     // Rows with factors of their own: each is encoded while the cache has it from the search for its maximum,
     // but for the later parts of very wide ones.
-    void turned_rows() {
+    void transposed_rows() {
         using Factor = OneFactor<D, E>;
         parallel(end - begin, LINES, c.threads, [&](i64 a, i64 b) {
             const Array<Factor> factors(LINES);
             bool safe[LINES];
-            turned(begin + a, begin + b, false, [&](i64 r, i64 i, i64 k, i64 n, u8* out) {
+            transposed(begin + a, begin + b, false, [&](i64 r, i64 i, i64 k, i64 n, u8* out) {
                 if (!k) {
                     const Scaled s = row_scale(r);
                     new (factors + i) Factor(s.scale, c.cols);
@@ -275,28 +276,30 @@ struct Float8Quantizer {
 
     // factors(column): what encodes from there on.
     template <class F>
-    i32 tiles(const Care& care, bool again, const F& factors) {
+    i32 tiles(const FiniteCheck& check, bool again, const F& factors) {
         i32 met = 0;
-        parallel(end - begin, c.column.data ? c.row.data ? LINES : TALL : 1, c.threads, [&](i64 a, i64 b) {
-            Care own = care;
+        i64 unit = 1;
+        if (c.column.data) unit = c.row.data ? LINES : TALL;
+        parallel(end - begin, unit, c.threads, [&](i64 a, i64 b) {
+            FiniteCheck thread_check = check;
             const auto encode = [&](i64 r, i64 k, i64 n, u8* out, bool stream) {
                 for (i64 j = 0; j < n; j += RUN) {
                     const i64 run = n - j < RUN ? n - j : RUN;
                     const T* from = x + r * c.stride + k + j;
-                    const bool safe = own.needed(from, run);
+                    const bool safe = thread_check.needs_safe(from, run);
                     encode_any<D, E>(from, run, factors(k + j), out + j, stream, safe,
-                                     own.looks ? RUN * i64(sizeof(T)) : AHEAD);
+                                     check.scans ? RUN * i64(sizeof(T)) : AHEAD);
                 }
             };
             if (c.column.data && !c.row.data)
-                tall(begin + a, begin + b, own, again, factors, encode);
+                tall(begin + a, begin + b, thread_check, again, factors, encode);
             else if (c.column.data)
-                turned(begin + a, begin + b, again,
-                       [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
+                transposed(begin + a, begin + b, again,
+                           [&](i64 r, i64, i64 k, i64 n, u8* out) { encode(r, k, n, out, false); });
             else
                 for (i64 r = begin + a; r < begin + b; r++)
                     encode(r, 0, c.cols, c.row.data + r * c.cols, nontemporal);
-            own.tell(&met);
+            thread_check.merge_into(&met);
         });
         return met;
     }
@@ -305,11 +308,12 @@ struct Float8Quantizer {
     // and so tall that a page of the transpose, once found, gets several lines.
     static constexpr i64 TALL = 256, NARROW = 64;
     template <class F, class G>
-    void tall(i64 first, i64 last, Care& care, bool again, const F& factors, const G& encode) const {
+    void tall(i64 first, i64 last, FiniteCheck& check, bool again, const F& factors, const G& encode) const {
         alignas(64) u8 codes[TALL * NARROW];
         const i64 across = (c.cols + NARROW - 1) / NARROW, count = (last - first + TALL - 1) / TALL * across;
         for (i64 t = 0; t < count; t++) {
-            const i64 at = turn_of(t, count, again), after = turn_of(t + 1 < count ? t + 1 : t, count, again);
+            const i64 at = cache_order(t, count, again),
+                      after = cache_order(t + 1 < count ? t + 1 : t, count, again);
             const i64 r = first + at / across * TALL, k = at % across * NARROW;
             const i64 n = last - r < TALL ? last - r : TALL,
                       width = c.cols - k < NARROW ? c.cols - k : NARROW;
@@ -319,20 +323,20 @@ struct Float8Quantizer {
                 const T* from = x + r * c.stride + k;
                 const T* next = reaches ? x + r1 * c.stride + after % across * NARROW : from;
                 i32 met = 0;
-                if (!care.always)
-                    met = care.looks ? encode_tile<false, true>(from, n, next, factors(k), codes)
-                                     : encode_tile<false, false>(from, n, next, factors(k), codes);
-                if (care.always || met >= INF_BITS)
+                if (!check.always_safe)
+                    met = check.scans ? encode_tile<false, true>(from, n, next, factors(k), codes)
+                                      : encode_tile<false, false>(from, n, next, factors(k), codes);
+                if (check.always_safe || met >= INF_BITS)
                     met = encode_tile<true, true>(from, n, next, factors(k), codes);
-                care.met = care.met > met ? care.met : met;
+                check.largest = check.largest > met ? check.largest : met;
             } else {
                 for (i64 i = 0; i < n; i++) encode(r + i, k, width, codes + i * NARROW, false);
             }
-            turn_bytes(codes, NARROW, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
+            transpose_bytes(codes, NARROW, c.column.data + k * c.rows + r, c.rows, n, width, nontemporal);
         }
     }
-    // n rows of NARROW columns to codes one behind the other. Returns the largest magnitude where it looks.
-    template <bool Safe, bool Looks, class F>
+    // n rows of NARROW columns to codes one behind the other. Returns the largest magnitude if it scans.
+    template <bool Safe, bool Scans, class F>
     i32 encode_tile(const T* from, i64 n, const T* next, const F& f, u8* codes) const {
         VH words[2] = {};
         VI top{};
@@ -340,12 +344,12 @@ struct Float8Quantizer {
         for (i64 i = 0; i < n; i++, from += c.stride, next += c.stride) {
             prefetch(next, 1, 0, NARROW * i64(sizeof(T)));
             for (i64 g = 0; g < NARROW; g += GROUP) {
-                if constexpr (Looks && D::pairs) {
+                if constexpr (Scans && D::pairs) {
                     for (int h = 0; h < 2; h++) {
                         const VH w = load<VH>(from + g + h * 2 * W) & (VH)all(0x7fff7fff);
                         words[h] = words[h] > w ? words[h] : w;
                     }
-                } else if constexpr (Looks) {
+                } else if constexpr (Scans) {
                     for (int j = 0; j < 4; j++) top = max(top, D::one(from + g + j * W) & all(ABS));
                 }
                 store(codes + i * NARROW + g, F::template codes<Safe>(f, from + g, g, history));

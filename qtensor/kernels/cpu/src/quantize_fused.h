@@ -11,7 +11,7 @@ namespace QT_NAMESPACE {
 constexpr i64 BAND_BYTES = i64(256) << 10;  // of produced rows, which stay in the second cache level
 
 template <class D>
-struct Fused {
+struct FusedQuantizer {
     using T = typename D::T;
     const CQuantizer& p;
     const QuantizeCall& c;  // x: where the produced tensor is kept, or null
@@ -19,14 +19,14 @@ struct Fused {
     const i64 height;  // rows of a band
     const bool stream;
 
-    Fused(const CQuantizer& quantizer, const QuantizeCall& call, Producer& made, bool around_the_cache)
+    FusedQuantizer(const CQuantizer& quantizer, const QuantizeCall& call, Producer& made,
+                   bool around_the_cache)
         : p(quantizer), c(call), producer(made), height(band_height()), stream(around_the_cache) {}
 
     // Whole blocks of what is cut along the rows, as many as the cache holds, enough bands for all threads.
     i64 band_height() const {
-        const i64 unit = p.family == BLOCK && !p.transposed && (c.column.data || p.square) ? 32
-                         : c.column.data || p.square                                       ? 128
-                                                                                           : 1;
+        i64 unit = 1;
+        if (c.column.data || p.square) unit = p.family == BLOCK && !p.transposed ? 32 : 128;
         i64 fit = BAND_BYTES / (c.cols * i64(sizeof(T)));
         const i64 share = (c.rows + c.threads - 1) / c.threads;
         fit = fit < share ? fit : share;
@@ -66,6 +66,14 @@ struct Fused {
     }
 
     template <class E>
+    void float8() {
+        if (p.family == TENSOR)
+            tensor<E>();
+        else
+            rows<E>();
+    }
+
+    template <class E>
     void tensor() {
         i32 found = 0;
         const bool own = !c.scale && !c.row.given;
@@ -78,13 +86,13 @@ struct Fused {
             c.scale ? *c.scale : Float8(p, c, false).scale_of(own ? found : bits<i32>(*c.row.given));
         *c.scale_inv = 1.0f / scale;
         const OneFactor<D, E> factor(scale, c.rows * c.cols);
-        const typename Float8::Care care{Float8::is_odd(scale) || found >= INF_BITS, !own};
+        const typename Float8::FiniteCheck check{Float8::is_odd(scale) || found >= INF_BITS, !own};
         if (own && c.x) {
-            Float8(p, c, stream).with_factor(factor, care, true);
+            Float8(p, c, stream).with_factor(factor, check, true);
             return;
         }
         bands(own, [&](const QuantizeCall& part, const QuantizeCall&) {
-            const i32 met = Float8(p, part, stream).with_factor(factor, care, false);
+            const i32 met = Float8(p, part, stream).with_factor(factor, check, false);
             if (!own) raise(&found, met);
         });
         if (c.amax_out) *c.amax_out = bits<float>(found > INF_BITS ? 0x7fc00000 : found);
@@ -126,7 +134,7 @@ struct Fused {
                 if (column && !c.column.given)
                     raise(&of_columns, band.column.rotate ? band.rotated(true) : amax_tensor<D>(alone, true));
             });
-        Global along_rows{}, along_columns{};
+        GlobalScale along_rows{}, along_columns{};
         if (row && p.row_scaled) {
             if (first.given) memcpy(first.amax, first.given, sizeof(float) * size_t(c.rows));
         } else if (row) {
@@ -141,13 +149,15 @@ struct Fused {
         }
         if (wanted && c.x) {
             Band all(p, c, stream);
-            all.row.global = along_rows, all.column.global = along_columns;
+            all.row.global = along_rows;
+            all.column.global = along_columns;
             all.encode();
             return;
         }
         bands(wanted, [&](const QuantizeCall& part, const QuantizeCall& alone) {
             Band band(p, part, stream);
-            band.row.global = along_rows, band.column.global = along_columns;
+            band.row.global = along_rows;
+            band.column.global = along_columns;
             if (p.row_scaled) {
                 if (!first.given) amax_rows<D>(alone, true, (i32*)first.amax + part.begin);
                 band.row.line_amax = first.amax;

@@ -49,7 +49,8 @@ INLINE bool pairs_stay_below(const u16* x, i64 stride, i32 top) {
     for (int k = 0; k < NV; k++) {
         __builtin_prefetch(x + k * stride + 256, 0, 2);
         const VI w = load<VI>(x + k * stride);
-        even = even + (VF)(w << 16 & all(ABS)), odd = odd + (VF)(w & all(0x7fff0000));
+        even = even + (VF)(w << 16 & all(ABS));
+        odd = odd + (VF)(w & all(0x7fff0000));
     }
     return sum_stays_below(even, top) && sum_stays_below(odd, top);
 }
@@ -74,11 +75,11 @@ static i32 rotated_columns_max(const typename D::T* x, i64 stride, i64 rows, i64
                 top = top > part ? top : part;
                 continue;
             }
-            alignas(64) typename D::T turned[W * NV] = {};
+            alignas(64) typename D::T transposed[W * NV] = {};
             alignas(64) float wide[W * NV];
-            transpose<typename D::T>(x + r * stride + c, stride, turned, NV, rows - r < NV ? rows - r : NV,
-                                     cols - c < W ? cols - c : W);
-            to_finite<D>(turned, wide, true, signs);
+            transpose<typename D::T>(x + r * stride + c, stride, transposed, NV,
+                                     rows - r < NV ? rows - r : NV, cols - c < W ? cols - c : W);
+            to_finite<D>(transposed, wide, true, signs);
             for (int i = 0; i < W * NV; i++) {
                 const i32 a = bits<i32>(wide[i]) & ABS;
                 top = top > a ? top : a;
@@ -93,7 +94,7 @@ struct RotatedColumns {
     static constexpr i64 ROWS = 256, COLS = 256, BLOCKS = ROWS / NV, LINE = ROWS / 2;
     const Direction& d;
     alignas(64) u8 codes[COLS][LINE];
-    alignas(64) u8 factors[BLOCKS][COLS], turned[COLS][BLOCKS];
+    alignas(64) u8 factors[BLOCKS][COLS], transposed[COLS][BLOCKS];
     bool failed[COLS / W];
 
     explicit RotatedColumns(const Direction& direction) : d(direction) {}
@@ -104,7 +105,7 @@ struct RotatedColumns {
     // n rows, `width` columns, from row `row` and column `column` of the tensor. Groups of W columns that
     // have failed, and the last columns of less than a group, are not written.
     void run(const T* x, i64 stride, i64 n, i64 width, i64 row, i64 column, u8* out, i64 out_stride) {
-        GlobalLanes global;
+        GlobalScaleLanes global;
         for (int b = 0; b < W; b++) global.set(b, d.global);
         const i64 groups = width / W, blocks = (n + NV - 1) / NV;
         memset(failed, 0, sizeof failed);
@@ -115,22 +116,22 @@ struct RotatedColumns {
                 if (!failed[g])
                     failed[g] = !strip(x + b * NV * stride + g * W, stride, n - b * NV, global, b, g);
             }
-        transpose<u8>(factors[0], COLS, turned[0], BLOCKS, blocks, groups * W);
+        transpose<u8>(factors[0], COLS, transposed[0], BLOCKS, blocks, groups * W);
         for (i64 c = 0; c < groups * W; c++) {
             if (failed[c / W]) continue;
             put_bytes(out + c * out_stride, codes[c], blocks * (NV / 2), d.nontemporal);
-            put(column + c, row / NV, turned[c], blocks);
+            put(column + c, row / NV, transposed[c], blocks);
         }
     }
     INLINE void put_lane(RotatedColumns& q, i64 b, i64 g, const u8* packed) {
         for (int c = 0; c < W; c++) memcpy(q.codes[g * W + c] + b * (NV / 2), packed + c * (NV / 2), NV / 2);
     }
-    bool strip(const T* x, i64 stride, i64 rows, const GlobalLanes& global, i64 b, i64 g) {
+    bool strip(const T* x, i64 stride, i64 rows, const GlobalScaleLanes& global, i64 b, i64 g) {
         VF v[NV], s[NV];
         VI top;
         rows_in_lanes<D>(x, stride, rows, W, v);
         if (!rotated_rows<D>(v, d.quantizer->signs, s, top)) return false;
-        const Factors f = factors_of<E>(top, d, global);
+        const BlockFactors f = factors_of<E>(top, d, global);
         const VF encode = useful_factor(top, f.encode);
         if (!fits_quarters<D>(top, encode)) return false;
         alignas(64) u8 packed[W * NV / 2];

@@ -13,7 +13,7 @@ struct Direction {
     bool rotate;
     int stream;  // of random bytes
     i64 seed;
-    Global global;           // NVFP4 with one maximum
+    GlobalScale global;      // NVFP4 with one maximum
     const float* line_amax;  // NVFP4 with one for each line
     float overflow;          // factor where float32 has none (fp8_blockwise)
     bool whole_groups;       // codes of padding are stored too (rotated data)
@@ -169,15 +169,18 @@ INLINE bool encode_pow2(const typename D::T* x, VI encode, u8* out, bool stream,
 #endif
 
 // The second level of NVFP4 for W blocks.
-struct GlobalLanes {
+struct GlobalScaleLanes {
     VF amax, scale, sixth, inverse;
-    void set(int lane, const Global& g) {
-        amax[lane] = g.amax, scale[lane] = g.scale, sixth[lane] = g.sixth, inverse[lane] = g.inverse;
+    void set(int lane, const GlobalScale& g) {
+        amax[lane] = g.amax;
+        scale[lane] = g.scale;
+        sixth[lane] = g.sixth;
+        inverse[lane] = g.inverse;
     }
 };
 
 template <class E>
-INLINE Factors factors_of(VI amax, const Direction& d, const GlobalLanes& g) {
+INLINE BlockFactors factors_of(VI amax, const Direction& d, const GlobalScaleLanes& g) {
     const CQuantizer& p = *d.quantizer;
     if (p.scale == SCALE_E8M0) {
         VI code = e8m0_code(amax, p, E::max_bits, E::mantissa);
@@ -207,7 +210,10 @@ INLINE void put_factors(const ScaleLayout& s, VI stored, i64 line, i64 block, i6
     }
     for (int b = 0; b < lanes; b++) {
         s.put(line0 + line, block0 + block, stored[b]);
-        if (++block == blocks) block = 0, line++;
+        if (++block == blocks) {
+            block = 0;
+            line++;
+        }
     }
 }
 
@@ -220,10 +226,10 @@ struct LineQuantizer {
     const Lines<T>& m;
     const Direction& d;
     const CQuantizer& p;
-    Strips<D, B, Codes> strips;
+    StripLayout<D, B, Codes> strips;
     const bool nv, special;
-    const Keys keys;
-    GlobalLanes global;
+    const PhiloxKeys keys;
+    GlobalScaleLanes global;
     i64 global_line = -1;
     alignas(64) T gathered[strip];
     alignas(64) u8 scattered[strip];
@@ -254,7 +260,8 @@ struct LineQuantizer {
                 quantize_strip(line, block, at, int(end - at < W ? end - at : W));
                 n = 1;
             }
-            at += n * W, block += n * W;
+            at += n * W;
+            block += n * W;
         }
     }
 
@@ -268,10 +275,13 @@ struct LineQuantizer {
         int n = 0;
         for (; n < batch && (n + 1) * W <= left && block + W <= full;
              n++, x += strip, out += W * strips.bytes) {
-            source[n] = x, target[n] = out;
+            source[n] = x;
+            target[n] = out;
             if ((block += W) < strips.blocks || flat) continue;
-            block = 0, line++;
-            x = strips.source(line, -W), out = strips.target(line, -W);
+            block = 0;
+            line++;
+            x = strips.source(line, -W);
+            out = strips.target(line, -W);
         }
         return n;
     }
@@ -281,7 +291,7 @@ struct LineQuantizer {
         const i64 line = at / strips.blocks, last = (at + lanes - 1) / strips.blocks;
         if (line == last && line == global_line) return;
         global_line = line == last ? line : -1;
-        Global g{};
+        GlobalScale g{};
         for (i64 b = 0, known = -1; b < W; b++) {
             const i64 l = b < lanes ? (at + b) / strips.blocks : line;
             if (l != known) g = nvfp4_global(d.line_amax[m.line0 + (known = l)], p.e4m3_max);
@@ -294,7 +304,7 @@ struct LineQuantizer {
         if (!find_maxima<false>(n)) return false;
         for (int s = 0; s < n; s++) {
             if (d.line_amax) set_global(at + s * W, W);
-            const Factors f = factors_of<E>(amax[s], d, global);
+            const BlockFactors f = factors_of<E>(amax[s], d, global);
             store(encode[s], f.encode);
             put_factors(d.scales, f.stored, line, block, strips.blocks, W, m.line0, m.block0);
             for (block += W; block >= strips.blocks; block -= strips.blocks) line++;
@@ -327,7 +337,7 @@ struct LineQuantizer {
             for (i64 block = 0; block < strips.blocks; block++) {
                 source[0] = strips.source(line, block);
                 if (!find_maxima<true>(1)) return false;
-                const Factors f = factors_of<E>(amax[0], d, global);
+                const BlockFactors f = factors_of<E>(amax[0], d, global);
                 store(encode[0], f.encode);
                 const ScaleLayout& s = d.scales;
                 store(s.base + 4 * s.at(m.line0 + line, m.block0 + block), f.stored);
@@ -374,7 +384,7 @@ struct LineQuantizer {
         amax[0] = strip_maxima<D, B>(x);
         const bool finite = !any(amax[0] >= all(INF_BITS));
         if (nv && !finite) return special_strip(x, out, at);
-        const Factors f = factors_of<E>(amax[0], d, global);
+        const BlockFactors f = factors_of<E>(amax[0], d, global);
         store(encode[0], f.encode);
         if (finite) {
             codes(x, 0, out, stream);
@@ -404,7 +414,7 @@ struct LineQuantizer {
 #if QT_ISA == 512
         if (p.stochastic && stochastic_small<Float32>(wide, out, at, known)) return known;
 #endif
-        Factors f = factors_of<E>(amax, d, global);
+        BlockFactors f = factors_of<E>(amax, d, global);
         store(encode[0], f.encode);
         if (!p.stochastic) {
 #if QT_ISA == 512
@@ -427,7 +437,10 @@ struct LineQuantizer {
         if (block + W > strips.blocks)
             for (int b = 0; b < W; b++) {
                 element[b] = (m.line0 + line) * m.total + (m.block0 + block) * NV;
-                if (++block == strips.blocks) block = 0, line++;
+                if (++block == strips.blocks) {
+                    block = 0;
+                    line++;
+                }
             }
         noise(element, d.stream, keys, random);
     }
@@ -438,7 +451,7 @@ struct LineQuantizer {
         if constexpr (Codes == 2) {
             const VI top = strip_maxima<S, B>(from);
             if (any(top >= all(INF_BITS))) return false;
-            const Factors f = factors_of<E>(top, d, global);
+            const BlockFactors f = factors_of<E>(top, d, global);
             const VF encode = useful_factor(top, f.encode);
             if (!fits_places<S>(top, encode)) return false;
             alignas(64) u8 random[W * NV];
@@ -455,7 +468,7 @@ struct LineQuantizer {
             VF s[NV];
             VI top;
             if (!rotated_lanes<D>(x, p.signs, s, top)) return false;
-            const Factors f = factors_of<E>(top, d, global);
+            const BlockFactors f = factors_of<E>(top, d, global);
             const VF encode = useful_factor(top, f.encode);
             if (!fits_quarters<D>(top, encode)) return false;
             encode_lanes<D::pairs>(s, encode * all(4.0f * AFTER<D>), out);

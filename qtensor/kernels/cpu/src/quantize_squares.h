@@ -23,9 +23,9 @@ struct SquareQuantizer {
     const CQuantizer& p;
     alignas(64) T gathered[B * width];
     alignas(64) u8 codes[B * width];
-    alignas(64) u8 turned[width * B];
+    alignas(64) u8 transposed[width * B];
     alignas(64) float wide[B == NV ? B * width : width];
-    GlobalLanes global;
+    GlobalScaleLanes global;
 
     SquareQuantizer(const Direction& r, const Direction& c) : row(r), column(c), p(*r.quantizer) {
         for (int b = 0; b < W; b++) global.set(b, r.global);
@@ -42,7 +42,8 @@ struct SquareQuantizer {
                 memset(gathered, 0, sizeof gathered);
                 for (i64 r = 0; r < rows; r++)
                     memcpy(gathered + r * width, x + r * stride + c, sizeof(T) * n);
-                tile = gathered, ld = width;
+                tile = gathered;
+                ld = width;
             }
             VI stored = encode_tile(tile, ld, rows, row0, c, total);
             if (out.row) store_rows(out.row + c / Codes * (Codes == 4 ? 3 : 1), out.row_stride, rows, n);
@@ -68,7 +69,7 @@ struct SquareQuantizer {
             if (safe || p.four_over_six || p.stochastic)
                 return encode_special(x, ld, rows, row0, column0, total);
         }
-        Factors f = factors_of<E>(amax, row, global);
+        BlockFactors f = factors_of<E>(amax, row, global);
         alignas(64) float encode[W];
         store(encode, f.encode);
         for (i64 r = 0; r < rows; r++) {
@@ -104,7 +105,7 @@ struct SquareQuantizer {
         if (p.four_over_six)
             return encode_4over6(wide, NV, width, codes, width, p, amax, global.amax, global.scale,
                                  global.inverse);
-        Factors f = factors_of<E>(amax, row, global);
+        BlockFactors f = factors_of<E>(amax, row, global);
         alignas(64) float encode[W];
         store(encode, f.encode);
         for (i64 r = 0; r < rows; r++) {
@@ -134,11 +135,11 @@ struct SquareQuantizer {
     }
 
     void store_columns(u8* out, i64 stride, i64 rows, i64 row0, i64 column0, i64 n) {
-        transpose<u8>(codes, width, turned, B, B, width);
+        transpose<u8>(codes, width, transposed, B, B, width);
         if (Codes == 1) {
             for (i64 c = 0; c < n; c++) {
                 u8* to = out + (column0 + c) * stride + row0;
-                put_bytes(to, turned + c * B, rows, row.nontemporal);
+                put_bytes(to, transposed + c * B, rows, row.nontemporal);
             }
             return;
         }
@@ -146,7 +147,7 @@ struct SquareQuantizer {
         for (i64 c = 0; c < n; c++) {
             u8 packed[B / 2];
             for (int i = 0; i < B / 2; i++)
-                packed[i] = u8(turned[c * B + 2 * i] | turned[c * B + 2 * i + 1] << 4);
+                packed[i] = u8(transposed[c * B + 2 * i] | transposed[c * B + 2 * i + 1] << 4);
             memcpy(out + (column0 + c) * stride + row0 / 2, packed, size_t(size));
         }
     }

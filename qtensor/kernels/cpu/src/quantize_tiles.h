@@ -43,9 +43,9 @@ struct BlockQuantizer {
 
     // All but the maxima behind the second level.
     void encode() {
-        const bool turned = c.column.data && p.transposed;
+        const bool transposed = c.column.data && p.transposed;
         if (!p.square && !c.column.data) return rows_only();
-        if (turned || (p.square && c.row.data)) tiled(turned);
+        if (transposed || (p.square && c.row.data)) tiled(transposed);
         if (c.column.data && !p.transposed) untransposed();
     }
 
@@ -103,22 +103,22 @@ struct BlockQuantizer {
     void each_tile(const F& f) {
         const i64 down = (end - begin + TILE - 1) / TILE, across = (c.cols + TILE - 1) / TILE;
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-            const Array<T> turned(TILE * TILE);
+            const Array<T> transposed(TILE * TILE);
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * TILE, k = t % across * TILE;
-                one_tile(r, smaller(end - r, TILE), k, smaller(c.cols - k, TILE), turned, f);
+                one_tile(r, smaller(end - r, TILE), k, smaller(c.cols - k, TILE), transposed, f);
             }
         });
     }
-    // n rows and `width` columns, at most TILE of each; `turned` holds their transpose.
+    // n rows and `width` columns, at most TILE of each; `transposed` holds their transpose.
     template <class F>
-    void one_tile(i64 r, i64 n, i64 k, i64 width, T* turned, const F& f) {
+    void one_tile(i64 r, i64 n, i64 k, i64 width, T* transposed, const F& f) {
         const i64 stride = line_bytes(c.rows, column.whole_groups),
                   total = column.rotate ? (c.rows + B - 1) / B * B : c.rows;
-        transpose<T>(x + r * c.stride + k, c.stride, turned, n, n, width);
+        transpose<T>(x + r * c.stride + k, c.stride, transposed, n, n, width);
         if (k + 2 * TILE <= c.cols)
             prefetch(x + r * c.stride + k + TILE, n, c.stride * i64(sizeof(T)), TILE * i64(sizeof(T)));
-        f(Lines<T>{turned, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B,
+        f(Lines<T>{transposed, width, n, n, c.column.data + k * stride + r / Codes * unit, stride, k, r / B,
                    total});
     }
 
@@ -130,21 +130,21 @@ struct BlockQuantizer {
         lines.run(0, blocks_of(m));
     }
 
-    // Transposed codes, and square blocks. `turned`: there are transposed codes.
-    void tiled(bool turned) {
-        using Turned = TurnedQuantizer<D, E, B, Codes>;
-        const bool served = Turned::serves(p);
-        const auto size =
-            served ? Turned::size_of(c.row.data, turned, end - begin, c.cols, c.threads) : Turned::WIDE;
+    // Transposed codes, and square blocks. `transposed`: there are transposed codes.
+    void tiled(bool transposed) {
+        using Transposed = TransposedQuantizer<D, E, B, Codes>;
+        const bool served = Transposed::serves(p);
+        const auto size = served ? Transposed::size_of(c.row.data, transposed, end - begin, c.cols, c.threads)
+                                 : Transposed::WIDE;
         const i64 rows = size.rows, cols = size.cols;
         const i64 down = (end - begin + rows - 1) / rows, across = (c.cols + cols - 1) / cols;
         Direction columns = column;
-        if (!turned) columns.scales.base = nullptr;
-        const Outputs all{c.row.data, line_bytes(c.cols, false), turned ? c.column.data : nullptr,
+        if (!transposed) columns.scales.base = nullptr;
+        const Outputs all{c.row.data, line_bytes(c.cols, false), transposed ? c.column.data : nullptr,
                           line_bytes(c.rows, column.whole_groups)};
         parallel(down * across, 1, c.threads, [&](i64 a, i64 b) {
-            const std::unique_ptr<Turned> codes(new Turned(row, columns, size));
-            Rest rest{*this, columns, all};
+            const std::unique_ptr<Transposed> codes(new Transposed(row, columns, size));
+            RemainderQuantizer remainder{*this, columns, all};
             for (i64 t = a; t < b; t++) {
                 const i64 r = begin + t / across * rows, k = t % across * cols;
                 const i64 n = smaller(end - r, rows), width = smaller(c.cols - k, cols);
@@ -157,36 +157,36 @@ struct BlockQuantizer {
                 Outputs out = all;
                 if (out.row) out.row += r * out.row_stride + k / Codes * unit;
                 if (out.column) out.column += k * out.column_stride + r / Codes * unit;
-                i64 done = served ? Turned::whole(p, width) : 0;
+                i64 done = served ? Transposed::whole(p, width) : 0;
                 const T* next = whole ? x + r1 * c.stride + k1 : nullptr;
                 if (!done)
                     rows_too(0, n);
                 else if (!codes->run({x + r * c.stride + k, n, done, c.stride, r, k, next}, out, rows_too))
                     done = 0;
-                if (done < width) rest.run(r, n, k + done, k + width);
+                if (done < width) remainder.run(r, n, k + done, k + width);
             }
         });
     }
 
-    // What TurnedQuantizer leaves.
-    struct Rest {
+    // Quantizes what TransposedQuantizer has left.
+    struct RemainderQuantizer {
         using Square = SquareQuantizer<D, E, B, Codes>;
         BlockQuantizer& q;
         const Direction& columns;
         const Outputs& all;
         std::unique_ptr<Square> square;
-        std::unique_ptr<Array<T>> turned;
-        Rest(BlockQuantizer& quantizer, const Direction& direction, const Outputs& outputs)
+        std::unique_ptr<Array<T>> transposed;
+        RemainderQuantizer(BlockQuantizer& quantizer, const Direction& direction, const Outputs& outputs)
             : q(quantizer), columns(direction), all(outputs) {}
 
-        void transposed(i64 r, i64 n, i64 k, i64 width) {
+        void quantize_transpose(i64 r, i64 n, i64 k, i64 width) {
 #if QT_ISA == 512
             if constexpr (B == NV && Codes == 2) {
                 if (Rotated::serves(q.p) && !given_up) return rotated(r, n, k, width);
             }
 #endif
-            if (!turned) turned.reset(new Array<T>(TILE * TILE));
-            q.one_tile(r, n, k, width, *turned, [&](const Lines<T>& m) {
+            if (!transposed) transposed.reset(new Array<T>(TILE * TILE));
+            q.one_tile(r, n, k, width, *transposed, [&](const Lines<T>& m) {
                 quantize_lines<D, E, B, Codes>(m, q.column, 0, blocks_of(m));
             });
         }
@@ -201,8 +201,8 @@ struct BlockQuantizer {
                            q.c.column.data + k * stride + r / Codes, stride);
             given_up = true;
             for (i64 c = 0; c < known; c += W)
-                if (columns16->failed[c / W]) transposed(r, n, k + c, W);
-            if (known < width) transposed(r, n, k + known, width - known);
+                if (columns16->failed[c / W]) quantize_transpose(r, n, k + c, W);
+            if (known < width) quantize_transpose(r, n, k + known, width - known);
             given_up = false;
         }
 #endif
@@ -212,7 +212,7 @@ struct BlockQuantizer {
             if (!q.p.square) {
                 for (i64 at = r; at < r + n; at += TILE)
                     for (i64 k = first; k < last; k += TILE)
-                        transposed(at, smaller(r + n - at, TILE), k, smaller(last - k, TILE));
+                        quantize_transpose(at, smaller(r + n - at, TILE), k, smaller(last - k, TILE));
                 return;
             }
             if (!square) square.reset(new Square(q.row, columns));
@@ -248,9 +248,10 @@ struct BlockQuantizer {
     }
 
     void find(const Buffers& side, Direction& d, bool columnwise) {
-        const i64 lines = p.row_scaled ? columnwise ? c.cols : c.rows : 1;
+        i64 maxima = 1;
+        if (p.row_scaled) maxima = columnwise ? c.cols : c.rows;
         if (side.given)
-            memcpy(side.amax, side.given, sizeof(float) * size_t(lines));
+            memcpy(side.amax, side.given, sizeof(float) * size_t(maxima));
         else if (p.row_scaled && columnwise)
             amax_columns<D>(c, true, (i32*)side.amax);
         else if (p.row_scaled)
@@ -286,7 +287,7 @@ struct BlockQuantizer {
     }
     // At least `top`.
     i32 rotated_lines(const Lines<T>& m, i64 first, i64 end, i32 top) {
-        Strips<D, B, Codes> strips(m);
+        StripLayout<D, B, Codes> strips(m);
         alignas(64) T gathered[W * B];
         alignas(64) float wide[W * B];
         for (i64 at = first; at < end; at += W) {

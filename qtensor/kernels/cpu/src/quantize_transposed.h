@@ -10,7 +10,7 @@ namespace QT_NAMESPACE {
 
 // Rows of a tensor and the columns of them that are taken at once, and what is read after these, or null.
 template <class T>
-struct Piece {
+struct TileSource {
     const T* x;
     i64 rows, cols, stride;
     i64 row0, column0;
@@ -18,7 +18,7 @@ struct Piece {
 };
 
 template <class D, class E, int B, int Codes>
-struct TurnedQuantizer {
+struct TransposedQuantizer {
     using T = typename D::T;
     static constexpr bool nv = B == NV;
     static constexpr int unit = Codes == 4 ? 3 : 1;
@@ -35,7 +35,8 @@ struct TurnedQuantizer {
     static constexpr Size WIDE = nv ? Size{256, COLUMN_TILE} : SQUARE;
     // Of a tensor of these rows and columns: low enough that all threads have some.
     static Size size_of(bool row_codes, bool column_codes, i64 rows, i64 cols, i64 threads) {
-        Size s = !column_codes ? WIDE : row_codes ? BOTH : TALL;
+        Size s = row_codes ? BOTH : TALL;
+        if (!column_codes) s = WIDE;
         while (s.rows > WIDE.rows && up(rows, s.rows) / s.rows * (up(cols, s.cols) / s.cols) < 2 * threads)
             s.rows /= 2;
         return s;
@@ -50,7 +51,7 @@ struct TurnedQuantizer {
     alignas(64) u8 plain[Codes > 1 ? B * WIDE.ld() : 64];  // one a byte
     alignas(64) u8 narrow_factors[BOTH.blocks() * BOTH.cols];
 
-    TurnedQuantizer(const Direction& r, const Direction& c, const Size& s)
+    TransposedQuantizer(const Direction& r, const Direction& c, const Size& s)
         : row(r), column(c), p(*c.quantizer), size(s), quantizer(c.quantizer->square ? r : c) {}
     // What this file has no code for: what is not done element by element, or has factors by line.
     static bool serves(const CQuantizer& p) {
@@ -66,26 +67,28 @@ struct TurnedQuantizer {
     // band of B rows. False, with nothing of value written but by `rows`, where NVFP4 meets a value that is
     // not finite.
     template <class F>
-    bool run(const Piece<T>& m, const Outputs& out, const F& rows) {
+    bool run(const TileSource<T>& m, const Outputs& out, const F& rows) {
         const i64 blocks = (m.rows + B - 1) / B, ahead = nv ? 2 : blocks;
         bool done = true;
         for (i64 b = 0; b < blocks; b++) {
             const i64 n = m.rows - b * B < B ? m.rows - b * B : B;
             const i64 after = b + ahead;
-            const T* next = after < blocks ? m.x + after * B * m.stride
-                            : m.next       ? m.next + (after - blocks) * B * m.stride
-                                           : nullptr;
+            const T* next = nullptr;
+            if (after < blocks)
+                next = m.x + after * B * m.stride;
+            else if (m.next)
+                next = m.next + (after - blocks) * B * m.stride;
             rows(b * B, n);
             done = done && band(m, b, n, out, next);
         }
         if (!done || !out.column) return done;
-        turn_bytes(codes, size.ld(), out.column, out.column_stride, (m.rows + Codes - 1) / Codes, m.cols,
-                   column.nontemporal);
+        transpose_bytes(codes, size.ld(), out.column, out.column_stride, (m.rows + Codes - 1) / Codes, m.cols,
+                        column.nontemporal);
         if (nv) put_narrow(m.column0, m.cols, m.row0 / B, blocks);
         return true;
     }
     // n rows from the b-th band on.
-    bool band(const Piece<T>& m, i64 b, i64 n, const Outputs& out, const T* next) {
+    bool band(const TileSource<T>& m, i64 b, i64 n, const Outputs& out, const T* next) {
         u8* joined = codes + b * (B / Codes * unit) * size.ld();
         u8* to = p.square && Codes > 1 ? plain : joined;
         const bool done = quantizer.tile(
@@ -145,15 +148,15 @@ struct TurnedQuantizer {
     void put_narrow(i64 column0, i64 cols, i64 block, i64 n) {
         const ScaleLayout& s = column.scales;
         if (!s.tiles) {
-            turn_bytes(narrow_factors, cols, s.base + s.at(column0, block), s.line_stride, n, cols,
-                       column.nontemporal);
+            transpose_bytes(narrow_factors, cols, s.base + s.at(column0, block), s.line_stride, n, cols,
+                            column.nontemporal);
             return;
         }
-        alignas(64) u8 turned[GROUP * BOTH.blocks()];
+        alignas(64) u8 transposed[GROUP * BOTH.blocks()];
         for (i64 k = 0; k < cols; k += GROUP) {
-            transpose<u8>(narrow_factors + k, cols, turned, n, n, GROUP);
+            transpose<u8>(narrow_factors + k, cols, transposed, n, n, GROUP);
             for (i64 i = 0; i < GROUP; i++) {
-                const u8* f = turned + i * n;
+                const u8* f = transposed + i * n;
                 i64 b = 0;
                 for (; block % 4 == 0 && b + 4 <= n; b += 4)
                     memcpy(s.base + s.at(column0 + k + i, block + b), f + b, 4);

@@ -31,7 +31,7 @@ struct ScaleLayout {
 };
 
 // Factors of W blocks.
-struct Factors {
+struct BlockFactors {
     VF encode;
     VI stored;  // codes, or the bits of a float
 };
@@ -52,7 +52,9 @@ INLINE VI e8m0_code(VI amax, const CQuantizer& p, i32 max_bits, i32 mantissa) {
             code = (VI)(((VU)r + (VU)all(0x7fffff)) >> 23);
         }
     } else {
-        i32 bias = p.mode == FLOOR ? 0 : p.mode == CEIL ? 0x7fffff : 1 << (22 - mantissa);
+        i32 bias = 1 << (22 - mantissa);  // EVEN
+        if (p.mode == FLOOR) bias = 0;
+        if (p.mode == CEIL) bias = 0x7fffff;
         i32 top = (max_bits >> 23) - 127;
         code = max((VI)(((VU)amax + (VU)all(bias)) >> 23) - all(top), all(0));
     }
@@ -83,10 +85,10 @@ INLINE VF fp8_scale(VI amax, float element_max, const CQuantizer& p, float overf
 }
 
 // The second level of NVFP4 for one line or the whole tensor: S, S / 6 in float32, 1 / S.
-struct Global {
+struct GlobalScale {
     float amax, scale, sixth, inverse;
 };
-INLINE Global nvfp4_global(float amax, float e4m3_max) {
+INLINE GlobalScale nvfp4_global(float amax, float e4m3_max) {
     float top = e4m3_max * 6.0f;
     float s = top / (amax <= 0 ? top : amax);
     if (s > FLT_MAX) s = FLT_MAX;
@@ -94,7 +96,7 @@ INLINE Global nvfp4_global(float amax, float e4m3_max) {
 }
 INLINE VF clamp_finite(VF v) { return (VI)(v > all(FLT_MAX)) ? all(FLT_MAX) : v; }
 // E4M3 code of v >= 0 and the factor that encodes a block which stores it.
-INLINE Factors nvfp4_factors(VF v, VF inverse) {
+INLINE BlockFactors nvfp4_factors(VF v, VF inverse) {
     VI a = min((VI)v, all(FE4M3::max_bits));
     VI code = magnitude_code<FE4M3>(a);
     // The code's value: the rounded sum of magnitude_code less what was added, which is exact.

@@ -193,6 +193,18 @@ struct Float16 {
     }
     INLINE float to_float(T x) { return half_to_float(x); }
 };
+// Calls f with a value of the type of a dtype and returns its result.
+template <class F>
+static auto with_type(i64 dtype, const F& f) {
+    switch (dtype) {
+        case F32:
+            return f(Float32{});
+        case BF16:
+            return f(Bfloat16{});
+        default:
+            return f(Float16{});
+    }
+}
 // Which element of a group lane `lane` of vector `j` holds.
 template <class D>
 constexpr int position(int j, int lane) {
@@ -216,7 +228,8 @@ INLINE void widen_group(const u8* p, VI v[4]) {
         for (int i = 0; i < 2 * W; i++) words[i] = p[h * 2 * W + i];
         const VI w = (VI)words;
 #endif
-        v[2 * h] = w & all(0xffff), v[2 * h + 1] = (VI)((VU)w >> 16);
+        v[2 * h] = w & all(0xffff);
+        v[2 * h + 1] = (VI)((VU)w >> 16);
     }
 }
 
@@ -286,13 +299,16 @@ INLINE void store_quads(u8* p, VB c) {
     w = _mm256_shuffle_epi8(w, kept);
     u8 t[32];
     store(t, w);
-    memcpy(p, t, 12), memcpy(p + 12, t + 16, 12);
+    memcpy(p, t, 12);
+    memcpy(p + 12, t + 16, 12);
 #else
     u8 t[GROUP];
     store(t, c);
     for (int i = 0; i < GROUP / 4; i++) {
         u32 w = t[4 * i] | u32(t[4 * i + 1]) << 6 | u32(t[4 * i + 2]) << 12 | u32(t[4 * i + 3]) << 18;
-        p[3 * i] = u8(w), p[3 * i + 1] = u8(w >> 8), p[3 * i + 2] = u8(w >> 16);
+        p[3 * i] = u8(w);
+        p[3 * i + 1] = u8(w >> 8);
+        p[3 * i + 2] = u8(w >> 16);
     }
 #endif
 }
