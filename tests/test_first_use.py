@@ -11,36 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch_process
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from training import RECIPES, region
+from first_use_cases import CONTEXTS, MODULES, RECIPES, step
+from torch._subclasses.fake_tensor import FakeTensor
 
 import qtensor
-from qtensor import ops
-
-MODULES = {
-    "linear": lambda: qtensor.Linear(128, 128),
-    "norm_linear": lambda: qtensor.LayerNormLinear(128, 128),
-    "mlp": lambda: qtensor.LayerNormMLP(128, 128),
-    "grouped": lambda: qtensor.GroupedLinear(2, 128, 128),
-    "sequence": lambda: ops.Sequential(*(
-        ops.RMSNorm(128),
-        ops.Linear(128, 256),
-        ops.SwiGLU(),
-        ops.Linear(128, 128),
-    )),
-}
-CONTEXTS = {"fake": FakeTensorMode, "meta": lambda: torch.device("meta")}
-
-
-def step(module, recipe):
-    """Return the output of a forward and a backward pass, both under ``recipe``."""
-    x = torch.randn(256, 128, requires_grad=True)
-    extra = ([128, 128],) if isinstance(module, qtensor.GroupedLinear) else ()
-    with region(recipe):
-        y = module(x, *extra)
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-    return y
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -50,7 +24,7 @@ def test_a_step_without_data(context, module, recipe):
     with CONTEXTS[context]():
         layer = MODULES[module]()
         for _ in range(2):
-            y = step(layer, RECIPES[recipe]())
+            y = step(layer, RECIPES[recipe])
     assert y.shape == (256, 128)
     gradients = [parameter.grad for parameter in layer.parameters()]
     for t in (y, *gradients):
@@ -64,19 +38,19 @@ def test_a_step_on_meta_leaves_the_state_as_it_is(recipe):
     plain = qtensor.Linear(128, 128)
     with torch.device("meta"):
         layer = qtensor.Linear(128, 128)
-        step(layer, RECIPES[recipe]())
+        step(layer, RECIPES[recipe])
     assert int(layer._states["weight"].draws) == 0
     layer.load_state_dict(plain.state_dict(), assign=True)
     results = []
     for each in (plain, layer):
         torch.manual_seed(1)
-        results.append([step(each, RECIPES[recipe]()) for _ in range(3)])
+        results.append([step(each, RECIPES[recipe]) for _ in range(3)])
     assert all(map(torch.equal, *results))
 
 
 PROGRAM = """
 import sys, torch, qtensor
-from test_first_use import CONTEXTS, MODULES, RECIPES, step
+from first_use_cases import CONTEXTS, MODULES, RECIPES, step
 first, recipe = sys.argv[1:]
 make = RECIPES[recipe]
 if first == "explain":
@@ -86,12 +60,12 @@ elif first != "nothing":
     with CONTEXTS[first]():
         q = qtensor.quantize(torch.randn(128, 128), "nvfp4")
         torch.nn.functional.linear(torch.randn(4, 128), q)
-        [step(module(), make()) for module in MODULES.values()]
+        [step(module(), make) for module in MODULES.values()]
 for module in MODULES.values():
     torch.manual_seed(0)
     layer = module()
     for _ in range(2):
-        y = step(layer, make())
+        y = step(layer, make)
     print(float(y.double().sum()), *(float(p.grad.double().sum()) for p in layer.parameters()))
 for name in ("fp8", "mxfp8", "nvfp4"):
     torch.manual_seed(0)
