@@ -10,7 +10,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from qtensor.errors import ArgumentTypeError, fail
 from qtensor.library.delayed import ADVANCE_STEP
@@ -119,6 +122,17 @@ def captured() -> State:
     return (_ACTIVE.key, _ACTIVE.group, step)
 
 
+def _takes_only_fakes() -> bool:
+    """Return whether a fake tensor mode is active that refuses real tensors, such as counters.
+
+    Nothing is computed there, so that no step begins either.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(getattr(mode, "allow_non_fake_inputs", True) is False for mode in modes)
+
+
 class autocast:
     """Run modules by a recipe: ``with qtensor.autocast(recipe=MXFP8BlockScaling()): ...``.
 
@@ -163,7 +177,8 @@ class autocast:
         if self.enabled:
             key = Float8CurrentScaling().key if self.recipe is None else self.recipe.key
             delayed = self.recipe is not None and self.recipe.delayed
-            if delayed and _ACTIVE.key is None and torch.is_grad_enabled():
+            begins = delayed and _ACTIVE.key is None and torch.is_grad_enabled()
+            if begins and (torch.compiler.is_compiling() or not _takes_only_fakes()):
                 ADVANCE_STEP(_ACTIVE.step, False, _STEPS)
         group = self.amax_reduction_group
         self._outer = (_ACTIVE.key, _ACTIVE.group)

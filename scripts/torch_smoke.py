@@ -171,6 +171,17 @@ def linear(recipe: str, backend: str, autograd: bool = False) -> list[Any]:
     return train(layer, getattr(recipes, recipe)(), backend, autograd)
 
 
+def largest_of_two(history: Tensor) -> Tensor:
+    """Return the amax of each column (columns,) over the last two steps of a history."""
+    return history[:2].amax(dim=0)
+
+
+def linear_with_algorithm(backend: str, autograd: bool = False) -> list[Any]:
+    """Train one linear layer under delayed scaling with an ``amax_compute_algo`` of the caller."""
+    recipe = recipes.DelayedScaling(amax_history_len=4, amax_compute_algo=largest_of_two)
+    return train(filled(qtensor.Linear(64, 128)), recipe, backend, autograd)
+
+
 def sequential(recipe: str, backend: str) -> list[Any]:
     """Train a gated MLP that is written as a sequence of operations."""
     steps = ops.RMSNorm(64), ops.Linear(64, 256), ops.SwiGLU(), ops.Linear(128, 64)
@@ -253,6 +264,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         for backend in ("eager", *COMPILERS):
             table[f"Linear {recipe} {backend}"] = partial(linear, recipe, backend)
         table[f"Linear {recipe} compiled autograd"] = partial(linear, recipe, "aot_eager", True)
+    for backend in ("eager", *COMPILERS):
+        table[f"Algorithm Linear {backend}"] = partial(linear_with_algorithm, backend)
+    table["Algorithm Linear compiled autograd"] = partial(linear_with_algorithm, "aot_eager", True)
     for recipe in ("DelayedScaling", "MXFP8BlockScaling"):
         for backend in ("eager", *COMPILERS):
             table[f"ops.Sequential {recipe} {backend}"] = partial(sequential, recipe, backend)

@@ -48,7 +48,7 @@ def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     """Return the indices of a few cells that together hold every value of all cells.
 
     Each step takes the cell with the most new values; among equals, the one whose values have been
-    taken least often, then the first. So the choice depends on nothing but the cells.
+    taken least often, then the first. So the choice depends on the cells alone.
     """
     taken: Counter[Value] = Counter()
     kept: list[int] = []

@@ -113,8 +113,13 @@ def leaves(result: Any) -> list[Tensor]:
 
 
 def as_bytes(t: Tensor) -> bytes:
-    """Return the elements of a plain tensor as bytes."""
+    """Return the elements of a plain tensor as bytes.
+
+    All NaNs of a product count as one: BLAS and the vectors of a CPU choose sign and payload.
+    """
     t = t.detach()
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t)
     if t.is_conj():
         t = t.resolve_conj()
     return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""

@@ -89,6 +89,11 @@ def test_enabled(recipe, module, forward):
     check(recipe, module, forward, "enable")
 
 
+def test_delayed_scaling_with_a_compiled_forward():
+    """Both graphs write state; the sampled cells of ``test_enabled`` may not hold this pair."""
+    check("delayed", "linear", "compiled", "enable")
+
+
 @every_recipe
 def test_by_config(recipe):
     check(recipe, "linear", "eager", "config")

@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
@@ -12,6 +13,7 @@ import torch_process
 from compile_helpers import adversarial, assert_same, ordinary
 from formats import BY_NAME, FORMATS, FormatCase, formats
 from torch import Tensor, nn
+from torch._export.verifier import SpecViolationError
 from torch.nn import functional
 
 import qtensor
@@ -162,6 +164,18 @@ def test_strict_export_of_a_quantized_tensor(module: type[Inside]):
     program = torch.export.export(module(case), args, strict=True)
     x = ordinary((128, 72), seed=4)
     assert_same(program.module()(x, args[1]), module(case)(x, args[1]))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_input_that_requires_grad(strict: bool):
+    """A limit of torch that docs/concepts.md states; without gradients the same module exports."""
+    module, scale = Inside(BY_NAME["mxfp8"]), torch.tensor([2.0])
+    args = ordinary((128, 72)).requires_grad_(), scale
+    refusal = pytest.raises(SpecViolationError, match="missing val field")
+    with refusal if strict else contextlib.nullcontext():
+        program = torch.export.export(module, args, strict=strict).module()
+        assert_same(program(*args), module(*args))
+    torch.export.export(module, (args[0].detach(), scale), strict=strict)
 
 
 def test_live_state_is_exported():

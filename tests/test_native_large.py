@@ -75,7 +75,7 @@ def tail_of(codec: Any, shape: tuple[int, int], rows: int, small: list[Tensor]) 
     "case", [c for c in FORMATS if c.name != "fp8_blockwise"], ids=lambda c: c.name
 )
 def test_the_last_rows_decode(case: FormatCase) -> None:
-    """Of a tensor with more codes than 2^31, where nothing but its last rows is in memory."""
+    """Of a tensor with more codes than 2^31, of which only the last rows are in memory."""
     rows, shape = 40, (MANY // ROW + 128 + 40, ROW)
     for options in ({}, {"swizzled": True}):
         if not options.keys() <= case.options.keys():

@@ -255,6 +255,9 @@ def test_grouped_ops_check_their_lists():
         OPS.grouped_gemm(*ragged, [x], "", (4, 32), *groups, "TN", torch.float32)
     with pytest.raises(qtensor.QTensorError, match="must be a matrix"):
         OPS.grouped_gemm([x], "", (4,), [x], "", (4, 32), *groups, "TN", torch.float32)
+    for biases in ([], [torch.zeros(4)] * 2):
+        with pytest.raises(qtensor.QTensorError, match=f"1 buffers, {len(biases)} biases"):
+            OPS.grouped_gemm(*plain, *plain, *groups, "TN", torch.float32, biases)
     with pytest.raises(qtensor.QTensorError, match="wanted must hold indices"):
         OPS.grouped_wgrad(*plain, *plain, *groups, [1], torch.float32)
     with pytest.raises(qtensor.QTensorError, match="must have 2 buffers"):
@@ -280,3 +283,50 @@ def test_linear_ops_take_matrices():
 def test_gemm_of_plain_tensors_needs_both():
     with pytest.raises(TypeError, match="a and b must be tensors"):
         OPS.gemm_tensor(None, torch.ones(2, 2), "TN")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_dequantize_needs_a_buffer(name):
+    with pytest.raises(qtensor.QTensorError, match=r"has \d buffers; got 0"):
+        OPS.dequantize([], name, (4, 32), torch.float32)
+
+
+def test_accumulate_needs_matrices():
+    buffers = qtensor.quantize(torch.randn(32, 48), "mxfp8", columnwise=True).buffers()
+    text = "mxfp8(columnwise=True)"
+    with pytest.raises(qtensor.QTensorError, match="must be matrices"):
+        OPS.gemm_accumulate_(torch.zeros(48, 48), buffers, text, [], buffers, text, (32, 48), "NT")
+
+
+@pytest.mark.parametrize("factor", [torch.ones(1), torch.ones(2, 1), torch.ones(130)])
+def test_rowwise_factors_are_one_for_each_row(factor):
+    """The reference resized the buffer of the factors and left most of them unwritten."""
+    x = torch.randn(3, 64)
+    with pytest.raises(qtensor.QTensorError, match=r"scale must hold 3 values of torch\.float32"):
+        OPS.quantize(x, "fp8_rowwise", factor)
+    with pytest.raises(qtensor.QTensorError, match="amax must hold 3 values"):
+        OPS.quantize(x, "fp8_rowwise", None, [factor])
+    with pytest.raises(qtensor.QTensorError, match="scale must hold 3 values"):
+        OPS.grouped_quantize(x, "fp8_rowwise", [3], None, 1, torch.ones(1))
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3,), (1, 3)])
+def test_factors_of_any_shape_serve_rows(shape):
+    """Their number decides; (K,) factors of a square matrix must not scale its columns."""
+    x, factors = torch.randn(3, 3, dtype=torch.float16), torch.tensor([0.5, 2.0, 8.0])
+    want = OPS.quantize(x, "fp8_rowwise", factors.view(3, 1))
+    assert torch.equal(want[1].flatten(), factors.reciprocal())
+    # The reference serves factors at a stride, which the kernels do not take.
+    strided = torch.stack([factors, factors], dim=1)[:, 0].view(shape)
+    for given in (factors.view(shape), strided):
+        assert all(map(torch.equal, OPS.quantize(x, "fp8_rowwise", given), want))
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_maxima_are_those_of_the_format(name):
+    x = torch.randn(4, 32)
+    for amax in ([torch.ones(2)], [torch.ones(1).double()]):
+        with pytest.raises(qtensor.QTensorError, match=r"amax must hold 1 value of torch\.float32"):
+            OPS.quantize(x, name, None, amax)
+    with pytest.raises(qtensor.QTensorError, match="amax must hold 1 tensor; got 2"):
+        OPS.quantize(x, name, None, [torch.ones(1)] * 2)

@@ -17,8 +17,11 @@ from qtensor.library.quantize import DRAW_SEEDS, QUANTIZE
 def draw(like: Tensor, draws: Tensor, count: int) -> Tensor:
     """Return ``count`` seeds (count,) int64 for stochastic rounding on the device of ``like``.
 
-    ``draws`` (1,) int64 on the CPU counts the draws of the layer.
+    ``draws`` (1,) int64 on the CPU counts the draws of the layer. On the meta device, which has no
+    values, nothing is drawn and nothing counted.
     """
+    if like.is_meta:
+        return torch.empty(count, dtype=torch.int64, device="meta")
     return DRAW_SEEDS(like, draws, count)
 
 

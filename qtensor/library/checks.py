@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
+from qtensor.errors import DtypeError, check, fail
 from qtensor.layout import Shape
 from qtensor.registry import QuantizerLike, check_buffers, parse
 
@@ -64,3 +65,33 @@ def check_seed(op: str, quantizer: QuantizerLike, seed: Tensor | None, count: in
             fail(f"{op}[{quantizer.format}]", rule, "no seed", fix)
         return
     check_one(f"{op}[{quantizer.format}]", "seed", seed, torch.int64, count)
+
+
+def check_factors(
+    op: str,
+    quantizer: QuantizerLike,
+    shape: Shape,
+    scale: Tensor | None,
+    amax: Sequence[Tensor] | None,
+) -> None:
+    """Refuse a scale or maxima of another number than the factors of a tensor of ``shape``.
+
+    Kernels would read outside them, and the reference would leave factors unwritten. Formats whose
+    factors come from the values alone ignore both arguments.
+
+    Raises:
+        QTensorError: the message names the argument.
+    """
+    fits = scale is not None and scale.numel() == 1 and scale.dtype is torch.float32
+    if fits and quantizer.per_tensor and not amax:
+        return  # Calls of delayed scaling end here, so that the check costs them little.
+    counts = [math.prod(size) for size in quantizer.amax_shapes(shape)]
+    name = f"{op}[{quantizer.format}]"
+    if counts and quantizer.spec.block is None:
+        check_one(name, "scale", scale, torch.float32, counts[0])
+    if counts and amax:
+        rule = f"amax must hold {len(counts)} tensor{'s' * (len(counts) > 1)}"
+        fix = "Pass the result of torch.ops.qtensor.amax"
+        check(len(amax) == len(counts), name, rule, len(amax), fix)
+        for value, count in zip(amax, counts, strict=True):
+            check_one(name, "amax", value, torch.float32, count)

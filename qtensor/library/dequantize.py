@@ -49,6 +49,9 @@ class DequantizeArgs(NamedTuple):
 
 def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
     _check_dtype(args.dtype, args.quantizer)
+    if not args.buffers:
+        count = len(parse(args.quantizer).slots)
+        fail("dequantize", f"the quantizer has {count} buffers", 0, "Pass tensor.buffers()")
     return empty(args.buffers[0], tuple(args.shape), args.dtype)
 
 

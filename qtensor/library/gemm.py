@@ -11,7 +11,7 @@ from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.kernels.gemm.problem import Pair, Product
 from qtensor.layout import Shape
 from qtensor.library.checks import check_operand
-from qtensor.library.define import LIBRARY, below_autograd, check_one_device, leaf_op
+from qtensor.library.define import LIBRARY, below_autograd, check_one_device, empty, leaf_op
 from qtensor.registry import QuantizerLike, parse
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -23,7 +23,13 @@ TN: ``a @ b.T`` (fprop, both rowwise). NN: ``a @ b`` (dgrad, a rowwise, b column
 
 
 def output_shape(a_shape: Shape, b_shape: Shape, layout: str) -> tuple[int, ...]:
-    """Return the shape of the product of operands with logical shapes ``a_shape``, ``b_shape``."""
+    """Return the shape of the product of operands with logical shapes ``a_shape``, ``b_shape``.
+
+    Raises:
+        QTensorError: an operand has too few dimensions.
+    """
+    if len(b_shape) < 2 or len(a_shape) < (2 if layout == "NT" else 1):
+        check_operands(None, a_shape, None, b_shape, layout)
     if layout == "TN":
         return (*a_shape[:-1], b_shape[-2])
     if layout == "NN":
@@ -46,12 +52,8 @@ def _gemm_alloc(args: GemmArgs) -> Tensor:
     pair = args.operands
     check_layout(args.layout)
     check(bool(pair.a and pair.b), "gemm", "operands have buffers", "none", "Pass their buffers")
-    try:
-        shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
-    except IndexError:
-        check_operands(None, pair.a_shape, None, pair.b_shape, args.layout)
-        raise
-    return torch.empty(shape, dtype=args.dtype, device=pair.a[0].device)
+    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
+    return empty(pair.a[0], shape, args.dtype)
 
 
 def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:

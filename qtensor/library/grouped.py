@@ -177,8 +177,10 @@ def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
     pair, groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
     columns, count = pair.a_shape[1], len(pair.b) // groups
     rule = f"b must hold as many buffers for each of the {groups} groups, bias one tensor"
-    fits = count * groups == len(pair.b) and len(args.bias or sizes) == groups
-    check(fits, "grouped_gemm", rule, len(pair.b), "Pass the buffers of one group after the other")
+    biases = groups if args.bias is None else len(args.bias)
+    fits = count * groups == len(pair.b) and biases == groups
+    got = f"{len(pair.b)} buffers, {biases} biases"
+    check(fits, "grouped_gemm", rule, got, "Pass the buffers of one group after the other")
     with below_autograd():
         left = group_buffers(pair.a, pair.a_quantizer, sizes, columns)
         for i, part in enumerate(out.split(sizes)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import DtypeError, check, fail
 from qtensor.kernels import table
-from qtensor.library.checks import check_one, check_seed
+from qtensor.library.checks import check_factors, check_one, check_seed
 from qtensor.library.define import Written, WrittenList, below_autograd, empty, leaf_op
 from qtensor.reference.denormals import denormals_kept
 from qtensor.registry import QuantizerLike, alloc_outputs, by_name, check_buffers, parse
@@ -60,6 +60,8 @@ def _quantize_alloc(args: QuantizeArgs) -> list[Tensor]:
 def _encode(buffers: list[Tensor], args: QuantizeArgs | QuantizeInPlaceArgs) -> None:
     """Write the buffers of ``args.x`` (..., K), and the amax (1,) if ``buffers`` ends with one."""
     quantizer, x = parse(args.quantizer), args.x
+    if args.scale is not None or args.amax:
+        check_factors("quantize", quantizer, x.shape, args.scale, args.amax)
     if table.quantize_(quantizer, buffers, x, args.scale, args.amax, args.seed):
         return
     with below_autograd(), denormals_kept():

@@ -13,7 +13,7 @@ from qtensor.autocasting import active_recipe
 from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
 from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.linear import run_linear
-from qtensor.functional.linear_args import LinearFwdArgs, Wgrad
+from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
 from qtensor.functional.one_op import LINEAR, one_op
 from qtensor.functional.operands import draw, draw_seeds
@@ -48,8 +48,10 @@ def stored_canonical(parameter: Any) -> str:
 
 def activation_dtype(input: Tensor) -> Tensor:
     """Return the input, converted to the dtype of ``torch.autocast`` if that is enabled."""
-    if torch.is_autocast_enabled(input.device.type):
-        return input.to(torch.get_autocast_dtype(input.device.type))
+    device = input.device.type
+    # torch.autocast does not know the meta device, and raises there.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return input.to(torch.get_autocast_dtype(device))
     return input
 
 
@@ -117,6 +119,21 @@ class QuantizedModule(nn.Module):
             # Some libraries replace parameters without a call of the module's own methods.
             state.move(self._weights(weight)[0].device)
         return state.delayed
+
+    def _begin_delayed(self, like: Tensor, weight: str, module: str, name: str) -> DelayedCall:
+        """Return the factors of delayed scaling of a call.
+
+        Args:
+            like: a tensor on the device of the call.
+            weight: name of the weight.
+            module: the kind of module, for the recipe's roles.
+            name: the module's name, for the recipe's roles.
+        """
+        groups = self._states[weight].groups
+        if like.is_meta:
+            return DelayedState.without_data(groups)
+        state = self._delayed(weight)
+        return state.begin(self._recipe_key(), module, name, self.training, groups)
 
     def _layer_options(self, weight: str) -> LinearOptions:
         """Return the options of the layer whose state is stored as ``weight``."""
@@ -224,7 +241,7 @@ class QuantizedModule(nn.Module):
         if any(plan.stochastic):
             seeds = draw(input, state.draws, sum(plan.stochastic))
         if any(plan.delayed):
-            delayed = list(self._delayed(weight).begin(key, module, name, self.training))
+            delayed = list(self._begin_delayed(input, weight, module, name))
         out, *amaxes = LINEAR(input, w, b, layer.text, seeds, delayed)
         self._record(amaxes, weight, plan)
         return out
@@ -303,16 +320,14 @@ class QuantizedModule(nn.Module):
         elif any(plan.stochastic):
             args.seeds = draw_seeds(input, state.draws, plan.stochastic)
         if any(plan.delayed):
-            args.delayed = self._delayed(weight).begin(
-                self._recipe_key(), options.module, options.name, self.training
-            )
+            args.delayed = self._begin_delayed(input, weight, options.module, options.name)
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         if scheduled and args.weight_requires_grad:
             args.wgrad = self._wgrad(args.weight, state, options)
 
     def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
         """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
-        if amaxes and self.training:
+        if amaxes and self.training and not amaxes[0].is_meta:
             first = 0 if plan.delayed[0] else 1
             self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 

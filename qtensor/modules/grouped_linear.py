@@ -14,13 +14,13 @@ from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.main_grad import reporting
+from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
-from qtensor.library.quantize import DRAW_SEEDS
 from qtensor.library.ragged import is_partition
-from qtensor.modules.base import QuantizedModule
+from qtensor.modules.base import QuantizedModule, activation_dtype
 from qtensor.modules.linear import make_parallel, one_dtype
 from qtensor.modules.options import LinearOptions, check_features
 from qtensor.modules.state import LinearState
@@ -203,8 +203,7 @@ class GroupedLinear(QuantizedModule):
         Raises:
             QTensorError: the input, the splits or the recipe do not fit the layer.
         """
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        input = activation_dtype(input)
         biases = self._parameters_of("bias") if self.use_bias else ()
         args = self._args(input, m_splits, () if self.return_bias else biases)
         if is_first_microbatch is not None and args.plan.weight:
@@ -248,16 +247,14 @@ class GroupedLinear(QuantizedModule):
         if any(plan.stochastic):
             args.seeds = self._seeds(input, self._states["weight"].draws, plan)
         if any(plan.delayed):
-            args.delayed = self._delayed("weight").begin(
-                self._recipe_key(), MODULE, self.name, self.training, self.num_gemms
-            )
+            args.delayed = self._begin_delayed(input, "weight", MODULE, self.name)
         scheduled = self._options.fuse_wgrad_accumulation or self._options.delay_wgrad_compute
         if scheduled and wanted:
             args.wgrad = self._grouped_wgrad(wanted)
 
     def _record_groups(self, amaxes: list[Tensor], plan: LinearPlan) -> None:
         """Record the maxima of inputs and weights, each (1,), in the state of delayed scaling."""
-        if amaxes and self.training:
+        if amaxes and self.training and not amaxes[0].is_meta:
             # The columns of the history: inputs of all groups, then their weights.
             first = 0 if plan.delayed[0] else self.num_gemms
             self._states["weight"].delayed.record([amax.detach() for amax in amaxes], first)
@@ -307,7 +304,7 @@ class GroupedLinear(QuantizedModule):
         They are drawn in the order in which separate layers would draw them.
         """
         count = sum(plan.stochastic)
-        drawn = DRAW_SEEDS(input, draws, self.num_gemms * count)
+        drawn = draw(input, draws, self.num_gemms * count)
         column, seeds = 0, []
         for stochastic in plan.stochastic:
             seeds.append(drawn[column::count] if stochastic else None)

@@ -112,6 +112,10 @@ class DelayedState:
         options = delayed_options(key)
         length = options.amax_history_len
         step = step_in_force(self.own_step)
+        if not torch.compiler.is_compiling() and type(self.steps) is not type(step):
+            # The layer has fake state. The step of a region is real, and some fake tensor modes
+            # refuse real tensors.
+            step = self.steps.fake_mode.from_tensor(step)  # type: ignore[attr-defined]
         if is_outside():
             ADVANCE_STEP(step, True)
         largest = [value for value in largest_values(key, module, name) for _ in range(groups)]
@@ -138,6 +142,14 @@ class DelayedState:
             new_scale,
         )
         return DelayedCall(scales, ticket, self.cell, self.cell_step)
+
+    @staticmethod
+    def without_data(groups: int) -> DelayedCall:
+        """Return the fields of a call on the meta device, which reads and writes no state."""
+        scales = torch.empty(3 * groups, dtype=torch.float32, device="meta")
+        counters = torch.empty(3, dtype=torch.int64, device="meta")
+        cell = torch.empty(groups, dtype=torch.float32, device="meta")
+        return DelayedCall(scales, counters[:2], cell, counters[2:])
 
     def _by_caller(
         self, key: str, length: int, largest: list[float], group: str | None

@@ -92,9 +92,12 @@ class _CurrentScaling(_Float8, abstract=True):
         seed: Tensor | None,
     ) -> None:
         """Write the codes and the decode factors; ``scale`` replaces the factor from the amax."""
+        factors = self.amax_shapes(x.shape)[0]
         if scale is None:
             maximum = amax[0] if amax else self.amax(x)[0]
             scale = fp8_scale(maximum, self.element.max, self.force_pow_2_scales, self.amax_epsilon)
+        # The shape decides whether rows, columns or the whole tensor share a factor.
+        scale = scale.reshape(factors)
         float8.encode_scaled_(out, x, scale, self.element)
 
 

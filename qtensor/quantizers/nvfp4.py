@@ -271,7 +271,7 @@ class NVFP4Quantizer(Quantizer):
         """Return a tensor with the codes and factors of a file, which decodes by them exactly.
 
         The quantizer needs ``with_global_scale_inv=True``, rowwise data only, and neither rotation
-        nor 16x16 blocks. The codes are not copied. The amax, which nothing but a write into a part
+        nor 16x16 blocks. The codes are not copied. The amax, which only a write into a part
         of the tensor reads, is ``nearest_amax`` of the factor.
 
         Args:
