@@ -99,7 +99,7 @@ class Group(NamedTuple):
     roles: Mapping[str, TensorInfo]
     """The layout's own word -> the stored tensor, for example ``"codes"`` and ``"scale"``."""
     shape: tuple[int, ...]
-    """The logical shape."""
+    """The logical shape, which is that of the dense values."""
     dtype: torch.dtype
     """The nominal dtype, and the default dtype of the dense values."""
     target: Quantizer | DenseOnly | Unreadable
@@ -108,6 +108,9 @@ class Group(NamedTuple):
     """The layout's own name of the format, for tables: ``"nvfp4-pack-quantized"``."""
     options: Any = None
     """Further facts that the layout needs to decode the group."""
+    transposed: bool = False
+    """True if the quantized tensor has the last two dims of ``shape`` swapped: stacked experts
+    whose origin multiplies by (E, K, N), while blocks of ours run along the last dim."""
 
 
 class Layout(abc.ABC):
@@ -241,6 +244,8 @@ class Writer(abc.ABC):
             config: config.json of the model, without a quantization entry; may be empty.
         """
         self.model_config = dict(config)
+        self.plain_dims: dict[str, int] = {}
+        """Plain tensor -> number of its dims; ``plain`` fills it."""
 
     @abc.abstractmethod
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -256,7 +261,16 @@ class Writer(abc.ABC):
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors of a plain tensor; by default it is stored as it is."""
+        self.plain_dims[name] = tensor.ndim
         return {name: tensor}
+
+    def plain_modules(self) -> list[str]:
+        """Return the modules whose 2-D weight is plain, for the ignore list of a config."""
+        return [
+            name.removesuffix(".weight")
+            for name, ndim in self.plain_dims.items()
+            if name.endswith(".weight") and ndim == 2
+        ]
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the header texts of a file that holds these logical tensors."""
@@ -269,6 +283,16 @@ class Writer(abc.ABC):
     def files(self) -> dict[str, dict[str, Any]]:
         """Return other JSON files of the folder, by name."""
         return {}
+
+    def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
+        """Refuse a tensor without rowwise data, or with columnwise data beside them.
+
+        Raises:
+            CheckpointError: the layout would lose data.
+        """
+        quantizer: Any = tensor.quantizer
+        if not quantizer.rowwise or quantizer.columnwise_value:
+            self.refuse(name, "the layout holds rowwise data", quantizer.canonical)
 
     def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
         """Raise a ``CheckpointError`` that names the tensor, the layout and its formats.

@@ -24,6 +24,8 @@ FACTORS = (
     "qscale_weight",
 )
 """Last name parts that stand beside codes in one layout or another."""
+STACKED = ("_scale", "_scale_inv", "_scales_inv", "_weight_scale")
+"""What follows the name of stacked experts in the name of their factor."""
 
 
 class PlainWriter(Writer):
@@ -84,4 +86,8 @@ def _has_factor(source: Source, name: str) -> bool:
     if info.dtype not in NARROW:
         return False
     module = name.rpartition(".")[0]
-    return any(f"{module}.{factor}" in source.tensors for factor in FACTORS)
+    beside = [f"{module}.{factor}" for factor in FACTORS]
+    beside += [name + suffix for suffix in STACKED]
+    if name.endswith("_blocks"):
+        beside.append(f"{name.removesuffix('blocks')}scales")
+    return any(factor in source.tensors for factor in beside)
