@@ -26,6 +26,8 @@ class Example:
     """Format ids of the quantized weights; () if all of them are dense only."""
     exact: bool = True
     """True if our arithmetic gives the origin's values (class P), so that both ways are equal."""
+    copied: bool = False
+    """True if the codes are transposed, and so copied."""
 
     @property
     def path(self):
@@ -43,6 +45,16 @@ READ = (
     Example("deepseek_v3_ragged", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_block", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_experts", "fine-grained-fp8", ()),
+    Example("modelopt_fp8", "modelopt", ("fp8",), exact=False),
+    Example("modelopt_fp8_kv", "modelopt", ("fp8",), exact=False),
+    Example("modelopt_llama4_experts_nvfp4", "modelopt", ("nvfp4",), exact=False, copied=True),
+    Example("modelopt_mxfp8", "modelopt", ("mxfp8",)),
+    Example("modelopt_nvfp4", "modelopt", ("nvfp4",), exact=False),
+    Example("gptoss_mxfp4", "gpt-oss", ("mxfp4",)),
+    Example("fbgemm_fp8", "fbgemm-fp8", ("fp8_rowwise",)),
+    Example("quark_fp8", "quark", ("fp8",)),
+    Example("quark_mxfp4", "quark", ("mxfp4",)),
+    Example("quark_mxfp6_e3m2", "quark", ("mxfp6",)),
 )
 
 

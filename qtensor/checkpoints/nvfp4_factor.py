@@ -48,6 +48,27 @@ def from_factor(factor: Tensor) -> TensorFactor:
     return TensorFactor(quantizer, nearest_amax(factor, 448.0), factor)
 
 
+def from_expert_factors(factors: Tensor, rows: int) -> TensorFactor:
+    """Return the amaxes of stacked experts that have a factor each: one amax a row.
+
+    Args:
+        factors: G of each expert, float32 (E,), at least 0 and finite.
+        rows: rows N of an expert, which share its factor.
+
+    Returns:
+        A quantizer with ``row_scaled``, and amaxes of shape (E * N,). The factors are stored beside
+        them, in the same shape, if no amaxes with one largest block factor give all of them.
+    """
+    for e4m3_max in (448.0, 256.0):
+        amax = nearest_amax(factors, e4m3_max)
+        if torch.equal(amax / (6 * e4m3_max), factors):
+            quantizer = NVFP4Quantizer(e4m3_max=e4m3_max, row_scaled=True)
+            return TensorFactor(quantizer, amax.repeat_interleave(rows))
+    quantizer = NVFP4Quantizer(with_global_scale_inv=True, row_scaled=True)
+    amax = nearest_amax(factors, 448.0).repeat_interleave(rows)
+    return TensorFactor(quantizer, amax, factors.repeat_interleave(rows))
+
+
 def from_divisor(divisor: Tensor) -> TensorFactor | None:
     """Return an amax A with fl(2688 / A) equal to a divisor, or else the factor fl(1 / g).
 
