@@ -17,7 +17,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable, Writer
-from qtensor.checkpoints.nvfp4_factor import factor_of, from_expert_factors, from_factor
+from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
@@ -305,9 +305,8 @@ class ModelOptLayout(Layout):
         if group.options.format != "nvfp4":
             return assemble(quantizer, shape, group.dtype, Parts(codes, scale))
         factor = self._factor(group, stored)
-        found = from_factor(factor)
-        if factor.numel() > 1:
-            found = from_expert_factors(factor, shape[1])
+        several = factor.numel() > 1
+        found = from_experts(factor, shape[1]) if several else from_factor(factor)
         parts = Parts(codes, scale, found.amax, found.factor)
         return assemble(found.quantizer, shape, group.dtype, parts)
 
@@ -441,12 +440,12 @@ class ModelOptWriter(Writer):
     def _factor(self, name: str, tensor: QuantizedTensor, parts: Parts) -> Tensor:
         """Return ``weight_scale_2``: (), or (E,) for experts with a factor each."""
         quantizer: Any = tensor.quantizer
-        rows = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
-        rows = rows.reshape(tensor.shape[0] if quantizer.row_scaled else 1, -1)
-        if not rows.is_meta and not bool(((rows == rows[:, :1]) & torch.isfinite(rows)).all()):
+        factor = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
+        each = expert_factors(factor, tensor.shape) if quantizer.row_scaled else factor.reshape(())
+        if each is None or not (each.is_meta or bool(torch.isfinite(each).all())):
             rule = "a weight, and each expert, has one finite amax"
             self.refuse(name, rule, "others", "Quantize with one amax an expert, or leave it plain")
-        return rows[:, 0].contiguous() if quantizer.row_scaled else rows.reshape(())
+        return each.contiguous()
 
     def _algorithm(self, module: str) -> str:
         """Return the ``quant_algo`` of a module."""
