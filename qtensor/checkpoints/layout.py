@@ -285,10 +285,10 @@ class Writer(abc.ABC):
         return {}
 
     def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
-        """Refuse a tensor without rowwise data, or with columnwise data beside them.
+        """Refuse a tensor without rowwise data, or whose values are those of its columnwise data.
 
         Raises:
-            CheckpointError: the layout would lose data.
+            CheckpointError: the rowwise data are not there, or give other values.
         """
         quantizer: Any = tensor.quantizer
         if not quantizer.rowwise or quantizer.columnwise_value:
