@@ -43,6 +43,19 @@ CASES = [
     ("fine-grained-fp8", "fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
     ("fine-grained-fp8", "mxfp8", {}),
     ("fine-grained-fp8", "mxfp4", {}),
+    ("modelopt", "fp8", {}),
+    ("modelopt", "fp8_rowwise", {}),
+    ("modelopt", "fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
+    ("modelopt", "nvfp4", {}),
+    ("modelopt", "mxfp8", {}),
+    ("modelopt", "mxfp4", {}),
+    ("fbgemm-fp8", "fp8_rowwise", {}),
+    ("quark", "fp8", {}),
+    ("quark", "fp8_rowwise", {}),
+    ("quark", "fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
+    ("quark", "mxfp4", {}),
+    ("quark", "mxfp6", {"packed": True}),
+    ("quark", "mxfp6", {"packed": True, "dtype": "e3m2"}),
 ]
 cases = pytest.mark.parametrize(
     ("layout", "fmt", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v)
@@ -206,6 +219,18 @@ REFUSED = [
     ("fine-grained-fp8", "fp8_rowwise", {}, "holds fp8"),
     ("fine-grained-fp8", "fp8_blockwise", {}, "128x128"),
     ("plain", "fp8", {}, "plain tensors"),
+    ("modelopt", "mxfp6", {"packed": True}, "the layout holds fp8"),
+    ("modelopt", "fp8_blockwise", {}, "128x128"),
+    ("modelopt", "fp8_rowwise", {"axis": 0}, "belong to rows"),
+    ("modelopt", "fp8", {"dtype": "e5m2"}, "e4m3"),
+    ("modelopt", "nvfp4", {"row_scaled": True}, "one factor for a weight"),
+    ("modelopt", "mxfp8", {"columnwise": True, "rowwise": False}, "rowwise data"),
+    ("gpt-oss", "mxfp8", {}, "holds MXFP4"),
+    ("gpt-oss", "mxfp4", {}, "stacked experts"),
+    ("fbgemm-fp8", "fp8", {}, "factors of rows"),
+    ("fbgemm-fp8", "fp8_rowwise", {"dtype": "e5m2"}, "e4m3"),
+    ("fbgemm-fp8", "fp8_rowwise", {"axis": 0}, "factors of rows"),
+    ("quark", "nvfp4", {}, "the layout holds fp4"),
 ]
 
 
