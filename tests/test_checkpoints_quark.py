@@ -174,7 +174,6 @@ SCHEMES = [
     {**BLOCKS, "block_size": [128]},
     {**BLOCKS, "block_size": [128, 0]},
     "fp4",
-    None,
 ]
 
 
@@ -186,10 +185,19 @@ def test_schemes_that_are_refused(scheme, where, tmp_path):
     with pytest.raises(checkpoints.CheckpointError) as raised:
         write(tmp_path, tensors, FP4 if layers else scheme, layer_quant_config=layers)
     assert raised.value.layout == "quark"
-    assert raised.value.tensor == ("a.weight" if layers or scheme is None else "")
+    assert raised.value.tensor == ("a.weight" if layers else "")
     found = {dict: lambda s: s["dtype"], list: lambda s: "2 levels"}.get(type(scheme), str)
-    expected = "has a scheme" if scheme is None else found(scheme)
-    assert expected in str(raised.value)
+    assert found(scheme) in str(raised.value)
+
+
+def test_an_entry_without_weight_leaves_it_to_the_next(tmp_path):
+    tensors, values = mx(E2M1, 80, low_first)
+    layers = {"a": {"weight": None}, "*": {"output_tensors": TENSOR}}
+    with write(tmp_path, tensors, FP4, layer_quant_config=layers) as checkpoint:
+        check(checkpoint, "a.weight", values, "mxfp4", (torch.float32,))
+    with pytest.raises(checkpoints.CheckpointError, match="has a scheme") as raised:
+        write(tmp_path, tensors, None, layer_quant_config=layers)
+    assert raised.value.tensor == "a.weight"
 
 
 def test_a_second_level_is_refused(tmp_path):

@@ -100,18 +100,17 @@ class QuarkLayout(Layout):
     def _scheme_of(self, weight: TensorInfo) -> Scheme:
         """Return the scheme of a weight that is stored as codes: its own, its type's, the global.
 
+        An entry without ``weight`` leaves the weight to the next one.
+
         Raises:
             CheckpointError: the scheme is not read, or the config says that the module is dense.
         """
         module = weight.name.removesuffix(".weight")
-        found = next(iter(self._types), self._default)
-        if module in self._layers:
-            found = self._layers[module]
-        else:
-            for pattern in self._patterns:
-                if fnmatch.fnmatchcase(module, pattern):
-                    found = self._layers[pattern]
-                    break
+        own = self._layers.get(module)
+        if own is None:
+            fits = (p for p in self._patterns if fnmatch.fnmatchcase(module, p))
+            own = next((self._layers[p] for p in fits if self._layers[p]), None)
+        found = own or next(filter(None, self._types), None) or self._default
         if isinstance(found, Problem):
             self._refuse_scheme(weight.name, found)
         if self._fake or not isinstance(found, Scheme):
