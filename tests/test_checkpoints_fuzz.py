@@ -74,9 +74,10 @@ def spoil(folder, chance):
     elif kind == 1:
         path.write_bytes(damage_header(path.read_bytes(), chance))
     else:
-        config = folder / "config.json"
+        config = chance.choice(sorted(folder.glob("*config.json")))  # also hf_quant_config.json
         value = json.loads(config.read_text())
-        part = value["quantization_config"] if kind == 2 else value
+        key = "quantization_config" if config.name == "config.json" else "quantization"
+        part = value[key] if kind == 2 else value
         damage_json(part, chance)
         config.write_text(json.dumps(value))
 

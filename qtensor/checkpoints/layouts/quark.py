@@ -344,7 +344,7 @@ def _tensor_config(scheme: Scheme) -> dict[str, Any]:
         "per_group": "PerBlockMXObserver",
         "per_tensor": "PerTensorMinMaxObserver",
         "per_channel": "PerChannelMinMaxObserver",
-        "per_block": "PerBlockMXObserver",
+        "per_block": "PerBlock2DMinMaxObserver",
     }
     return {
         "block_size": list(scheme.block) if scheme.block else None,
