@@ -26,12 +26,15 @@ class Example:
     """Format ids of the quantized weights; () if all of them are dense only."""
     exact: bool = True
     """True if our arithmetic gives the origin's values (class P), so that both ways are equal."""
+    copied: str = ""
+    """Why the codes of the quantized tensors are copies, or "" if they lie in the file."""
 
     @property
     def path(self):
         return EXAMPLES / self.folder
 
 
+UNALIGNED = "the words of MLX begin at an address that is not a multiple of four"
 # One row for each example of a layout that is read.
 READ = (
     Example("ct_fp8_block", "compressed-tensors", ("fp8_blockwise",)),
@@ -43,6 +46,8 @@ READ = (
     Example("deepseek_v3_ragged", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_block", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_experts", "fine-grained-fp8", ()),
+    Example("mlx_mxfp4", "mlx", ("mxfp4",), copied=UNALIGNED),
+    Example("mlx_nvfp4", "mlx", ("nvfp4",), copied=UNALIGNED),
 )
 
 

@@ -203,6 +203,10 @@ def quantization(**changes):
     return lambda tensors, config: config["quantization_config"].update(changes)
 
 
+def mlx(**changes):
+    return lambda tensors, config: config["quantization"].update(changes)
+
+
 BROKEN = [
     ("ct_fp8_block", drop("weight_scale"), "quantized weight has weight_scale"),
     ("ct_fp8_block", put("weight_scale", lambda t: t[:1]), r"shape \[2, 1\].*got BF16.*\[1, 1\]"),
@@ -227,6 +231,15 @@ BROKEN = [
     ("hf_fp8_block", quantization(weight_block_size=[64, 64]), "64x64 needs"),
     ("hf_fp8_experts", drop("down_proj_scale_inv"), "has one factor"),
     ("deepseek_v3_ragged", put("weight_scale_inv", lambda t: t.int()), "I32"),
+    ("mlx_mxfp4", drop("scales"), "a packed weight has factors"),
+    ("mlx_mxfp4", drop("proj.weight"), "factors have a weight"),
+    ("mlx_mxfp4", put("scales", lambda t: t.t().contiguous()), r"needs U8 of shape \[64, 3\]"),
+    ("mlx_mxfp4", put("proj.weight", lambda t: t.view(torch.int32)), "needs U32"),
+    ("mlx_nvfp4", mlx(mode="affine"), "'affine'"),
+    ("mlx_nvfp4", mlx(group_size=32), "groups of 32"),
+    ("mlx_nvfp4", mlx(bits="4"), "'4' bits"),
+    ("mlx_nvfp4", mlx(mode=None), "'None'"),
+    ("mlx_nvfp4", mlx(**{"model.layers.0.mlp.down_proj": False}), "false"),
 ]
 
 
@@ -235,7 +248,7 @@ def test_examples_that_do_not_fit_their_config(name, change, message, tmp_path):
     folder = write_example(tmp_path, name, change)
     with pytest.raises(checkpoints.CheckpointError, match=message) as raised:
         checkpoints.open(folder)
-    assert raised.value.layout in ("compressed-tensors", "fine-grained-fp8")
+    assert raised.value.layout in ("compressed-tensors", "fine-grained-fp8", "mlx")
     assert str(tmp_path) in raised.value.file
 
 

@@ -43,6 +43,8 @@ CASES = [
     ("fine-grained-fp8", "fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
     ("fine-grained-fp8", "mxfp8", {}),
     ("fine-grained-fp8", "mxfp4", {}),
+    ("mlx", "mxfp4", {}),
+    ("mlx", "mxfp8", {}),
 ]
 cases = pytest.mark.parametrize(
     ("layout", "fmt", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v)
@@ -206,6 +208,10 @@ REFUSED = [
     ("fine-grained-fp8", "fp8_rowwise", {}, "holds fp8"),
     ("fine-grained-fp8", "fp8_blockwise", {}, "128x128"),
     ("plain", "fp8", {}, "plain tensors"),
+    ("mlx", "fp8", {}, "mxfp4, mxfp8, nvfp4"),
+    ("mlx", "mxfp8", {"dtype": "e5m2"}, "mxfp4, mxfp8, nvfp4"),
+    ("mlx", "nvfp4", {}, "no factor of the tensor"),
+    ("mlx", "mxfp4", {"columnwise": True, "rowwise": False}, "rowwise data"),
 ]
 
 

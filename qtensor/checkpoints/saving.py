@@ -223,7 +223,9 @@ def _config_of(model: Any) -> Mapping[str, Any]:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    # MLX writes its entry under both names.
+    entries = ("quantization_config", "quantization")
+    return {key: value for key, value in config.items() if key not in entries}
 
 
 def _bytes(size: int | str) -> int:
