@@ -37,6 +37,9 @@ class Example:
 UNALIGNED = "the words of MLX begin at an address that is not a multiple of four"
 # One row for each example of a layout that is read.
 READ = (
+    Example("comfy_fp8", "comfyui", ("fp8",), exact=False),
+    Example("comfy_scaled_fp8_old", "comfyui-scaled-fp8", ("fp8",), exact=False),
+    Example("comfy_nvfp4", "comfyui", ("nvfp4",), exact=False, copied="its nibbles are swapped"),
     Example("ct_fp8_block", "compressed-tensors", ("fp8_blockwise",)),
     Example("ct_fp8_channel", "compressed-tensors", ("fp8_rowwise",)),
     Example("ct_fp8_tensor", "compressed-tensors", ("fp8",)),

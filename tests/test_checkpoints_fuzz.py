@@ -67,14 +67,13 @@ def damage_header(data, chance):
 
 
 def spoil(folder, chance):
-    path = folder / "model.safetensors"
-    kind = chance.randrange(4)
+    path, config = folder / "model.safetensors", folder / "config.json"
+    kind = chance.randrange(4 if config.exists() else 2)
     if kind == 0:
         path.write_bytes(damage_bytes(path.read_bytes(), chance))
     elif kind == 1:
         path.write_bytes(damage_header(path.read_bytes(), chance))
     else:
-        config = folder / "config.json"
         value = json.loads(config.read_text())
         part = value["quantization_config"] if kind == 2 else value
         damage_json(part, chance)

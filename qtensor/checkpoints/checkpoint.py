@@ -332,6 +332,7 @@ def load_state_dict(
     dtype: torch.dtype | None = None,
     rounding: Rounding = None,
     layout: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint.
 
@@ -344,6 +345,7 @@ def load_state_dict(
         rounding: None for quantized tensors, which decode by our arithmetic. ``"origin"`` for dense
             weights, decoded by the origin's own arithmetic to the last bit.
         layout: name of the layout; by default it is recognised.
+        **options: options of the layout, as ``open`` takes them.
 
     Raises:
         CheckpointError: the checkpoint is not sound, or a tensor cannot be read.
@@ -352,7 +354,7 @@ def load_state_dict(
         fix = 'Pass None or "origin"'
         refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
     state = {}
-    with open_checkpoint(path, layout) as checkpoint:
+    with open_checkpoint(path, layout, **options) as checkpoint:
         for name in checkpoint:
             tensor = _load(checkpoint, name, dtype, rounding)
             state[name] = tensor if device is None else tensor.to(device)

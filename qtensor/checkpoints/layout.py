@@ -233,6 +233,9 @@ class Writer(abc.ABC):
     layout: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """The format ids that the layout holds, for error messages."""
+    source: Source | None = None
+    """The open checkpoint that is written again, or None: what the tensors do not hold, such as
+    the shape of a factor or key-values of GGUF, is taken from it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.

@@ -63,6 +63,8 @@ def save(
         refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
     state = _state_dict(model)
     writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
+    if isinstance(model, Checkpoint):
+        writer.source = model.source
     target = os.path.abspath(path)
     if target.endswith(".safetensors"):
         shards = _plan(state, writer, None)
