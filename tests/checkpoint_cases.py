@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import qtensor
+from qtensor.checkpoints.containers.opening import open_container
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 
 EXAMPLES = Path(__file__).parent / "data" / "checkpoints"
@@ -47,6 +48,8 @@ READ = (
     Example("ct_mxfp8", "compressed-tensors", ("mxfp8",)),
     Example("ct_nvfp4", "compressed-tensors", ("nvfp4",), exact=False),
     Example("deepseek_v3_ragged", "fine-grained-fp8", ("fp8_blockwise",)),
+    Example("gguf_mxfp4", "gguf", ("mxfp4",), copied="its nibbles are rearranged"),
+    Example("gguf_nvfp4", "gguf", ("nvfp4",), copied="its nibbles are rearranged"),
     Example("hf_fp8_block", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_experts", "fine-grained-fp8", ()),
     Example("mlx_mxfp4", "mlx", ("mxfp4",), copied=UNALIGNED),
@@ -102,9 +105,11 @@ def raw_file(path, header, data=b"", size=None):
 
 def stored_bytes(path):
     """{name: (dtype, shape, bytes)} of a file or of all files of a folder."""
-    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("model*.safetensors")) + sorted(path.glob("*.gguf"))
     found = {}
-    for file in map(SafetensorsFile, files):
+    for file in map(open_container, map(str, files)):
         for name, info in file.infos.items():
             data = file.read(name).contiguous().reshape(-1).view(torch.uint8)
             found[name] = (info.dtype, info.shape, bytes(data.numpy()))

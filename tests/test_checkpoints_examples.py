@@ -31,7 +31,8 @@ def test_origin_rounding_of_a_state_dict(example):
     for dtype in (torch.bfloat16, torch.float32):
         state = checkpoints.load_state_dict(example.path, dtype=dtype, rounding="origin")
         for name, stored, want in expected(example):
-            if stored == dtype:
+            # A second name of a tensor, which state dicts do not have.
+            if stored == dtype and not name.endswith(" times scale"):
                 assert_same_values(state[name], want)
 
 

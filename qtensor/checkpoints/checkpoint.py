@@ -127,7 +127,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def _logical_names(self) -> dict[str, None]:
         """Return the logical names in the order of the file."""
         owner = {
-            info.name: group.name for group in self.groups.values() for info in group.roles.values()
+            info.name: group.name
+            for group in self.groups.values()
+            for info in group.roles.values()
+            if group.listed
         }
         names: dict[str, None] = {}
         for stored in self._container.infos:
@@ -149,7 +152,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._names or name in self.groups
 
     def __getitem__(self, name: str) -> Tensor:
         group = self.groups.get(name)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
@@ -108,6 +109,9 @@ class Group(NamedTuple):
     """The layout's own name of the format, for tables: ``"nvfp4-pack-quantized"``."""
     options: Any = None
     """Further facts that the layout needs to decode the group."""
+    listed: bool = True
+    """False for a second reading of tensors under another name: asking for the name gives it, and
+    the mapping does not list it."""
 
 
 class Layout(abc.ABC):
@@ -233,6 +237,8 @@ class Writer(abc.ABC):
     layout: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """The format ids that the layout holds, for error messages."""
+    suffix: ClassVar[str] = ".safetensors"
+    """The end of the names of files."""
     source: Source | None = None
     """The open checkpoint that is written again, or None: what the tensors do not hold, such as
     the shape of a factor or key-values of GGUF, is taken from it."""
@@ -264,6 +270,16 @@ class Writer(abc.ABC):
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the header texts of a file that holds these logical tensors."""
         return {"format": "pt"}
+
+    def open_file(
+        self, path: str, specs: Iterable[TensorSpec], names: Iterable[str]
+    ) -> SafetensorsWriter:
+        """Return an open file for these stored tensors, which hold the logical tensors ``names``.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        return SafetensorsWriter(path, specs, self.metadata(names))
 
     def config(self) -> dict[str, Any]:
         """Return config.json with the layout's entry; called after every ``encode``."""
