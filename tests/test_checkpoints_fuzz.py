@@ -75,7 +75,8 @@ def spoil(folder, chance):
         path.write_bytes(damage_header(path.read_bytes(), chance))
     else:
         value = json.loads(config.read_text())
-        part = value["quantization_config"] if kind == 2 else value
+        entry = value.get("quantization", value.get("quantization_config"))
+        part = entry if kind == 2 else value
         damage_json(part, chance)
         config.write_text(json.dumps(value))
 

@@ -279,6 +279,21 @@ def test_examples_are_written_byte_for_byte(folder, tmp_path):
     assert (tmp_path / "x.gguf").read_bytes() == path.read_bytes()
 
 
+def test_other_layouts_need_the_factors_in_the_weights(tmp_path):
+    """Without them the new file would have weights of another size."""
+    path = EXAMPLES / "gguf_nvfp4"
+    with (
+        checkpoints.open(path) as checkpoint,
+        pytest.raises(checkpoints.CheckpointError, match="fold_scale=True"),
+    ):
+        checkpoints.save(checkpoint, tmp_path / "x", layout="compressed-tensors")
+    with checkpoints.open(path, fold_scale=True) as checkpoint:
+        checkpoints.save(checkpoint, tmp_path / "x", layout="qtensor")
+        want = checkpoint["blk.0.ffn_up.weight"].dequantize()
+    with checkpoints.open(tmp_path / "x") as checkpoint:
+        assert torch.equal(checkpoint["blk.0.ffn_up.weight"].dequantize(), want)
+
+
 @pytest.mark.parametrize(
     ("tensors", "number"),
     [

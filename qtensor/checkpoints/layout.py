@@ -302,6 +302,13 @@ class Writer(abc.ABC):
 # ---- the registry
 
 _LAYOUTS: dict[str, type[Layout]] = {}
+_REFUSED = {
+    "fp_quant": "its weights are rotated",
+    "fouroversix": "its files are not specified",
+    "nvfp4": "transformers does not serialize it",
+    **dict.fromkeys(("gptq", "awq", "bitsandbytes", "hqq", "eetq", "aqlm"), "an integer format"),
+}
+"""Values of ``quant_method`` that no layout reads -> why."""
 
 
 def layouts() -> dict[str, type[Layout]]:
@@ -336,5 +343,7 @@ def recognise(source: Source) -> type[Layout]:
         if layout.recognises(source):
             return layout
     got = f"quant_method {source.method!r}" if source.method else "none of their marks"
+    if source.method in _REFUSED:
+        got += f" ({_REFUSED[source.method]})"
     rule = f"the layouts that are read are {', '.join(known)}"
     refuse(Place(source.path), rule, got, "Pass layout=, or export the model in one of them")

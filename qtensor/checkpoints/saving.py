@@ -64,6 +64,7 @@ def save(
     state = _state_dict(model)
     writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
     if isinstance(model, Checkpoint):
+        _check_factors(model, layout)
         writer.source = model.source
     target = os.path.abspath(path)
     if target.endswith(tuple({".safetensors", ".gguf"} - {writer.suffix})):
@@ -77,6 +78,21 @@ def save(
     sharded = writer.suffix == ".safetensors"
     shards = _plan(state, writer, _bytes(shard_size) if sharded else None)
     _save_folder(state, writer, target, shards, overwrite)
+
+
+def _check_factors(checkpoint: Checkpoint, layout: str) -> None:
+    """Refuse to write weights in another layout without the factors that lie outside of them.
+
+    Raises:
+        CheckpointError: the checkpoint reads such weights with their factors only under a second
+            name, as GGUF files do without ``fold_scale``.
+    """
+    apart = [group.name for group in checkpoint.groups.values() if not group.listed]
+    if apart and layout != checkpoint.layout:
+        rule = "weights of another layout hold their tensor factors"
+        fix = "Open the checkpoint with fold_scale=True"
+        place = Place(checkpoint.path, "", checkpoint.layout)
+        refuse(place, rule, f"factors of their own, as in {apart[0]!r}", fix)
 
 
 def _save_folder(
