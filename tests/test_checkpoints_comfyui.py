@@ -381,6 +381,21 @@ def test_a_scaled_layer_outside_every_prefix(tmp_path):
         write(tmp_path, tensors)
 
 
+@pytest.mark.parametrize("marker", ["scaled_fp8", "q.comfy_quant"])
+def test_old_and_current_names_in_one_file(marker, tmp_path):
+    """One of the two factors would be ignored."""
+    fp8 = codes(4, 8).view(torch.float8_e4m3fn)
+    tensors = {
+        "p.weight": fp8,
+        "p.scale_weight": torch.tensor(2.0),
+        "q.weight": fp8.clone(),
+        "q.weight_scale": torch.tensor(2.0),
+        marker: fp8[:0, 0].clone() if marker == "scaled_fp8" else text(format="float8_e4m3fn"),
+    }
+    with pytest.raises(checkpoints.CheckpointError, match="are named"):
+        write(tmp_path, tensors)
+
+
 def test_one_element_for_an_old_file(tmp_path):
     state = {"a.weight": weight("fp8"), "b.weight": weight("fp8", dtype="e5m2")}
     with pytest.raises(checkpoints.CheckpointError, match="one for the file"):

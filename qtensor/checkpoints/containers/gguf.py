@@ -37,6 +37,7 @@ MAX_DIMS, MAX_NAME = 4, 63
 """Most dims, and most bytes of a tensor's name, that llama.cpp reads."""
 ALIGNMENT = 32
 _AGAIN = "Download or export the file again"
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class GGMLType(NamedTuple):
@@ -165,16 +166,21 @@ class _Header:
     def _fail(self, rule: str, got: object, name: str = "") -> None:
         refuse(Place(self._path, name), rule, got, _AGAIN)
 
-    def _take(self, size: int) -> memoryview:
-        """Return the next bytes."""
-        if size > self._end - self.at:
+    def _move(self, size: int) -> int:
+        """Move behind the next bytes and return the offset at which they begin."""
+        at = self.at
+        if size > self._end - at:
             rule = f"the header lies inside the file and has at most {MAX_HEADER} bytes"
-            self._fail(rule, f"{size} bytes at {self.at} in a file of {len(self._data)} bytes")
-        self.at += size
-        return self._data[self.at - size : self.at]
+            self._fail(rule, f"{size} bytes at {at} in a file of {len(self._data)} bytes")
+        self.at = at + size
+        return at
 
-    def _number(self, form: str = "<Q") -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def _take(self, size: int) -> bytes:
+        at = self._move(size)
+        return bytes(self._data[at : at + size])
+
+    def _number(self, form: struct.Struct = _U64) -> Any:
+        return form.unpack_from(self._data, self._move(form.size))[0]
 
     def _count(self, number: int, smallest: int, what: str) -> None:
         """Refuse a number of items that the rest of the header cannot hold."""
@@ -186,7 +192,7 @@ class _Header:
 
     def _text(self, what: str) -> str:
         size = self._number()
-        data = bytes(self._take(size))
+        data = self._take(size)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -194,9 +200,9 @@ class _Header:
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of tensors and of key-values."""
-        if bytes(self._take(4)) != MAGIC:
+        if self._take(4) != MAGIC:
             self._fail("a GGUF file begins with GGUF", repr(bytes(self._data[:4])))
-        version = self._number("<I")
+        version = self._number(_U32)
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             got = "a big-endian file" if swapped else f"version {version}"
@@ -216,7 +222,7 @@ class _Header:
             key = self._text("a key")
             if key in values:
                 self._fail("each key occurs once", f"{key!r} twice")
-            kind = self._number("<I")
+            kind = self._number(_U32)
             begin = self.at
             self._skip(kind, key, 0)
             values[key] = GGUFValue(kind, bytes(self._data[begin : self.at]))
@@ -225,13 +231,13 @@ class _Header:
     def _skip(self, kind: int, key: str, depth: int) -> None:
         """Move behind a value."""
         if kind in _SCALARS:
-            self._take(struct.calcsize(_SCALARS[kind]))
+            self._move(struct.calcsize(_SCALARS[kind]))
         elif kind == STRING:
-            self._take(self._number())
+            self._move(self._number())
         elif kind == ARRAY and depth < 4:
-            inner, count = self._number("<I"), self._number()
+            inner, count = self._number(_U32), self._number()
             if inner in _SCALARS:
-                self._take(count * struct.calcsize(_SCALARS[inner]))
+                self._move(count * struct.calcsize(_SCALARS[inner]))
                 return
             self._count(count, 8, f"elements of {key!r}")
             for _ in range(count):
@@ -244,11 +250,11 @@ class _Header:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, shape, type number and offset of a tensor."""
         name = self._text("the name of a tensor")
-        dims = self._number("<I")
+        dims = self._number(_U32)
         if dims > MAX_DIMS:
             self._fail(f"a tensor has at most {MAX_DIMS} dims", dims, name)
-        shape = list(struct.unpack(f"<{dims}Q", self._take(8 * dims)))[::-1]
-        return name, checked_shape(shape, self._path, name), self._number("<I"), self._number()
+        shape = [self._number() for _ in range(dims)][::-1]
+        return name, checked_shape(shape, self._path, name), self._number(_U32), self._number()
 
 
 def _alignment(values: Mapping[str, GGUFValue], path: str) -> int:

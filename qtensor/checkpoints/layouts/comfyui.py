@@ -153,6 +153,10 @@ class ComfyUILayout(Layout):
         shapes = dict(self._shapes)
         for name, info in self.source.tensors.items():
             module, _, last = name.rpartition(".")
+            if last == "scale_weight":
+                rule = "factors of current files are named weight_scale"
+                fix = "Convert the file in ComfyUI, which renames old factors"
+                self.refuse(name, rule, "a factor of old files", fix)
             if last != "weight_scale" or module in described:
                 continue
             guessed = self._guessed(module)

@@ -53,6 +53,9 @@ class ComfyUIScaledFP8Layout(Layout):
                 self.refuse(marker.name, rule, got, _FIX)
         for name, factor in tensors.items():
             module, _, last = name.rpartition(".")
+            if last == "weight_scale":
+                rule, got = f"factors of old files are named {FACTOR}", "a factor of current files"
+                self.refuse(name, rule, got, "Convert the file in ComfyUI, which renames factors")
             if last != FACTOR:
                 continue
             weight = tensors.get(f"{module}.weight")
