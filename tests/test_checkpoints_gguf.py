@@ -1,5 +1,6 @@
 """GGUF files: values of every byte, tensor factors, writing, and the package gguf as oracle."""
 
+import os
 import struct
 
 import numpy as np
@@ -65,6 +66,7 @@ def nvfp4(*shape, below=255):
     """Random blocks, and their values: 16 elements a factor, element j low, j + 8 high."""
     blocks = codes(*shape[:-1], shape[-1] // 64, 36)
     blocks[..., :4] = codes(*blocks.shape[:-1], 4, seed=1, below=below)
+    blocks[..., 0, 0], blocks[..., 0, 1] = 127, 200
     q = blocks[..., 4:].reshape(*blocks.shape[:-1], 4, 8).numpy()
     elements = E2M1[np.concatenate([q & 15, q >> 4], -1)]
     factors = E4M3[blocks[..., :4].numpy() & 127]
@@ -271,8 +273,11 @@ def test_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["gguf_mxfp4", "gguf_nvfp4"])
-def test_examples_are_written_byte_for_byte(folder, tmp_path):
-    """Header, key-values and padding included."""
+@pytest.mark.parametrize("reserve", [True, False])
+def test_examples_are_written_byte_for_byte(folder, reserve, tmp_path, monkeypatch):
+    """Header, key-values and padding included, also where a system cannot reserve the space."""
+    if not reserve:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
     path = EXAMPLES / folder / "model.gguf"
     with checkpoints.open(path) as checkpoint:
         checkpoints.save(checkpoint, tmp_path / "x.gguf", layout="gguf")
