@@ -31,7 +31,8 @@ def test_origin_rounding_of_a_state_dict(example):
     for dtype in (torch.bfloat16, torch.float32):
         state = checkpoints.load_state_dict(example.path, dtype=dtype, rounding="origin")
         for name, stored, want in expected(example):
-            if stored == dtype:
+            # A second name of a tensor, which state dicts do not have.
+            if stored == dtype and not name.endswith(" times scale"):
                 assert_same_values(state[name], want)
 
 
@@ -60,7 +61,8 @@ def test_as_quantized_tensors(example):
 def test_the_layout_is_recognised(example):
     with checkpoints.open(example.path) as checkpoint:
         assert checkpoint.layout == example.layout
-        assert checkpoint.config == json.loads((example.path / "config.json").read_text())
+        config = example.path / "config.json"
+        assert checkpoint.config == (json.loads(config.read_text()) if config.exists() else {})
 
 
 def test_no_layout_claims_an_example_of_another():
@@ -83,7 +85,8 @@ def test_quantized_tensors_do_not_copy_codes(example):
         for name, group in checkpoint.groups.items():
             one, other = checkpoint[name], checkpoint[name]
             if isinstance(one, qtensor.QuantizedTensor):
-                assert one.buffers()[0].data_ptr() == other.buffers()[0].data_ptr(), group.scheme
+                shared = one.buffers()[0].data_ptr() == other.buffers()[0].data_ptr()
+                assert shared is not bool(example.copied), group.scheme
 
 
 @pytest.mark.parametrize("example", [e for e in READ if e.formats], ids=lambda e: e.folder)

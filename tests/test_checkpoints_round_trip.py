@@ -56,6 +56,12 @@ CASES = [
     ("quark", "mxfp4", {}),
     ("quark", "mxfp6", {"packed": True}),
     ("quark", "mxfp6", {"packed": True, "dtype": "e3m2"}),
+    ("comfyui", "fp8", {}),
+    ("comfyui", "fp8", {"dtype": "e5m2"}),
+    ("comfyui-scaled-fp8", "fp8", {}),
+    ("comfyui-scaled-fp8", "fp8", {"dtype": "e5m2"}),
+    ("mlx", "mxfp4", {}),
+    ("mlx", "mxfp8", {}),
 ]
 cases = pytest.mark.parametrize(
     ("layout", "fmt", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v)
@@ -218,7 +224,6 @@ REFUSED = [
     ("fine-grained-fp8", "nvfp4", {}, "fp8_blockwise"),
     ("fine-grained-fp8", "fp8_rowwise", {}, "holds fp8"),
     ("fine-grained-fp8", "fp8_blockwise", {}, "128x128"),
-    ("plain", "fp8", {}, "plain tensors"),
     ("modelopt", "mxfp6", {"packed": True}, "the layout holds fp8"),
     ("modelopt", "fp8_blockwise", {}, "128x128"),
     ("modelopt", "fp8_rowwise", {"axis": 0}, "belong to rows"),
@@ -231,6 +236,17 @@ REFUSED = [
     ("fbgemm-fp8", "fp8_rowwise", {"dtype": "e5m2"}, "e4m3"),
     ("fbgemm-fp8", "fp8_rowwise", {"axis": 0}, "factors of rows"),
     ("quark", "nvfp4", {}, "the layout holds fp4"),
+    ("plain", "fp8", {}, "a factor of"),
+    ("plain", "mxfp8", {}, "plain tensors, and fp8 with a factor of 1"),
+    ("comfyui", "mxfp4", {}, "holds fp8"),
+    ("comfyui", "fp8_rowwise", {}, "holds fp8"),
+    ("comfyui", "nvfp4", {"row_scaled": True}, "one factor for the tensor"),
+    ("comfyui", "nvfp4", {"with_rht": True, "rowwise": False, "columnwise": True}, "rowwise"),
+    ("comfyui-scaled-fp8", "mxfp8", {}, "one for the file"),
+    ("mlx", "fp8", {}, "mxfp4, mxfp8, nvfp4"),
+    ("mlx", "mxfp8", {"dtype": "e5m2"}, "mxfp4, mxfp8, nvfp4"),
+    ("mlx", "nvfp4", {}, "no factor of the tensor"),
+    ("mlx", "mxfp4", {"columnwise": True, "rowwise": False}, "rowwise data"),
 ]
 
 

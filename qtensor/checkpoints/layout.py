@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
@@ -111,6 +112,9 @@ class Group(NamedTuple):
     transposed: bool = False
     """True if the quantized tensor has the last two dims of ``shape`` swapped: stacked experts
     whose origin multiplies by (E, K, N), while blocks of ours run along the last dim."""
+    listed: bool = True
+    """False for a second reading of tensors under another name: asking for the name gives it, and
+    the mapping does not list it."""
 
 
 class Layout(abc.ABC):
@@ -236,6 +240,11 @@ class Writer(abc.ABC):
     layout: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """The format ids that the layout holds, for error messages."""
+    suffix: ClassVar[str] = ".safetensors"
+    """The end of the names of files."""
+    source: Source | None = None
+    """The open checkpoint that is written again, or None: what the tensors do not hold, such as
+    the shape of a factor or key-values of GGUF, is taken from it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.
@@ -276,6 +285,16 @@ class Writer(abc.ABC):
         """Return the header texts of a file that holds these logical tensors."""
         return {"format": "pt"}
 
+    def open_file(
+        self, path: str, specs: Iterable[TensorSpec], names: Iterable[str]
+    ) -> SafetensorsWriter:
+        """Return an open file for these stored tensors, which hold the logical tensors ``names``.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        return SafetensorsWriter(path, specs, self.metadata(names))
+
     def config(self) -> dict[str, Any]:
         """Return config.json with the layout's entry; called after every ``encode``."""
         return self.model_config
@@ -307,6 +326,13 @@ class Writer(abc.ABC):
 # ---- the registry
 
 _LAYOUTS: dict[str, type[Layout]] = {}
+_REFUSED = {
+    "fp_quant": "its weights are rotated",
+    "fouroversix": "its files are not specified",
+    "nvfp4": "transformers does not serialize it",
+    **dict.fromkeys(("gptq", "awq", "bitsandbytes", "hqq", "eetq", "aqlm"), "an integer format"),
+}
+"""Values of ``quant_method`` that no layout reads -> why."""
 
 
 def layouts() -> dict[str, type[Layout]]:
@@ -341,5 +367,7 @@ def recognise(source: Source) -> type[Layout]:
         if layout.recognises(source):
             return layout
     got = f"quant_method {source.method!r}" if source.method else "none of their marks"
+    if source.method in _REFUSED:
+        got += f" ({_REFUSED[source.method]})"
     rule = f"the layouts that are read are {', '.join(known)}"
     refuse(Place(source.path), rule, got, "Pass layout=, or export the model in one of them")
