@@ -43,6 +43,14 @@ READ = (
     Example("deepseek_v3_ragged", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_block", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_experts", "fine-grained-fp8", ()),
+    Example("te_extra_state_safetensors", "transformer-engine", ()),
+    Example("te_float8", "transformer-engine", ("fp8",)),
+    Example("te_mxfp8_nvfp4", "transformer-engine", ("mxfp8", "nvfp4")),
+    Example("torchao_float8", "torchao", ("fp8", "fp8_rowwise")),
+    Example("torchao_mxfp8_swizzled", "torchao", ("mxfp8",)),
+    Example("torchao_nvfp4", "torchao", ("nvfp4",), exact=False),
+    Example("torchao_pickle", "torchao", ("fp8_rowwise",)),
+    Example("torchao_transformers_float8", "torchao", ("fp8_rowwise",)),
 )
 
 

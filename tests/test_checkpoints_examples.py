@@ -58,7 +58,8 @@ def test_as_quantized_tensors(example):
 def test_the_layout_is_recognised(example):
     with checkpoints.open(example.path) as checkpoint:
         assert checkpoint.layout == example.layout
-        assert checkpoint.config == json.loads((example.path / "config.json").read_text())
+        config = example.path / "config.json"
+        assert checkpoint.config == (json.loads(config.read_text()) if config.exists() else {})
 
 
 def test_no_layout_claims_an_example_of_another():
@@ -84,7 +85,11 @@ def test_quantized_tensors_do_not_copy_codes(example):
                 assert one.buffers()[0].data_ptr() == other.buffers()[0].data_ptr(), group.scheme
 
 
-@pytest.mark.parametrize("example", [e for e in READ if e.formats], ids=lambda e: e.folder)
+# A torch file of torchao is written as safetensors, and Transformer Engine refuses foreign pickles.
+WRITTEN = [e for e in READ if e.formats and not (e.path / "model.pt").exists()]
+
+
+@pytest.mark.parametrize("example", WRITTEN, ids=lambda e: e.folder)
 def test_written_files_equal_the_original(example, tmp_path):
     """Reading as quantized tensors and writing the same layout gives the stored bytes."""
     with checkpoints.open(example.path) as checkpoint:

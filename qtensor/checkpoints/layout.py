@@ -191,6 +191,21 @@ class Layout(abc.ABC):
             CheckpointError: a value of a factor is not legal.
         """
 
+    def inner_names(self) -> Iterable[str]:
+        """Return the names of tensors inside plain ones, such as pickled states; none by default.
+
+        They are read by name and with ``rounding="origin"``, and are not written again.
+        """
+        return ()
+
+    def inner(self, name: str) -> Tensor | None:
+        """Return a tensor that lies inside a plain one, or None if there is none of the name.
+
+        Raises:
+            CheckpointError: the outer tensor is damaged.
+        """
+        return None
+
     # ---- helpers for authors
 
     def place(self, tensor: str = "") -> Place:
@@ -233,6 +248,9 @@ class Writer(abc.ABC):
     layout: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """The format ids that the layout holds, for error messages."""
+    source: Source | None = None
+    """The open checkpoint that is written again, or None: what the tensors do not hold, such as
+    the shape of a factor or key-values of GGUF, is taken from it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.

@@ -63,6 +63,8 @@ def save(
         refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
     state = _state_dict(model)
     writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
+    if isinstance(model, Checkpoint):
+        writer.source = model.source
     target = os.path.abspath(path)
     if target.endswith(".safetensors"):
         shards = _plan(state, writer, None)
@@ -223,7 +225,9 @@ def _config_of(model: Any) -> Mapping[str, Any]:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    # MLX writes its entry under both names.
+    entries = ("quantization_config", "quantization")
+    return {key: value for key, value in config.items() if key not in entries}
 
 
 def _bytes(size: int | str) -> int:

@@ -15,7 +15,7 @@ from qtensor.checkpoints.errors import Place, refuse
 OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = ((ZIP_START, TorchZip),)
 """(first bytes of a file, container): files that begin otherwise are safetensors."""
 FOREIGN = {b"GGUF": "a GGUF file", LEGACY_START: "a file of torch.save before 1.6"}
-_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
+_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}", "model.gguf", "model.pt")
 _SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
 """What a folder is searched for, the first match alone."""
 
