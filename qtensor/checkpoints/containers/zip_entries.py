@@ -62,6 +62,9 @@ class _Zip:
         least = max(0, self.size - 22 - 65535)
         tail = bytes(self.data[least:])
         at = tail.rfind(_END)
+        # A comment may follow, and may hold the same bytes.
+        while at >= 0 and at + 22 + int.from_bytes(tail[at + 20 : at + 22], "little") != len(tail):
+            at = tail.rfind(_END, 0, at)
         if at < 0:
             self.refuse("a zip ends with its directory", f"a file of {self.size} bytes without")
         at += least
