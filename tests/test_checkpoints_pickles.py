@@ -14,7 +14,6 @@ from qtensor import checkpoints
 from qtensor.checkpoints.containers.torch_zip import pickled_tensors
 from qtensor.checkpoints.errors import Place
 
-
 # ---- sound files
 
 

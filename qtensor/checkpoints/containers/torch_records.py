@@ -226,6 +226,12 @@ def _encode(m: Reader, args: tuple[Any, ...]) -> bytes:
         m.refuse("_codecs.encode takes a text in latin1", error)
 
 
+def _no_bytes(m: Reader, args: tuple[Any, ...]) -> bytes:
+    """Return the empty bytes, which protocol 2 writes as a call of ``bytes``."""
+    _arguments(m, args, 0, 0)
+    return b""
+
+
 def _bytes_io(m: Reader, args: tuple[Any, ...]) -> Call:
     _arguments(m, args, 0, 1)
     return Call(BYTES_IO, args)
@@ -254,6 +260,7 @@ FUNCTIONS: dict[Global, Callable[[Reader, tuple[Any, ...]], Any]] = {
     Global("torch", "Size"): _size,
     Global("collections", "OrderedDict"): _ordered_dict,
     Global("_codecs", "encode"): _encode,
+    Global("__builtin__", "bytes"): _no_bytes,
     Global("io", "BytesIO"): _bytes_io,
     Global("_io", "BytesIO"): _bytes_io,
     Global("builtins", "getattr"): _attribute,
