@@ -10,7 +10,7 @@ memory for a memo index or a text of any size, and to hash nested tuples for eve
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -268,105 +268,117 @@ class InertUnpickler:
         return StorageRecord(known.key, dtype, known.nbytes)
 
 
-def _operations() -> Mapping[int, Callable[[InertUnpickler], None]]:
-    """Return what each opcode does."""
-    u = InertUnpickler
+# ---- what each opcode does
 
-    def frame(m: u) -> None:
-        m._number("<Q")
-
-    def text(form: str) -> Callable[[u], None]:
-        return lambda m: m._push(m._text(m._sized(form)))
-
-    def raw(form: str) -> Callable[[u], None]:
-        return lambda m: m._push(m._sized(form))
-
-    def number(form: str) -> Callable[[u], None]:
-        return lambda m: m._push(m._number(form))
-
-    def constant(make: Callable[[], Any]) -> Callable[[u], None]:
-        return lambda m: m._push(make())
-
-    def pop(m: u) -> None:
-        # POP of a mark drops the mark.
-        if m._marks and m._marks[-1] == len(m._stack):
-            m._marks.pop()
-        else:
-            m._pop()
-
-    def dictionary(m: u) -> None:
-        values = m._to_mark()
-        m._push({})
-        m._set_items(values)
-
-    def set_item(m: u) -> None:
-        value, key = m._pop(), m._pop()
-        m._set_items([key, value])
-
-    def stack_global(m: u) -> None:
-        name, module = m._pop(), m._pop()
-        m._find(module, name)
-
-    def new_object(m: u) -> None:
-        args, function = m._pop(), m._pop()
-        m._stack += [function, args]
-        m._call()
-
-    table: dict[bytes, Callable[[u], None]] = {
-        b"\x80": lambda m: m._take(1) and None,
-        b"\x95": frame,
-        b"(": lambda m: m._marks.append(len(m._stack)),
-        b"0": pop,
-        b"1": lambda m: m._to_mark() and None,
-        b"2": lambda m: m._push(m._top()),
-        b"N": constant(lambda: None),
-        b"\x88": constant(lambda: True),
-        b"\x89": constant(lambda: False),
-        b"K": number("<B"),
-        b"M": number("<H"),
-        b"J": number("<i"),
-        b"G": number(">d"),
-        b"\x8a": lambda m: m._long(m._number("<B")),
-        b"\x8b": lambda m: m._long(m._number("<i")),
-        b"I": lambda m: m._decimal(int),
-        b"L": lambda m: m._decimal(int),
-        b"F": lambda m: m._decimal(float),
-        b"X": text("<I"),
-        b"\x8c": text("<B"),
-        b"\x8d": text("<Q"),
-        b"B": raw("<I"),
-        b"C": raw("<B"),
-        b"\x8e": raw("<Q"),
-        b"]": constant(list),
-        b"l": lambda m: m._push(m._to_mark()),
-        b"a": lambda m: m._append([m._pop()]),
-        b"e": lambda m: m._append(m._to_mark()),
-        b"}": constant(dict),
-        b"d": dictionary,
-        b"s": set_item,
-        b"u": lambda m: m._set_items(m._to_mark()),
-        b")": constant(tuple),
-        b"t": lambda m: m._push(tuple(m._to_mark())),
-        b"\x85": lambda m: m._tuple(1),
-        b"\x86": lambda m: m._tuple(2),
-        b"\x87": lambda m: m._tuple(3),
-        b"q": lambda m: m._put(m._number("<B")),
-        b"r": lambda m: m._put(m._number("<I")),
-        b"\x94": lambda m: m._put(len(m._memo)),
-        b"h": lambda m: m._get(m._number("<B")),
-        b"j": lambda m: m._get(m._number("<I")),
-        b"c": lambda m: m._find(m._line(), m._line()),
-        b"\x93": stack_global,
-        b"R": lambda m: m._call(),
-        b"\x81": new_object,
-        b"b": lambda m: m._build(),
-        b"Q": lambda m: m._persistent(),
-    }
-    return {code[0]: operation for code, operation in table.items()}
+Operation = Callable[[InertUnpickler], None]
 
 
+def _text(form: str) -> Operation:
+    return lambda m: m._push(m._text(m._sized(form)))
+
+
+def _raw(form: str) -> Operation:
+    return lambda m: m._push(m._sized(form))
+
+
+def _plain(form: str) -> Operation:
+    return lambda m: m._push(m._number(form))
+
+
+def _constant(make: Callable[[], Any]) -> Operation:
+    return lambda m: m._push(make())
+
+
+def _skip(form: str) -> Operation:
+    def skip(m: InertUnpickler) -> None:
+        m._number(form)
+
+    return skip
+
+
+def _discard(m: InertUnpickler) -> None:
+    if m._marks and m._marks[-1] == len(m._stack):
+        m._marks.pop()  # POP of a mark drops the mark
+    else:
+        m._pop()
+
+
+def _discard_to_mark(m: InertUnpickler) -> None:
+    m._to_mark()
+
+
+def _dictionary(m: InertUnpickler) -> None:
+    values = m._to_mark()
+    m._push({})
+    m._set_items(values)
+
+
+def _set_item(m: InertUnpickler) -> None:
+    value, key = m._pop(), m._pop()
+    m._set_items([key, value])
+
+
+def _stack_global(m: InertUnpickler) -> None:
+    name, module = m._pop(), m._pop()
+    m._find(module, name)
+
+
+_VALUES: dict[bytes, Operation] = {
+    b"N": _constant(lambda: None),
+    b"\x88": _constant(lambda: True),
+    b"\x89": _constant(lambda: False),
+    b"K": _plain("<B"),
+    b"M": _plain("<H"),
+    b"J": _plain("<i"),
+    b"G": _plain(">d"),
+    b"\x8a": lambda m: m._long(m._number("<B")),
+    b"\x8b": lambda m: m._long(m._number("<i")),
+    b"I": lambda m: m._decimal(int),
+    b"L": lambda m: m._decimal(int),
+    b"F": lambda m: m._decimal(float),
+    b"X": _text("<I"),
+    b"\x8c": _text("<B"),
+    b"\x8d": _text("<Q"),
+    b"B": _raw("<I"),
+    b"C": _raw("<B"),
+    b"\x8e": _raw("<Q"),
+    b"]": _constant(list),
+    b"}": _constant(dict),
+    b")": _constant(tuple),
+}
+_STRUCTURE: dict[bytes, Operation] = {
+    b"\x80": _skip("<B"),
+    b"\x95": _skip("<Q"),
+    b"(": lambda m: m._marks.append(len(m._stack)),
+    b"0": _discard,
+    b"1": _discard_to_mark,
+    b"2": lambda m: m._push(m._top()),
+    b"l": lambda m: m._push(m._to_mark()),
+    b"a": lambda m: m._append([m._pop()]),
+    b"e": lambda m: m._append(m._to_mark()),
+    b"d": _dictionary,
+    b"s": _set_item,
+    b"u": lambda m: m._set_items(m._to_mark()),
+    b"t": lambda m: m._push(tuple(m._to_mark())),
+    b"\x85": lambda m: m._tuple(1),
+    b"\x86": lambda m: m._tuple(2),
+    b"\x87": lambda m: m._tuple(3),
+    b"q": lambda m: m._put(m._number("<B")),
+    b"r": lambda m: m._put(m._number("<I")),
+    b"\x94": lambda m: m._put(len(m._memo)),
+    b"h": lambda m: m._get(m._number("<B")),
+    b"j": lambda m: m._get(m._number("<I")),
+    b"c": lambda m: m._find(m._line(), m._line()),
+    b"\x93": _stack_global,
+    b"R": lambda m: m._call(),
+    b"\x81": lambda m: m._call(),  # NEWOBJ: a class and a tuple, as for a call
+    b"b": lambda m: m._build(),
+    b"Q": lambda m: m._persistent(),
+}
 STOP = ord(".")
-OPERATIONS = _operations()
+OPERATIONS: dict[int, Operation] = {
+    code[0]: operation for code, operation in (*_VALUES.items(), *_STRUCTURE.items())
+}
 
 
 # ---- legacy streams

@@ -138,7 +138,7 @@ class TorchAOLayout(Layout):
 
     def _kind(self, name: str, kind: object) -> str:
         if kind == "Tensor" or (isinstance(kind, str) and kind in _TENSORS):
-            return cast(str, kind)
+            return kind
         rule = f"the types that are read are Tensor, {', '.join(_TENSORS)}"
         self.refuse(name, rule, repr(kind), "Read it with torchao, or quantize to one of these")
 
