@@ -431,3 +431,13 @@ def test_names_without_a_module_cannot_be_written(tmp_path):
     for tensor in (torch.ones(2), weight("mxfp8")):
         with pytest.raises(checkpoints.CheckpointError, match="at the last dot"):
             checkpoints.save({"weight": tensor}, tmp_path / "x", layout="torchao")
+
+
+@pytest.mark.parametrize("names", [("a.up", "a.up_b"), ("a.up_b", "a.up")])
+def test_names_that_the_loader_confuses_cannot_be_written(names, tmp_path):
+    """torchao takes every stored name that begins with a._up_ for a part of a.up."""
+    state = {name: weight("mxfp8") for name in names}
+    with pytest.raises(checkpoints.CheckpointError, match="beginning of names"):
+        checkpoints.save(state, tmp_path / "x", layout="torchao")
+    fine = {"a.up": weight("mxfp8"), "b.up_b": weight("mxfp8"), "a.upper": weight("mxfp8")}
+    checkpoints.save(fine, tmp_path / "y", layout="torchao")

@@ -52,10 +52,13 @@ class TorchAOWriter(Writer):
         super().__init__(config)
         self._texts: dict[str, dict[str, Any]] = {}
         self._plain: set[str] = set()
+        self._siblings: dict[str, set[str]] = {}
+        """Module -> last parts of the names of its quantized tensors."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return ``qdata``, ``scale`` and perhaps ``per_tensor_scale`` of a weight."""
         self._check_name(name)
+        self._check_siblings(name)
         quantizer: Any = tensor.quantizer
         if not quantizer.rowwise or quantizer.columnwise_value or tensor.ndim < 2:
             got = f"{quantizer.canonical}, {tuple(tensor.shape)}"
@@ -73,6 +76,20 @@ class TorchAOWriter(Writer):
         if "." not in name:
             rule = "names have a module, because torchao's loader splits them at the last dot"
             self.refuse(name, rule, repr(name), "Write layout 'qtensor'")
+
+    def _check_siblings(self, name: str) -> None:
+        """Refuse ``a.up`` beside ``a.up_b``: its loader takes ``a._up_b_qdata`` for a part of both.
+
+        Raises:
+            CheckpointError: a module has both names.
+        """
+        module, _, last = name.rpartition(".")
+        siblings = self._siblings.setdefault(module, set())
+        for other in siblings:
+            if f"{other}_".startswith(f"{last}_") != f"{last}_".startswith(f"{other}_"):
+                rule = "torchao's loader finds the parts of a weight by the beginning of names"
+                self.refuse(name, rule, f"{other!r} in one module", "Write layout 'qtensor'")
+        siblings.add(last)
 
     def _kept(self, name: str, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Return attributes of the file that was read, which our tensors do not hold."""
