@@ -35,6 +35,7 @@ class Example:
         return EXAMPLES / self.folder
 
 
+TRANSPOSED = "its codes are transposed"
 UNALIGNED = "the words of MLX begin at an address that is not a multiple of four"
 # One row for each example of a layout that is read.
 READ = (
@@ -59,7 +60,7 @@ READ = (
         "modelopt",
         ("nvfp4",),
         exact=False,
-        copied="its codes are transposed",
+        copied=TRANSPOSED,
     ),
     Example("modelopt_mxfp8", "modelopt", ("mxfp8",)),
     Example("modelopt_nvfp4", "modelopt", ("nvfp4",), exact=False),
@@ -70,6 +71,14 @@ READ = (
     Example("quark_mxfp6_e3m2", "quark", ("mxfp6",)),
     Example("mlx_mxfp4", "mlx", ("mxfp4",), copied=UNALIGNED),
     Example("mlx_nvfp4", "mlx", ("nvfp4",), copied=UNALIGNED),
+    Example("te_extra_state_safetensors", "transformer-engine", ()),
+    Example("te_float8", "transformer-engine", ("fp8",)),
+    Example("te_mxfp8_nvfp4", "transformer-engine", ("mxfp8", "nvfp4")),
+    Example("torchao_float8", "torchao", ("fp8", "fp8_rowwise")),
+    Example("torchao_mxfp8_swizzled", "torchao", ("mxfp8",)),
+    Example("torchao_nvfp4", "torchao", ("nvfp4",), exact=False),
+    Example("torchao_pickle", "torchao", ("fp8_rowwise",)),
+    Example("torchao_transformers_float8", "torchao", ("fp8_rowwise",)),
 )
 
 

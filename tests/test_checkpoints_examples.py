@@ -89,7 +89,11 @@ def test_quantized_tensors_do_not_copy_codes(example):
                 assert shared is not bool(example.copied), group.scheme
 
 
-@pytest.mark.parametrize("example", [e for e in READ if e.formats], ids=lambda e: e.folder)
+# A torch file of torchao is written as safetensors, and Transformer Engine refuses foreign pickles.
+WRITTEN = [e for e in READ if e.formats and not (e.path / "model.pt").exists()]
+
+
+@pytest.mark.parametrize("example", WRITTEN, ids=lambda e: e.folder)
 def test_written_files_equal_the_original(example, tmp_path):
     """Reading as quantized tensors and writing the same layout gives the stored bytes."""
     with checkpoints.open(example.path) as checkpoint:

@@ -61,7 +61,13 @@ def damage_json(value, chance):
 def damage_header(data, chance):
     """Replace a node of the header, and keep its size right."""
     size = int.from_bytes(data[:8], "little")
-    header = damage_json(json.loads(data[8 : 8 + size]), chance)
+    header = json.loads(data[8 : 8 + size])
+    texts = {k: v for k, v in header.get("__metadata__", {}).items() if v.startswith("{")}
+    if texts and chance.random() < 0.7:
+        name = chance.choice(sorted(texts))
+        header["__metadata__"][name] = json.dumps(damage_json(json.loads(texts[name]), chance))
+    else:
+        header = damage_json(header, chance)
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 

@@ -44,7 +44,17 @@ def fp6(codes: Tensor, exponent_bits: int) -> Tensor:
     word = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
     shifts = torch.tensor([0, 6, 12, 18], dtype=torch.int32)
     six = ((word.unsqueeze(-1) >> shifts) & 63).flatten(-2)
-    return _fp6_table(exponent_bits)[six]
+    return fp6_codes(six, exponent_bits)
+
+
+def fp6_codes(codes: Tensor, exponent_bits: int) -> Tensor:
+    """Return float32 values of FP6 codes that have a byte each; the upper two bits do not count.
+
+    Args:
+        codes: uint8 or int32 of any shape.
+        exponent_bits: 2 for e2m3, 3 for e3m2.
+    """
+    return _fp6_table(exponent_bits)[codes.int() & 63]
 
 
 def _fp6_table(exponent_bits: int) -> Tensor:

@@ -168,9 +168,20 @@ class Checkpoint(Mapping[str, Tensor]):
             return self._layout.decode(group, stored, group.dtype)
 
     def _plain(self, name: str) -> Tensor:
-        if name not in self._names:
+        if name in self._names:
+            return self._container.read(name)
+        inner = self._layout.inner(name)
+        if inner is None:
             raise KeyError(name)
-        return self._container.read(name)
+        return inner
+
+    def inner_names(self) -> tuple[str, ...]:
+        """Return the names of tensors inside plain ones: ``fc._extra_state.scale_fwd``.
+
+        ``checkpoint[name]`` reads them. They are not among the names of the mapping, because the
+        plain tensor holds them.
+        """
+        return tuple(self._layout.inner_names())
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """Return the stored tensors of a weight by role; of a plain tensor, under the role ""."""
@@ -346,7 +357,8 @@ def load_state_dict(
             floating-point tensors of 16 bits or more, except factors; by default each keeps its
             own.
         rounding: None for quantized tensors, which decode by our arithmetic. ``"origin"`` for dense
-            weights, decoded by the origin's own arithmetic to the last bit.
+            weights, decoded by the origin's own arithmetic to the last bit, and the tensors inside
+            extra states of Transformer Engine.
         layout: name of the layout; by default it is recognised.
         **options: options of the layout, as ``open`` takes them.
 
@@ -361,6 +373,8 @@ def load_state_dict(
         for name in checkpoint:
             tensor = _load(checkpoint, name, dtype, rounding)
             state[name] = tensor if device is None else tensor.to(device)
+        for name in checkpoint.inner_names() if rounding == "origin" else ():
+            state[name] = checkpoint[name].to(device or "cpu")
     return state
 
 

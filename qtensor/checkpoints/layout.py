@@ -198,6 +198,21 @@ class Layout(abc.ABC):
             CheckpointError: a value of a factor is not legal.
         """
 
+    def inner_names(self) -> Iterable[str]:
+        """Return the names of tensors inside plain ones, such as pickled states; none by default.
+
+        They are read by name and with ``rounding="origin"``, and are not written again.
+        """
+        return ()
+
+    def inner(self, name: str) -> Tensor | None:
+        """Return a tensor that lies inside a plain one, or None if there is none of the name.
+
+        Raises:
+            CheckpointError: the outer tensor is damaged.
+        """
+        return None
+
     # ---- helpers for authors
 
     def place(self, tensor: str = "") -> Place:

@@ -10,12 +10,16 @@ from qtensor.checkpoints.containers.base import Container
 from qtensor.checkpoints.containers.gguf import MAGIC, GGUFFile
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, ShardedFiles, path_inside
+from qtensor.checkpoints.containers.torch_zip import LEGACY_START, ZIP_START, TorchZip
 from qtensor.checkpoints.errors import Place, refuse
 
-OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = ((MAGIC, GGUFFile),)
+OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = (
+    (MAGIC, GGUFFile),
+    (ZIP_START, TorchZip),
+)
 """(first bytes of a file, container): files that begin otherwise are safetensors."""
-FOREIGN = {b"PK\x03\x04": "a zip, which torch.save writes"}
-_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}", "model.gguf")
+FOREIGN = {LEGACY_START: "a file of torch.save before 1.6"}
+_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}", "model.gguf", "model.pt")
 _SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
 """What a folder is searched for, the first match alone."""
 
@@ -47,7 +51,7 @@ def _open_file(file: Any, path: str) -> Container:
             return opener(file)
     for magic, kind in FOREIGN.items():
         if first.startswith(magic):
-            rule = "the files that are read are safetensors and GGUF"
+            rule = "the files that are read are safetensors, GGUF and zips of torch.save"
             refuse(Place(path), rule, kind, "Convert it to safetensors where it was made")
     return SafetensorsFile(file)
 

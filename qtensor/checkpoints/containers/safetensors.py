@@ -66,7 +66,7 @@ class SafetensorsFile:
             self.folder = os.path.dirname(os.path.abspath(self.path))
         else:
             self.path = str(getattr(file, "name", "an open file"))
-        self._map: Any = _mapped(file, Place(self.path))
+        self._map: Any = map_file(file, Place(self.path))
         self.headers: tuple[Mapping[str, str], ...] = ()
         self.infos: Mapping[str, TensorInfo] = {}
         self._load()
@@ -114,7 +114,7 @@ class SafetensorsFile:
         self._map = None
 
 
-def _mapped(file: Any, place: Place) -> Any:
+def map_file(file: Any, place: Place) -> Any:
     """Return the bytes of a file as a private, writable map, or as a bytearray without a map."""
     try:
         if isinstance(file, (str, os.PathLike)):

@@ -72,7 +72,9 @@ class PlainLayout(Layout):
     @classmethod
     def recognises(cls, source: Source) -> bool:
         """Return True if nothing says that the weights are quantized."""
-        if source.quantization or source.kind != "safetensors":
+        if source.quantization or source.kind not in ("safetensors", "torch"):
+            return False
+        if source.extra.get("records"):
             return False
         return not any(_has_factor(source, name) for name in source.tensors)
 
