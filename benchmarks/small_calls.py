@@ -6,7 +6,6 @@ Each variant runs in fresh processes, in turns with the others. A variant leaves
 |---|---|
 | ``all parts`` | nothing |
 | ``no small calls`` | the C++ answers: ``QTENSOR_SMALL_CALLS=0`` |
-| ``no packed buffer`` | the byte tensor that keeps both saved operands in compiled code |
 | ``no composite op`` | the op by which Dynamo sees a layer |
 """
 
@@ -29,9 +28,8 @@ from torch import nn
 
 import qtensor
 from benchmarks import machine
-from qtensor import layout, recipes
+from qtensor import recipes
 from qtensor.functional import one_op
-from qtensor.library import linear
 from qtensor.modules import base
 
 SIZE, LAYERS = 32, 24
@@ -42,7 +40,6 @@ RESULT = ROOT / "benchmarks" / "results" / "small_calls_cpu.md"
 VARIANTS: dict[str, Callable[[], None]] = {
     ALL: lambda: None,
     "no small calls": lambda: None,
-    "no packed buffer": lambda: setattr(one_op, "_packs", lambda inp, plan: False),
     "no composite op": lambda: setattr(base, "follows_calls", lambda: False),
 }
 """Name -> what a process does before it builds its layers."""
@@ -59,12 +56,10 @@ def lines_of_code() -> dict[str, int]:
     cpu = ROOT / "qtensor" / "kernels" / "cpu"
     sources = [*(cpu / "small_calls").glob("*.py"), cpu / "src" / "program.cpp"]
     sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed")]
-    packed = (layout.Packing, layout.pack, linear.packing, one_op._packs)
     composite = Path(inspect.getsourcefile(one_op) or "")
     in_one_op = base.QuantizedModule._in_one_op
     return {
         "no small calls": _lines(*sources),
-        "no packed buffer": _lines(*packed),
         "no composite op": _lines(composite, in_one_op),
     }
 

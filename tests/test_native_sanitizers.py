@@ -77,7 +77,6 @@ with loaded(Library(sys.argv[1])):
 CALLS = (
     "test_native_small_ops.py",
     "test_native_calls.py",
-    "test_packed_linear.py",
     "test_saved_views.py",
 )
 """What C++ answers without Python, byte by byte."""
