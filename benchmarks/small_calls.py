@@ -108,7 +108,12 @@ def measure_here(bursts: int, compiled: bool) -> dict[str, list[float]]:
 def measure_in_process(variant: str, bursts: int, compiled: bool) -> dict[str, list[float]]:
     """Return what ``measure_here`` returns in a new process for a variant."""
     switch = "0" if variant == "no small calls" else "1"
-    environment = os.environ | {"QTENSOR_SMALL_CALLS": switch, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "QTENSOR_SMALL_CALLS": switch,
+        "OMP_NUM_THREADS": "1",
+        # A program in the cache on disk has the parts of the process that compiled it.
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.small_calls"]
     command += ["--variant", variant, "--bursts", str(bursts)] + ["--eager"] * (not compiled)
     done = subprocess.run(
@@ -143,11 +148,8 @@ def savings(rounds: list[dict[str, dict[str, list[float]]]]) -> list[str]:
                 median(one[name][call][1] for one in rounds) for name in (ALL, variant)
             )
             found.append(f"{(without - with_it) / LAYERS:.1f} us ({call.split(', ')[1]})")
-        part = variant.removeprefix("no ")
-        sentences.append(
-            f"- The {part} saves, for each layer of the MLP, {', '.join(found)}, and costs "
-            f"{lines} lines of code."
-        )
+        part = variant.removeprefix("no ").capitalize()
+        sentences.append(f"- {part}, {lines} lines of code: {', '.join(found)}.")
     return sentences
 
 
@@ -175,10 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine.sentence(machine.environment(1, {})),
         "",
         f"Microseconds of CPU time a call: the least burst (the median) over {options.rounds} "
-        "processes of each variant, in turns. "
+        f"process{'es' * (options.rounds > 1)} of each variant, in turns. "
         f"Float8CurrentScaling, Linear({SIZE}, {SIZE}), {SIZE} tokens.",
         "",
         *table(rounds),
+        "",
+        "What each part saves for each layer of the MLP (medians), and its lines of code:",
         "",
         *savings(rounds),
         "",
