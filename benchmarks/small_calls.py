@@ -6,7 +6,6 @@ Each variant runs in fresh processes, in turns with the others. A variant leaves
 |---|---|
 | ``all parts`` | nothing |
 | ``no small calls`` | the C++ answers: ``QTENSOR_SMALL_CALLS=0`` |
-| ``no packed buffer`` | the byte tensor that keeps both saved operands in compiled code |
 | ``no composite op`` | the op by which Dynamo sees a layer |
 """
 
@@ -29,9 +28,8 @@ from torch import nn
 
 import qtensor
 from benchmarks import machine
-from qtensor import layout, recipes
+from qtensor import recipes
 from qtensor.functional import one_op
-from qtensor.library import linear
 from qtensor.modules import base
 
 SIZE, LAYERS = 32, 24
@@ -42,7 +40,6 @@ RESULT = ROOT / "benchmarks" / "results" / "small_calls_cpu.md"
 VARIANTS: dict[str, Callable[[], None]] = {
     ALL: lambda: None,
     "no small calls": lambda: None,
-    "no packed buffer": lambda: setattr(one_op, "_packs", lambda inp, plan: False),
     "no composite op": lambda: setattr(base, "follows_calls", lambda: False),
 }
 """Name -> what a process does before it builds its layers."""
@@ -59,12 +56,10 @@ def lines_of_code() -> dict[str, int]:
     cpu = ROOT / "qtensor" / "kernels" / "cpu"
     sources = [*(cpu / "small_calls").glob("*.py"), cpu / "src" / "program.cpp"]
     sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed")]
-    packed = (layout.Packing, layout.pack, linear.packing, one_op._packs)
     composite = Path(inspect.getsourcefile(one_op) or "")
     in_one_op = base.QuantizedModule._in_one_op
     return {
         "no small calls": _lines(*sources),
-        "no packed buffer": _lines(*packed),
         "no composite op": _lines(composite, in_one_op),
     }
 
@@ -113,7 +108,12 @@ def measure_here(bursts: int, compiled: bool) -> dict[str, list[float]]:
 def measure_in_process(variant: str, bursts: int, compiled: bool) -> dict[str, list[float]]:
     """Return what ``measure_here`` returns in a new process for a variant."""
     switch = "0" if variant == "no small calls" else "1"
-    environment = os.environ | {"QTENSOR_SMALL_CALLS": switch, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "QTENSOR_SMALL_CALLS": switch,
+        "OMP_NUM_THREADS": "1",
+        # A program in the cache on disk has the parts of the process that compiled it.
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.small_calls"]
     command += ["--variant", variant, "--bursts", str(bursts)] + ["--eager"] * (not compiled)
     done = subprocess.run(
@@ -148,11 +148,8 @@ def savings(rounds: list[dict[str, dict[str, list[float]]]]) -> list[str]:
                 median(one[name][call][1] for one in rounds) for name in (ALL, variant)
             )
             found.append(f"{(without - with_it) / LAYERS:.1f} us ({call.split(', ')[1]})")
-        part = variant.removeprefix("no ")
-        sentences.append(
-            f"- The {part} saves, for each layer of the MLP, {', '.join(found)}, and costs "
-            f"{lines} lines of code."
-        )
+        part = variant.removeprefix("no ").capitalize()
+        sentences.append(f"- {part}, {lines} lines of code: {', '.join(found)}.")
     return sentences
 
 
@@ -180,10 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine.sentence(machine.environment(1, {})),
         "",
         f"Microseconds of CPU time a call: the least burst (the median) over {options.rounds} "
-        "processes of each variant, in turns. "
+        f"process{'es' * (options.rounds > 1)} of each variant, in turns. "
         f"Float8CurrentScaling, Linear({SIZE}, {SIZE}), {SIZE} tokens.",
         "",
         *table(rounds),
+        "",
+        "What each part saves for each layer of the MLP (medians), and its lines of code:",
         "",
         *savings(rounds),
         "",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from qtensor.formats import LEAD, Dim, K, Slot
 
@@ -120,77 +119,3 @@ def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
         else:
             count = count * dim_size(dim, rows, cols)
     return count if ragged else count * groups
-
-
-# ---- buffers that share one byte tensor
-
-PACK_ALIGNMENT = 16
-"""Every buffer of a packing starts at a multiple of this number of bytes."""
-
-
-class Piece(NamedTuple):
-    """Describe one of several buffers that share a byte tensor.
-
-    Attributes:
-        size: shape of the buffer.
-        dtype: dtype of the buffer.
-        offset: number of bytes in front of the buffer.
-        nbytes: number of bytes of the buffer.
-        padded: True if the buffer may have entries that no kernel writes; they must be zero.
-    """
-
-    size: tuple[int, ...]
-    dtype: Any
-    offset: int
-    nbytes: int
-    padded: bool
-
-
-class Packing(NamedTuple):
-    """Describe a byte tensor that several buffers share.
-
-    Attributes:
-        pieces: the buffers.
-        size: number of bytes of the tensor.
-    """
-
-    pieces: tuple[Piece, ...]
-    size: int
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return (first byte, end) of each range that no buffer covers."""
-        gaps, end = [], 0
-        for piece in sorted(self.pieces, key=lambda piece: piece.offset):
-            if piece.offset > end:
-                gaps.append((end, piece.offset))
-            end = piece.offset + piece.nbytes
-        return [*gaps, (end, self.size)] if end < self.size else gaps
-
-
-def pack_operands(
-    x_slots: Sequence[Slot], x_shape: Shape, weight_slots: Sequence[Slot], weight_shape: Shape
-) -> Packing:
-    """Return the positions of saved buffers of input (M, K) and weight (N, K) in their tensor.
-
-    The pieces of the input come first in the result. Those of the weight come first in memory:
-    their sizes are numbers where those of the input are symbols.
-    """
-    weight, end = _pack(weight_slots, weight_shape, 0)
-    x, end = _pack(x_slots, x_shape, end)
-    return Packing((*x, *weight), end)
-
-
-def _pack(slots: Sequence[Slot], shape: Shape, start: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the pieces of a tensor's buffers, and the offset behind the last one.
-
-    Args:
-        slots: describe the buffers.
-        shape: logical shape of the tensor.
-        start: offset of the first buffer, a multiple of ``PACK_ALIGNMENT``.
-    """
-    pieces, end = [], start
-    for slot, size in zip(slots, buffer_shapes(slots, shape), strict=True):
-        nbytes = math.prod(size) * slot.dtype.itemsize
-        pieces.append(Piece(tuple(size), slot.dtype, end, nbytes, slot.padded))
-        end = end + round_up(nbytes, PACK_ALIGNMENT)
-    return tuple(pieces), end

@@ -25,7 +25,6 @@ class ForwardPlan(NamedTuple):
         weight_quantizer: as for the input.
         weight_kept: as for the input.
         dtype: of the product.
-        packed: the kept buffers share one byte tensor.
     """
 
     x_quantizer: str
@@ -33,7 +32,6 @@ class ForwardPlan(NamedTuple):
     weight_quantizer: str
     weight_kept: str
     dtype: torch.dtype
-    packed: bool = False
 
 
 class BackwardPlan(NamedTuple):
@@ -46,7 +44,6 @@ class BackwardPlan(NamedTuple):
         dtype: of the gradient of the input.
         weight_dtype: of the gradient of the weight.
         bias: return the gradient of the bias.
-        packed: the kept buffers share one byte tensor.
     """
 
     quantizer: str
@@ -55,7 +52,6 @@ class BackwardPlan(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias: bool
-    packed: bool = False
 
 
 def plan_text(plan: ForwardPlan | BackwardPlan) -> str:
@@ -78,16 +74,16 @@ def backward_text(*fields: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def forward_plan(text: str) -> ForwardPlan:
     """Return the plan of a text that ``forward_text`` made."""
-    x, x_kept, weight, weight_kept, dtype, packed = _fields(text, 6)
-    return ForwardPlan(x, x_kept, weight, weight_kept, _dtype(dtype), packed == "True")
+    x, x_kept, weight, weight_kept, dtype = _fields(text, 5)
+    return ForwardPlan(x, x_kept, weight, weight_kept, _dtype(dtype))
 
 
 @functools.lru_cache(maxsize=4096)
 def backward_plan(text: str) -> BackwardPlan:
     """Return the plan of a text that ``backward_text`` made."""
-    quantizer, x_kept, weight_kept, dtype, weight_dtype, bias, packed = _fields(text, 7)
+    quantizer, x_kept, weight_kept, dtype, weight_dtype, bias = _fields(text, 6)
     dtypes = _dtype(dtype), _dtype(weight_dtype)
-    return BackwardPlan(quantizer, x_kept, weight_kept, *dtypes, bias == "True", packed == "True")
+    return BackwardPlan(quantizer, x_kept, weight_kept, *dtypes, bias == "True")
 
 
 _MAKERS = "forward_text or backward_text of qtensor.linear_plans"

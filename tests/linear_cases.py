@@ -37,14 +37,13 @@ def forward_arguments(
     kept: tuple[str, str] = ("columnwise", "columnwise"),
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
     bias: Tensor | None = None,
-    packed: bool = False,
 ) -> tuple[Any, ...]:
     """Return the arguments of ``linear_forward`` for (M, N, K) and dtypes of its tensors."""
     m, n, k = sizes
     x, weight = ordinary((m, k), dtypes[0], seed=1), ordinary((n, k), dtypes[1], seed=2)
     texts = [kept_text(q, usage) for usage in kept]
     scales, seed = call_values(q)
-    plan = forward_text(q.canonical, texts[0], q.canonical, texts[1], dtypes[2], packed)
+    plan = forward_text(q.canonical, texts[0], q.canonical, texts[1], dtypes[2])
     return (x, weight, bias, plan, scales, seed, seed)
 
 
@@ -65,36 +64,9 @@ def backward_arguments(
     x = found[:count] if wanted[1] else []
     weight = found[count : 2 * count] if wanted[0] else []
     texts = text if wanted[1] else "", text if wanted[0] else ""
-    plan = backward_text(q.canonical, *texts, dtypes[1], dtypes[2], wanted[2], False)
+    plan = backward_text(q.canonical, *texts, dtypes[1], dtypes[2], wanted[2])
     dy = ordinary((m, n), dtypes[0], seed=3)
     return (dy, [*x, *weight], k, plan, *call_values(q))
-
-
-def packed_forward_arguments(
-    q: Any,
-    sizes: tuple[int, int, int] = (32, 64, 48),
-    kept: tuple[str, str] = ("columnwise", "columnwise"),
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
-    bias: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Return arguments of a packed ``linear_forward``; dtypes of input and weight."""
-    return forward_arguments(q, sizes, kept, (*dtypes, dtypes[0]), bias, packed=True)
-
-
-def packed_backward_arguments(
-    q: Any,
-    sizes: tuple[int, int, int] = (32, 64, 48),
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32,) * 2,
-) -> tuple[Any, ...]:
-    """Return the arguments of a packed ``linear_backward`` for dtypes of dy and grad_weight."""
-    (m, n, k), (of_input, of_weight, of_bias) = sizes, wanted
-    kept = ("columnwise" if of_weight else "", "columnwise" if of_input else "")
-    saved = torch.ops.qtensor.linear_forward(*packed_forward_arguments(q, sizes, kept))[1]
-    x, weight = (kept_text(q, usage) for usage in kept)
-    dy = ordinary((m, n), dtypes[0], seed=3)
-    plan = backward_text(q.canonical, x, weight, *dtypes, of_bias, True)
-    return (dy, [saved], k, plan, *call_values(q))
 
 
 def linear_forward(case: FormatCase) -> Iterator[Sample]:
@@ -105,10 +77,6 @@ def linear_forward(case: FormatCase) -> Iterator[Sample]:
     yield forward_arguments(q, (1, 32, 32), ("both", "")), {}
     halves = (torch.bfloat16, torch.float32, torch.bfloat16)
     yield forward_arguments(q, kept=("rowwise", ""), dtypes=halves), {}
-    yield packed_forward_arguments(q), {}
-    yield packed_forward_arguments(q, kept=("", "both"), bias=torch.randn(64)), {}
-    yield packed_forward_arguments(q, (1, 32, 32), ("both", "")), {}
-    yield packed_forward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}
 
 
 def linear_backward(case: FormatCase) -> Iterator[Sample]:
@@ -116,7 +84,5 @@ def linear_backward(case: FormatCase) -> Iterator[Sample]:
     q = case.quantizer(columnwise=True)
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         yield backward_arguments(q, wanted=wanted), {}
-        yield packed_backward_arguments(q, wanted=wanted), {}
     halves = (torch.bfloat16, torch.bfloat16, torch.float32)
     yield backward_arguments(q, dtypes=halves), {}
-    yield packed_backward_arguments(q, dtypes=(torch.bfloat16, torch.float32)), {}

@@ -182,7 +182,7 @@ def _forward_plan(make: Maker) -> ForwardPlan:
         columnwise = quantizer.with_usage(rowwise=False, columnwise=True).canonical
         kept = columnwise if quantizer.columnwise and make.random.random() < 0.7 else ""
         texts += [quantizer.canonical, kept]
-    return ForwardPlan(*texts, make.dtype, make.random.random() < 0.5)
+    return ForwardPlan(*texts, make.dtype)
 
 
 def _linear_forward(make: Maker) -> Arguments:
@@ -202,10 +202,10 @@ def _linear_backward(make: Maker) -> Arguments:
     forward = _forward_plan(make)
     made = torch.ops.qtensor.linear_forward(**_linear_forward_of(make, forward))
     kept = (forward.x_kept, forward.weight_kept)
-    count = 1 if forward.packed else sum(len(parse(text).slots) for text in kept if text)
+    count = sum(len(parse(text).slots) for text in kept if text)
     quantizer = make.quantizer(rowwise=True, columnwise=True)
     bias = make.random.random() < 0.5
-    plan = BackwardPlan(quantizer.canonical, *kept, make.dtype, torch.float32, bias, forward.packed)
+    plan = BackwardPlan(quantizer.canonical, *kept, make.dtype, torch.float32, bias)
     return {
         **{"dy": make.floats(make.rows, 48), "saved": made[1 : 1 + count]},
         **{"columns": make.columns, "plan": plan_text(plan)},

@@ -90,7 +90,7 @@ def test_backward_is_quantize_gemm_and_bias_grad(case):
 def backward_by_ops(*args: Any) -> list[torch.Tensor]:
     call = LinearBackwardArgs(*args)
     dy, scales, seed = call.dy, call.scales, call.seed
-    text, x_text, w_text, dtype, w_dtype, bias, _ = backward_plan(call.plan)
+    text, x_text, w_text, dtype, w_dtype, bias = backward_plan(call.plan)
     x_shape, w_shape = (dy.shape[0], call.columns), (dy.shape[1], call.columns)
     count = len(parse(x_text).slots) if x_text else 0
     x, weight = call.saved[:count], call.saved[count:]

@@ -65,6 +65,28 @@ def test_bytes_of_the_python_kernels(case: FormatCase, answers, monkeypatch):
                 assert layouts[0] == layouts[1]
 
 
+@every_format
+def test_operands_of_other_strides(case: FormatCase):
+    """Transposed operands, of small sizes and of those that programs leave to Python."""
+    kept = itertools.cycle(itertools.product(("", "rowwise", "columnwise", "both"), repeat=2))
+    dtypes = itertools.cycle(itertools.product(FLOATS, repeat=3))
+    wanted = itertools.cycle([w for w in itertools.product((True, False), repeat=3) if any(w[:2])])
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        return t.t().contiguous().t()
+
+    for options in ({}, *case.each_option()):
+        q = case.quantizer(columnwise=True, **options)
+        for sizes in ((32, 32, 32), (2, 32, 64), (33, 96, 160), (1, 32, 32), (300, 256, 288)):
+            x, weight, *rest = forward_arguments(q, sizes, next(kept), next(dtypes))
+            dy, *saved = backward_arguments(q, sizes, next(wanted), next(dtypes))
+            with cpp.left_to_python():
+                expected, gradients = FORWARD(x, weight, *rest), BACKWARD(dy, *saved)
+            for _ in range(4):
+                same(FORWARD(turned(x), turned(weight), *rest), expected)
+                same(BACKWARD(turned(dy), *saved), gradients)
+
+
 def test_a_gradient_of_any_strides(answers, monkeypatch):
     args = backward_arguments(qtensor.quantizer("fp8", columnwise=True))
     dy = args[0]

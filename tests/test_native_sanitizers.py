@@ -77,7 +77,6 @@ with loaded(Library(sys.argv[1])):
 CALLS = (
     "test_native_small_ops.py",
     "test_native_calls.py",
-    "test_packed_linear.py",
     "test_saved_views.py",
 )
 """What C++ answers without Python, byte by byte."""
@@ -147,7 +146,7 @@ def test_the_kernels_stay_inside_their_buffers(isa: str) -> None:
 @pytest.mark.slow
 def test_what_calls_the_kernels_stays_inside_its_memory() -> None:
     sanitizer()
-    specs = (sources.build_spec(BEST), sources.calls_build_spec())
+    specs = (sources.build_spec(BEST), sources.small_calls_build_spec())
     libraries = [build(sanitized(spec)) for spec in specs]
     files = [str(ROOT / "tests" / name) for name in CALLS]
     done = run(BY_CPP, *map(str, libraries), *files, wide_vectors=BEST == "avx512")

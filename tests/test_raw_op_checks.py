@@ -145,7 +145,7 @@ def test_quantize_refuses_buffers_of_another_tensor():
 def test_a_linear_op_keeps_no_buffers_of_another_format():
     """The kernels would write bytes of codes into memory for half as many."""
     x = torch.randn(32, 64)
-    plan = forward_text("mxfp8", "mxfp4", "mxfp8", "", torch.float32, False)
+    plan = forward_text("mxfp8", "mxfp4", "mxfp8", "", torch.float32)
     with pytest.raises(qtensor.QTensorError, match="only buffers of the quantizer"):
         OPS.linear_forward(x, x, None, plan)
 
@@ -166,10 +166,10 @@ def calls_without_a_seed():
             *(x, None, None, "rmsnorm", 1e-5, False, torch.float32), *quantized
         ),
         "linear_forward": lambda: OPS.linear_forward(
-            x, x, None, forward_text(STOCHASTIC, "", "nvfp4", "", torch.float32, False)
+            x, x, None, forward_text(STOCHASTIC, "", "nvfp4", "", torch.float32)
         ),
         "linear_backward": lambda: OPS.linear_backward(
-            x, [], 0, backward_text(STOCHASTIC, "", "", torch.float32, torch.float32, True, False)
+            x, [], 0, backward_text(STOCHASTIC, "", "", torch.float32, torch.float32, True)
         ),
     }
 
@@ -215,7 +215,7 @@ def test_dequantize_needs_all_buffers():
 
 
 def test_linear_backward_of_nothing_returns_nothing():
-    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, False, False)
+    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, False)
     for _ in range(4):
         assert OPS.linear_backward(torch.randn(4, 32), [], 16, plan) == []
 
@@ -271,11 +271,11 @@ def test_a_grouped_scale_has_a_value_for_each_group():
 
 def test_linear_ops_take_matrices():
     x, weight = torch.randn(4, 32), torch.randn(16, 32)
-    plan = forward_text("mxfp8", "", "mxfp8", "", torch.float32, False)
+    plan = forward_text("mxfp8", "", "mxfp8", "", torch.float32)
     for pair in ((x[0], weight), (x[0, 0], weight), (x, weight[0])):
         with pytest.raises(qtensor.QTensorError, match="must be matrices"):
             OPS.linear_forward(*pair, None, plan)
-    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, True, False)
+    plan = backward_text("mxfp8", "", "", torch.float32, torch.float32, True)
     with pytest.raises(qtensor.QTensorError, match="dy must be a matrix"):
         OPS.linear_backward(torch.randn(16), [], 32, plan)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from formats import FormatCase
-from linear_cases import packed_backward_arguments, packed_forward_arguments
+from linear_cases import backward_arguments, forward_arguments
 from test_linear_ops import every_format, same
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,35 +24,35 @@ import qtensor
 
 OPS = torch.ops.qtensor
 OFFSETS = (4096, 16, 8, 4, 1)
-"""Bytes in front of a view: far away, and every alignment that a program could have learned."""
+"""Elements in front of a view: far away, and every alignment that a program could have learned."""
 
 
 def view_at(t: Tensor, offset: int) -> Tensor:
-    """Return a copy of the byte tensor ``t`` (n,) that lies ``offset`` bytes behind the start of
-    its storage.
-    """
-    memory = torch.full((offset + t.numel() + 64,), 255, dtype=torch.uint8)
-    memory[offset : offset + t.numel()].copy_(t)
-    return memory[offset : offset + t.numel()]
+    """Return a copy of ``t`` that lies ``offset`` elements behind the start of its storage."""
+    memory = torch.full((offset + t.numel() + 64,), 255, dtype=torch.uint8).to(t.dtype)
+    view = memory[offset : offset + t.numel()].view(t.shape)
+    return view.copy_(t)
 
 
 @every_format
-def test_packed_backward_reads_a_view_of_its_buffer(case: FormatCase):
+def test_backward_reads_views_of_its_buffers(case: FormatCase):
     q = case.quantizer(columnwise=True)
-    dy, (saved,), *rest = packed_backward_arguments(q)
-    expected = OPS.linear_backward(dy, [saved.clone()], *rest)
+    dy, saved, *rest = backward_arguments(q)
+    expected = OPS.linear_backward(dy, [t.clone() for t in saved], *rest)
     for offset in OFFSETS:
         for _ in range(4):
-            same(OPS.linear_backward(dy, [view_at(saved, offset)], *rest), expected)
-    same(OPS.linear_backward(dy, [saved.clone()], *rest), expected)
-    strided = torch.stack([saved, saved], dim=1)[:, 0]
-    same(OPS.linear_backward(dy, [strided], *rest), expected)
+            moved = [view_at(t, offset) for t in saved]
+            same(OPS.linear_backward(dy, moved, *rest), expected)
+    same(OPS.linear_backward(dy, [t.clone() for t in saved], *rest), expected)
+    strided = [torch.stack([t, t], dim=-1)[..., 0] for t in saved]
+    for _ in range(4):
+        same(OPS.linear_backward(dy, strided, *rest), expected)
 
 
 @every_format
 def test_forward_reads_views_of_its_tensors(case: FormatCase):
     q = case.quantizer(columnwise=True)
-    x, weight, *rest = packed_forward_arguments(q)
+    x, weight, *rest = forward_arguments(q)
     expected = OPS.linear_forward(x, weight, *rest)
     for shift in (1, 3, 8):
         memory = torch.full((x.numel() + shift,), float("nan"))
@@ -94,19 +94,23 @@ def test_quantize_and_dequantize_read_views(case: FormatCase):
 
 
 def pooled(offset: int) -> saved_tensors_hooks:
-    """Return hooks that keep byte tensors at ``offset`` within one buffer."""
+    """Return hooks that keep byte tensors in one buffer, from ``offset`` on."""
     pool = torch.zeros(1 << 22, dtype=torch.uint8)
+    used = offset
 
     def pack(t: Tensor) -> Any:
+        nonlocal used
         if t.dtype is not torch.uint8:
             return t
-        pool[offset : offset + t.numel()].copy_(t.reshape(-1))
-        return t.shape
+        start, used = used, used + t.numel()
+        pool[start:used].copy_(t.reshape(-1))
+        return start, t.shape
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        return pool[offset : offset + kept.numel()].view(kept)
+        start, shape = kept
+        return pool[start : start + shape.numel()].view(shape)
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -155,24 +155,17 @@ def _saves_input_itself(args: LinearFwdArgs) -> bool:
 
 
 def _forward_in_one_op(args: LinearFwdArgs, x: Tensor) -> _Products:
-    """Quantize and multiply ``x`` (M, K) and the weight (N, K) in one op.
-
-    With ``args.packs`` one tensor holds the buffers of both saved operands. It is the first buffer
-    of the input, or of the weight if the input is not saved.
-    """
+    """Quantize and multiply ``x`` (M, K) and the weight (N, K) in one op."""
     plan, seeds = args.plan, args.seeds
     x_kept = "" if _saves_input_itself(args) else plan.saved_input
     weight_kept = plan.weight if args.cache_weight else plan.saved_weight
     x_quantizer = plan.input if x_kept else parts(plan.input).row_canonical
     scales = None if args.delayed is None else args.delayed.scales
-    text = forward_text(x_quantizer, x_kept, plan.weight, weight_kept, args.dtype, args.packs)
+    text = forward_text(x_quantizer, x_kept, plan.weight, weight_kept, args.dtype)
     out, *rest = LINEAR_FORWARD(x, args.weight, args.bias, text, scales, seeds[0], seeds[1])
-    if args.packs:
-        counts = (1, 0) if x_kept else (0, 1)
-    else:
-        counts = tuple(parts(c).total if c else 0 for c in (x_kept, weight_kept))  # type: ignore[assignment]
-    x_buffers, rest = rest[: counts[0]], rest[counts[0] :]
-    weight_buffers, amaxes = rest[: counts[1]], rest[counts[1] :]
+    x_count, weight_count = (parts(c).total if c else 0 for c in (x_kept, weight_kept))
+    x_buffers, rest = rest[:x_count], rest[x_count:]
+    weight_buffers, amaxes = rest[:weight_count], rest[weight_count:]
     saved_input = Operand(x_buffers, x_kept, x.shape) if x_kept else None
     weight = Operand(weight_buffers, weight_kept, args.weight.shape) if plan.saved_weight else None
     if not args.cache_weight:
@@ -279,7 +272,7 @@ def linear_setup_ctx(
     bwd.dtype = fwd.inp.dtype if fwd.made is None else fwd.made.dtype
     bwd.weight_dtype = fwd.weight.dtype
     bwd.bias_dtype = None if fwd.bias is None else fwd.bias.dtype
-    bwd.parallel, bwd.packed = fwd.parallel, fwd.packs
+    bwd.parallel = fwd.parallel
     wgrad, delayed = fwd.wgrad, fwd.delayed
     main_grad = token = None
     if wgrad is not None and fwd.weight_requires_grad:
@@ -355,7 +348,7 @@ def _backward_in_one_op(args: LinearBwdArgs, matrix: Tensor) -> _Gradients:
     scales = args.delayed.scales if args.delayed is not None and args.plan.delayed[2] else None
     text = backward_text(
         *(args.plan.grad_output, inp.canonical, weight.canonical),
-        *(args.dtype, args.weight_dtype, args.bias_requires_grad, args.packed),
+        *(args.dtype, args.weight_dtype, args.bias_requires_grad),
     )
     buffers = [*inp.buffers, *weight.buffers]
     gradients = LINEAR_BACKWARD(matrix, buffers, args.weight_shape[1], text, scales, args.seed)

@@ -91,9 +91,6 @@ class LinearFwdArgs:
     """One element; if it is not zero, the workspace keeps its bytes."""
     # saved operands
     save_original_input: bool = False
-    packs: bool = False
-    """Save the buffers of both operands in one tensor, because each tensor costs a compiled
-    program time."""
     # parallelism
     parallel: Parallel | None = None
     # weight-gradient scheduling
@@ -140,8 +137,6 @@ class LinearBwdArgs:
     bias_dtype: torch.dtype | None = None
     # saved operands
     saved: SavedOperands = NOTHING_SAVED
-    packed: bool = False
-    """One tensor holds the saved buffers of both operands. It counts to the first of them."""
     # parallelism and weight-gradient scheduling
     parallel: Parallel | None = None
     overwrite_main_grad: bool = False

@@ -19,7 +19,6 @@ from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs
 from qtensor.functional.operands import split_seeds
 from qtensor.functional.plan import LinearPlan, linear_plan
 from qtensor.recipes import compile_constant
-from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.version import fingerprint
 
 _LIBRARY = torch.library.Library("qtensor_composite", "DEF")
@@ -77,14 +76,6 @@ def _flags(digits: str) -> Any:
     return tuple(digit == "1" for digit in digits)
 
 
-def _packs(inp: Any, plan: LinearPlan) -> bool:
-    """Return whether one tensor keeps both operands. On a GPU its views would cost time."""
-    if not inp.is_cpu or isinstance(inp, QuantizedTensorStorage):
-        return False
-    at_once = plan.input and plan.weight and plan.grad_output
-    return bool(at_once and (plan.saved_input or plan.saved_weight))
-
-
 def _linear(
     inp: Tensor,
     weight: Tensor,
@@ -98,7 +89,7 @@ def _linear(
     needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
     args = LinearFwdArgs(inp, weight, bias, dgrad, wgrad, needs_bias)
     args.plan = LinearPlan(x, w, dy, of_delayed, stochastic, override or None, saved_x, saved_w)
-    args.dtype, args.packs = inp.dtype, _packs(inp, args.plan)
+    args.dtype = inp.dtype
     if seeds is not None:
         args.seeds = split_seeds(seeds, stochastic)
     if delayed is not None:

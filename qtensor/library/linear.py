@@ -3,25 +3,19 @@
 They compute what ``quantize``, ``gemm`` and ``bias_grad`` compute one after the other, with the
 same bytes, and return the buffers that backward needs beside the products. A layer that splits over
 ranks, keeps a workspace or postpones a gradient calls the single ops instead.
-
-Kept buffers have two layouts. By default each is an output of its own. In a packed plan they share
-one byte tensor (``qtensor.layout.pack_operands``): a compiled program checks, saves and frees each
-tensor between forward and backward, so that fewer tensors cost less.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.kernels.gemm.problem import Pair
-from qtensor.layout import PACK_ALIGNMENT, Packing, Shape, pack_operands
+from qtensor.layout import Shape
 from qtensor.library.checks import check_seed
 from qtensor.library.define import FILLS, SymInt, below_autograd, empty, leaf_op
 from qtensor.library.gemm import GEMM, GemmArgs
@@ -65,8 +59,7 @@ class LinearBackwardArgs(NamedTuple):
 
     Attributes:
         dy: gradient (M, N) of the product, float32, bfloat16 or float16.
-        saved: the kept buffers of the input, then those of the weight. Packed: the byte tensor that
-            they share.
+        saved: the kept buffers of the input, then those of the weight.
         columns: K.
         plan: text of a ``BackwardPlan``.
         scales: (3,) float32 under delayed scaling; the third is that of ``dy``.
@@ -79,29 +72,6 @@ class LinearBackwardArgs(NamedTuple):
     plan: str
     scales: Tensor | None = None
     seed: Tensor | None = None
-
-
-def packing(x_kept: str, x_shape: Shape, weight_kept: str, weight_shape: Shape) -> Packing:
-    """Return the positions of the kept buffers (canonical texts) of x (M, K) and weight (N, K)."""
-    x_slots, weight_slots = (parse(text).slots if text else () for text in (x_kept, weight_kept))
-    return pack_operands(x_slots, x_shape, weight_slots, weight_shape)
-
-
-_known_packing = functools.lru_cache(maxsize=4096)(packing)
-
-
-def unpack(saved: Tensor, layout: Packing) -> list[Tensor]:
-    """Return the buffers that share the byte tensor ``saved`` (layout.size,), as views of it.
-
-    ``saved`` may be a view itself, at any offset within its storage: an activation pool hands it
-    back so. One that is not contiguous, or not aligned as its buffers need, is copied first.
-    """
-    if not saved.is_contiguous() or (saved.is_cpu and saved.data_ptr() % PACK_ALIGNMENT):
-        saved = saved.clone(memory_format=torch.contiguous_format)
-    return [
-        saved[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).view(piece.size)
-        for piece in layout.pieces
-    ]
 
 
 class _Tensor(NamedTuple):
@@ -178,13 +148,8 @@ def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
         slots_within(t.quantizer, t.kept)
         check_input(t.value, quantizer.format)
     kept: list[Tensor] = []
-    if plan.packed:
-        layout = packing(plan.x_kept, x.shape, plan.weight_kept, weight.shape)
-        make = torch.zeros if any(piece.padded for piece in layout.pieces) else torch.empty
-        kept.append(make(layout.size, dtype=torch.uint8, device=x.device))
-    else:
-        for t in tensors:
-            kept += alloc_outputs(parse(t.kept), t.value) if t.kept else []
+    for t in tensors:
+        kept += alloc_outputs(parse(t.kept), t.value) if t.kept else []
     amaxes = [amax for t in tensors for amax in alloc_amax(parse(t.quantizer), x.device)]
     return [empty(x, (x.shape[0], weight.shape[0]), plan.dtype), *kept, *amaxes]
 
@@ -194,13 +159,6 @@ def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
     with below_autograd():
         operands: list[Any] = []
         saved = outputs[1:]
-        if plan.packed:
-            shapes = args.x.shape, args.weight.shape
-            layout = _known_packing(plan.x_kept, shapes[0], plan.weight_kept, shapes[1])
-            for start, end in layout.gaps():
-                # Equal calls give equal bytes.
-                saved[0][start:end].zero_()
-            saved = [*unpack(saved[0], layout), *saved[1:]]
         tensors = _inputs(args, plan)
         ends = list(accumulate(len(t.kept_slots) for t in tensors))
         amaxes = iter(saved[ends[-1] :])
@@ -216,12 +174,12 @@ LINEAR_FORWARD = leaf_op(
 """``x @ weight.T + bias`` of quantized operands: see ``LinearForwardArgs`` and ``ForwardPlan``.
 
 Returns [product (M, N), the kept buffers of ``x`` and of ``weight``, the amaxes (1,) of delayed
-scaling]; in a packed plan one byte tensor stands for all kept buffers.
+scaling].
 """
 
 
 def forward_of_quantized(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return the unpacked results of ``linear_forward`` for quantized tensors, by single ops.
+    """Return the results of ``linear_forward`` for quantized tensors, by single ops.
 
     Quantized tensors answer the single ops themselves.
     """
@@ -262,17 +220,7 @@ def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]
         len(parse(canonical).slots) if canonical else 0
         for canonical in (plan.x_kept, plan.weight_kept)
     )
-    if plan.packed:
-        rows, width = args.dy.shape
-        shapes = torch.Size((rows, args.columns)), torch.Size((width, args.columns))
-        layout = _known_packing(plan.x_kept, shapes[0], plan.weight_kept, shapes[1])
-        if len(saved) != 1 or saved[0].shape != (layout.size,) or saved[0].dtype != torch.uint8:
-            sizes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in saved)
-            rule = f"packed: saved must hold one uint8 tensor of {layout.size} bytes"
-            fix = "Pass the tensor that linear_forward returned"
-            fail("linear_backward", rule, f"[{sizes}]", fix)
-        saved = unpack(saved[0], layout)
-    elif len(saved) != x_count + weight_count:
+    if len(saved) != x_count + weight_count:
         rule = f"saved must hold {x_count} buffers of the input and {weight_count} of the weight"
         fix = "Pass the buffers that linear_forward returned"
         fail("linear_backward", rule, f"{len(saved)} tensors", fix)

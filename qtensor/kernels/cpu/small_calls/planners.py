@@ -32,7 +32,7 @@ from qtensor.kernels.cpu.small_calls.program import (
     serves,
 )
 from qtensor.kernels.gemm.problem import Problem
-from qtensor.layout import PACK_ALIGNMENT, Shape, pack_operands
+from qtensor.layout import Shape
 from qtensor.linear_plans import backward_plan, forward_plan
 from qtensor.registry import transposed
 
@@ -366,16 +366,9 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
     builder.multiply(matrices[0], matrices[1], result)
     addresses = [call.at("x"), call.at("weight"), call.at("bias")]
     addresses += [call.at("scales"), call.at("scales", 4), call.at("x_seed")]
-    addresses.append(call.at("weight_seed"))
-    if not plan.packed:
-        addresses += _outputs(range(len(outputs)))
-        padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
-        return CallProgram(builder.build(), addresses, padded)
-    layout = pack_operands(slots[0], x.shape, slots[1], weight.shape)
-    addresses += [(-1, 0), *((-2, piece.offset) for piece in layout.pieces)]
-    addresses += _outputs(range(2, len(outputs)))
-    clears = bool(layout.gaps()) or any(piece.padded for piece in layout.pieces)
-    return CallProgram(builder.build(), addresses, [1] if clears else [])
+    addresses += [call.at("weight_seed"), *_outputs(range(len(outputs)))]
+    padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
+    return CallProgram(builder.build(), addresses, padded)
 
 
 def plan_linear_backward(
@@ -449,29 +442,17 @@ def _saved_addresses(
 
     None if no program reads the tensors of `saved`.
     """
-    saved = call.saved
-    if not backward_plan(call.plan).packed:
-        first = 0
-        for operand in operands:
-            if operand is None:
-                continue
-            operand_layout = serves(*operand)
-            count = len(operand[0].slots)
-            buffers = saved[first : first + count]
-            if operand_layout is None or not _are_buffers(buffers, operand_layout):
-                return None
-            first += count
-        return call.all_at("saved") if first == len(saved) else None
-    x_slots, weight_slots = ([] if operand is None else operand[0].slots for operand in operands)
-    x_shape, weight_shape = ((size, call.columns) for size in call.dy.shape)
-    layout = pack_operands(x_slots, x_shape, weight_slots, weight_shape)
-    if len(saved) != 1 or tuple(saved[0].shape) != (layout.size,):
-        return None
-    if saved[0].dtype is not torch.uint8 or not saved[0].is_contiguous():
-        return None
-    if saved[0].data_ptr() % PACK_ALIGNMENT:
-        return None
-    return [call.at("saved", piece.offset) for piece in layout.pieces]
+    saved, first = call.saved, 0
+    for operand in operands:
+        if operand is None:
+            continue
+        operand_layout = serves(*operand)
+        count = len(operand[0].slots)
+        buffers = saved[first : first + count]
+        if operand_layout is None or not _are_buffers(buffers, operand_layout):
+            return None
+        first += count
+    return call.all_at("saved") if first == len(saved) else None
 
 
 Planner = Callable[[Arguments, list[Tensor], Parse], CallProgram | None]
