@@ -243,6 +243,12 @@ def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return gemm_operands(x.transpose(-2, -1), weight._stored, layout).transpose(-2, -1)
 
 
+def _decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ops whose result needs every expert: PEFT adds its updates to the whole weight."""
+    values = [a.dequantize() if isinstance(a, ExpertWeights) else a for a in args]
+    return func(*values, **kwargs)
+
+
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0].dequantize(*args[1:], **kwargs)
 
@@ -265,6 +271,8 @@ _HANDLERS: dict[str, Handler] = {
     "aten::squeeze": _squeeze,
     "aten::_grouped_mm": _grouped_mm,
     "aten::bmm": _bmm,
+    "aten::add": _decoded,
+    "aten::baddbmm": _decoded,
     "aten::dequantize": _dequantize,
     DEQUANTIZE_TENSOR._schema.name: _dequantize,
 }

@@ -27,6 +27,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.loading import QuantizeWeight, Reader, module_of, transforms
 from qtensor.integrations.stacking import common_factors, quantize_each
+from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "qtensor"
@@ -73,7 +74,7 @@ class QTensorConfig(QuantizationConfigMixin):
             fix = "Pass format, modules_to_not_convert or layout"
             fail("QTensorConfig", "its arguments must be known", ", ".join(entry), fix)
         self.quant_method = METHOD
-        self.format = None if format is None else qtensor.quantizer(format).canonical
+        self.format = None if format is None else _weight_format(format)
         self.modules_to_not_convert = modules_to_not_convert
         if find_layout(layout).writer is None:
             fix = 'Use layout="qtensor"'
@@ -92,9 +93,24 @@ class QTensorConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD, "version": _VERSION}
 
 
+def _weight_format(format: Any) -> str:
+    """Return the canonical text of a quantizer for weights."""
+    quantizer: Any = parse(format) if isinstance(format, str) else qtensor.quantizer(format)
+    if quantizer.needs_scale or not quantizer.rowwise or quantizer.columnwise:
+        fix = 'Pass a format such as "nvfp4", "mxfp8" or "fp8"'
+        rule = "weights are quantized rowwise, with factors of their own values"
+        fail("QTensorConfig", rule, quantizer.canonical, fix)
+    return quantizer.canonical
+
+
 @register_quantizer(METHOD)
 class QTensorQuantizer(HfQuantizer):
-    """Load and save quantized parameters for ``from_pretrained`` and ``save_pretrained``."""
+    """Load and save quantized parameters for ``from_pretrained`` and ``save_pretrained``.
+
+    Attributes:
+        dense: weights of the checkpoint that no format holds, with the reason; they are plain
+            parameters with the values that the origin decodes.
+    """
 
     requires_calibration = False
     quantization_config: QTensorConfig
@@ -105,6 +121,7 @@ class QTensorQuantizer(HfQuantizer):
         # get_quantize_ops. What is in the files decides later; a config may not tell.
         self.pre_quantized = False
         self.reader: Reader | None = None
+        self.dense: dict[str, str] = {}
         self.kept: list[str] = []
         self._device: Any = None
 
@@ -172,7 +189,7 @@ class QTensorQuantizer(HfQuantizer):
         """Return the frozen, quantized parameter of a plain one."""
         if not self.param_needs_quantization(model, name):
             return values
-        quantizer: Any = qtensor.quantizer(str(self.quantization_config.format))
+        quantizer: Any = parse(str(self.quantization_config.format))
         if values.ndim == 2:
             return torch.nn.Parameter(quantizer(values), requires_grad=False)
         module, _ = module_of(model, name)
@@ -182,7 +199,9 @@ class QTensorQuantizer(HfQuantizer):
         return torch.nn.Parameter(weight, requires_grad=False)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Move the weights to the device that ``device_map`` names for the whole model."""
+        """Close the checkpoint, and move the weights to the device of the whole model."""
+        if self.reader is not None:
+            self.dense, self.reader = self.reader.dense, self.reader.finish()
         if self._device is not None and torch.device(self._device).type != "cpu":
             model.to(self._device)
         return model
@@ -220,11 +239,12 @@ class QTensorQuantizer(HfQuantizer):
             else:
                 parts = writer.plain(name, tensor)
             stored.update({key: _alone(part) for key, part in parts.items()})
-        if writer.files():
+        entry = writer.config().get("quantization_config")
+        if entry is None and writer.files():
             rule = f"layout {layout!r} has files that save_pretrained does not write"
             fix = f"Call qtensor.checkpoints.save(weights(model), path, layout={layout!r}, config=)"
             fail("save_pretrained", rule, ", ".join(writer.files()), fix, UnsupportedError)
-        self.quantization_config._entry = writer.config().get("quantization_config")
+        self.quantization_config._entry = entry
         return stored, writer.metadata(state)
 
     def is_serializable(self) -> bool:
