@@ -92,8 +92,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "mixtral"])
-@pytest.mark.parametrize(("layout", "fmt"), LAYOUTS)
+CASES = [(name, *case) for name in ("llama", "qwen3-moe", "mixtral") for case in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "fmt"), [*CASES, ("gpt-oss", "fine-grained-fp8", "mxfp8")]
+)
 def test_other_layouts(name, layout, fmt, tmp_path):
     """Every expert is stored apart there, gate and up too, and is stacked without rounding."""
     dense(name, tmp_path / "dense")
@@ -194,7 +198,7 @@ def test_every_implementation_of_experts(name, tmp_path):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss"])
 def test_compiled(name, tmp_path):
     dense(name, tmp_path)
     model = load(tmp_path, quantization_config=QTensorConfig("nvfp4"))

@@ -103,10 +103,6 @@ class Reader:
         # .to(dtype) would copy the codes, which lie in the mapped file.
         return quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
 
-    def finish(self) -> None:
-        """Close the checkpoint; tensors that were read stay valid."""
-        self.checkpoint.close()
-
     def parameter(self, target: str, tensor: Tensor, module: Any) -> torch.nn.Parameter:
         """Return the parameter for a weight, frozen if it is quantized.
 

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+
+try:
+    from transformers import AutoConfig
+except ModuleNotFoundError as error:
+    message = (
+        "qtensor.integrations.transformers needs transformers: pip install qtensor[transformers]"
+    )
+    raise ModuleNotFoundError(message) from error
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -201,7 +208,9 @@ class QTensorQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Close the checkpoint, and move the weights to the device of the whole model."""
         if self.reader is not None:
-            self.dense, self.reader = self.reader.dense, self.reader.finish()
+            self.dense = self.reader.dense
+            self.reader.checkpoint.close()
+            self.reader = None
         if self._device is not None and torch.device(self._device).type != "cpu":
             model.to(self._device)
         return model
