@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import qtensor
+from qtensor.checkpoints.containers.opening import open_container
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 
 EXAMPLES = Path(__file__).parent / "data" / "checkpoints"
@@ -26,14 +27,20 @@ class Example:
     """Format ids of the quantized weights; () if all of them are dense only."""
     exact: bool = True
     """True if our arithmetic gives the origin's values (class P), so that both ways are equal."""
+    copied: str = ""
+    """Why the codes of the quantized tensors are copies, or "" if they lie in the file."""
 
     @property
     def path(self):
         return EXAMPLES / self.folder
 
 
+UNALIGNED = "the words of MLX begin at an address that is not a multiple of four"
 # One row for each example of a layout that is read.
 READ = (
+    Example("comfy_fp8", "comfyui", ("fp8",), exact=False),
+    Example("comfy_scaled_fp8_old", "comfyui-scaled-fp8", ("fp8",), exact=False),
+    Example("comfy_nvfp4", "comfyui", ("nvfp4",), exact=False, copied="its nibbles are swapped"),
     Example("ct_fp8_block", "compressed-tensors", ("fp8_blockwise",)),
     Example("ct_fp8_channel", "compressed-tensors", ("fp8_rowwise",)),
     Example("ct_fp8_tensor", "compressed-tensors", ("fp8",)),
@@ -41,8 +48,28 @@ READ = (
     Example("ct_mxfp8", "compressed-tensors", ("mxfp8",)),
     Example("ct_nvfp4", "compressed-tensors", ("nvfp4",), exact=False),
     Example("deepseek_v3_ragged", "fine-grained-fp8", ("fp8_blockwise",)),
+    Example("gguf_mxfp4", "gguf", ("mxfp4",), copied="its nibbles are rearranged"),
+    Example("gguf_nvfp4", "gguf", ("nvfp4",), copied="its nibbles are rearranged"),
     Example("hf_fp8_block", "fine-grained-fp8", ("fp8_blockwise",)),
     Example("hf_fp8_experts", "fine-grained-fp8", ()),
+    Example("modelopt_fp8", "modelopt", ("fp8",), exact=False),
+    Example("modelopt_fp8_kv", "modelopt", ("fp8",), exact=False),
+    Example(
+        "modelopt_llama4_experts_nvfp4",
+        "modelopt",
+        ("nvfp4",),
+        exact=False,
+        copied="its codes are transposed",
+    ),
+    Example("modelopt_mxfp8", "modelopt", ("mxfp8",)),
+    Example("modelopt_nvfp4", "modelopt", ("nvfp4",), exact=False),
+    Example("gptoss_mxfp4", "gpt-oss", ("mxfp4",)),
+    Example("fbgemm_fp8", "fbgemm-fp8", ("fp8_rowwise",)),
+    Example("quark_fp8", "quark", ("fp8",)),
+    Example("quark_mxfp4", "quark", ("mxfp4",)),
+    Example("quark_mxfp6_e3m2", "quark", ("mxfp6",)),
+    Example("mlx_mxfp4", "mlx", ("mxfp4",), copied=UNALIGNED),
+    Example("mlx_nvfp4", "mlx", ("nvfp4",), copied=UNALIGNED),
 )
 
 
@@ -94,9 +121,11 @@ def raw_file(path, header, data=b"", size=None):
 
 def stored_bytes(path):
     """{name: (dtype, shape, bytes)} of a file or of all files of a folder."""
-    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("model*.safetensors")) + sorted(path.glob("*.gguf"))
     found = {}
-    for file in map(SafetensorsFile, files):
+    for file in map(open_container, map(str, files)):
         for name, info in file.infos.items():
             data = file.read(name).contiguous().reshape(-1).view(torch.uint8)
             found[name] = (info.dtype, info.shape, bytes(data.numpy()))

@@ -31,7 +31,8 @@ def test_origin_rounding_of_a_state_dict(example):
     for dtype in (torch.bfloat16, torch.float32):
         state = checkpoints.load_state_dict(example.path, dtype=dtype, rounding="origin")
         for name, stored, want in expected(example):
-            if stored == dtype:
+            # A second name of a tensor, which state dicts do not have.
+            if stored == dtype and not name.endswith(" times scale"):
                 assert_same_values(state[name], want)
 
 
@@ -45,9 +46,11 @@ def test_as_quantized_tensors(example):
             if isinstance(tensor, qtensor.QuantizedTensor):
                 formats.add(tensor.quantizer.format)
                 tensor = tensor.dequantize(dtype)
+                if checkpoint.groups[name].transposed:
+                    tensor = tensor.transpose(-1, -2)
                 if not example.exact:
-                    # fl(fl(e * s) * G) against fl(e * fl(s / g)): four float32 roundings apart,
-                    # so at most one unit of the bfloat16 result.
+                    # NVFP4: fl(fl(e * s) * G) against fl(e * fl(s / g)), four float32 roundings
+                    # apart. FP8: a factor rounded to bfloat16 first. At most one bfloat16 unit.
                     torch.testing.assert_close(tensor, want, rtol=2**-7, atol=0)
                     continue
             assert_same_values(tensor.to(dtype), want)
@@ -58,7 +61,8 @@ def test_as_quantized_tensors(example):
 def test_the_layout_is_recognised(example):
     with checkpoints.open(example.path) as checkpoint:
         assert checkpoint.layout == example.layout
-        assert checkpoint.config == json.loads((example.path / "config.json").read_text())
+        config = example.path / "config.json"
+        assert checkpoint.config == (json.loads(config.read_text()) if config.exists() else {})
 
 
 def test_no_layout_claims_an_example_of_another():
@@ -74,14 +78,15 @@ def test_no_layout_claims_an_example_of_another():
             assert checkpoint.layout == "plain", folder
 
 
-@examples
+@pytest.mark.parametrize("example", [e for e in READ if not e.copied], ids=lambda e: e.folder)
 def test_quantized_tensors_do_not_copy_codes(example):
     """The codes of a tensor lie in the mapped file: two reads share them."""
     with checkpoints.open(example.path) as checkpoint:
         for name, group in checkpoint.groups.items():
             one, other = checkpoint[name], checkpoint[name]
             if isinstance(one, qtensor.QuantizedTensor):
-                assert one.buffers()[0].data_ptr() == other.buffers()[0].data_ptr(), group.scheme
+                shared = one.buffers()[0].data_ptr() == other.buffers()[0].data_ptr()
+                assert shared is not bool(example.copied), group.scheme
 
 
 @pytest.mark.parametrize("example", [e for e in READ if e.formats], ids=lambda e: e.folder)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from checkpoint_cases import EXAMPLES, raw_file
+from checkpoint_cases import EXAMPLES, READ, raw_file
 
 import qtensor
 from qtensor import checkpoints
@@ -169,10 +169,12 @@ def write_example(folder, name, change):
     source = EXAMPLES / name
     with checkpoints.open(source, layout="plain") as checkpoint:
         tensors = {k: checkpoint[k].clone() for k in checkpoint}
-    config = json.loads((source / "config.json").read_text())
+    path = source / "config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
     change(tensors, config)
     checkpoints.save(tensors, folder / "model.safetensors", layout="plain")
-    (folder / "config.json").write_text(json.dumps(config))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -203,6 +205,14 @@ def quantization(**changes):
     return lambda tensors, config: config["quantization_config"].update(changes)
 
 
+def describe(text):
+    return put("comfy_quant", lambda t: torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def mlx(**changes):
+    return lambda tensors, config: config["quantization"].update(changes)
+
+
 BROKEN = [
     ("ct_fp8_block", drop("weight_scale"), "quantized weight has weight_scale"),
     ("ct_fp8_block", put("weight_scale", lambda t: t[:1]), r"shape \[2, 1\].*got BF16.*\[1, 1\]"),
@@ -227,6 +237,47 @@ BROKEN = [
     ("hf_fp8_block", quantization(weight_block_size=[64, 64]), "64x64 needs"),
     ("hf_fp8_experts", drop("down_proj_scale_inv"), "has one factor"),
     ("deepseek_v3_ragged", put("weight_scale_inv", lambda t: t.int()), "I32"),
+    ("comfy_fp8", drop("weight_scale"), "no weight_scale"),
+    ("comfy_fp8", drop("qkv.weight"), "no weight"),
+    ("comfy_fp8", drop("comfy_quant"), "Pass layout="),
+    (
+        "comfy_fp8",
+        put("weight_scale", lambda t: t.repeat(48)),
+        r"one factor|got F32 of shape \[48\]",
+    ),
+    ("comfy_fp8", put("comfy_quant", lambda t: t[:-1]), "UTF-8 and JSON"),
+    ("comfy_fp8", put("comfy_quant", lambda t: t.repeat(5000)), "at most 65536 bytes"),
+    ("comfy_fp8", put("comfy_quant", lambda t: t.float()), "U8 in one dim"),
+    ("comfy_fp8", describe(b'"float8_e4m3fn"'), "JSON object"),
+    ("comfy_fp8", describe(b'{"format": "\xff"}'), "UTF-8 and JSON"),
+    ("comfy_fp8", describe(b'{"format": 1}'), "got 1"),
+    ("comfy_fp8", describe(b"{}"), "got None"),
+    ("comfy_fp8", describe(b'{"format": "float8_e5m2"}'), "needs F8_E5M2"),
+    ("comfy_fp8", describe(b'{"format": "nvfp4"}'), "weight_scale_2"),
+    ("comfy_fp8", describe(b'{"format": "mxfp8"}'), "multiples of 32 rows"),
+    ("comfy_fp8", describe(b'{"format": "float8_e4m3fn", "num_experts": 4}'), "num_experts 4"),
+    *(
+        ("comfy_fp8", describe(f'{{"format": "{name}"}}'.encode()), name)
+        for name in ("int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
+    ),
+    ("comfy_nvfp4", drop("weight_scale_2"), "no weight_scale_2"),
+    ("comfy_nvfp4", put("weight_scale", lambda t: t[:32]), r"needs F8_E4M3 of shape \[128, 4\]"),
+    ("comfy_nvfp4", put("weight_scale", lambda t: t.view(torch.uint8)), "tiled factors"),
+    ("comfy_nvfp4", put("weight_scale_2", lambda t: t.repeat(32)), r"got F32 of shape \[32\]"),
+    ("comfy_nvfp4", put("mlp.weight", lambda t: t[:30]), "multiples of 16 rows"),
+    ("comfy_scaled_fp8_old", drop("proj.weight"), "a factor has a weight"),
+    ("comfy_scaled_fp8_old", put("scaled_fp8", lambda t: t.bfloat16()), "no or two elements"),
+    ("comfy_scaled_fp8_old", put("scaled_fp8", lambda t: t.to(torch.float8_e5m2)), "F8_E5M2"),
+    ("comfy_scaled_fp8_old", put("scale_weight", lambda t: t.repeat(24)), r"shape \[24\]"),
+    ("mlx_mxfp4", drop("scales"), "a packed weight has factors"),
+    ("mlx_mxfp4", drop("proj.weight"), "factors have a weight"),
+    ("mlx_mxfp4", put("scales", lambda t: t.t().contiguous()), r"needs U8 of shape \[64, 3\]"),
+    ("mlx_mxfp4", put("proj.weight", lambda t: t.view(torch.int32)), "needs U32"),
+    ("mlx_nvfp4", mlx(mode="affine"), "'affine'"),
+    ("mlx_nvfp4", mlx(group_size=32), "groups of 32"),
+    ("mlx_nvfp4", mlx(bits="4"), "'4' bits"),
+    ("mlx_nvfp4", mlx(mode=None), "'None'"),
+    ("mlx_nvfp4", mlx(**{"model.layers.0.mlp.down_proj": False}), "false"),
 ]
 
 
@@ -235,7 +286,8 @@ def test_examples_that_do_not_fit_their_config(name, change, message, tmp_path):
     folder = write_example(tmp_path, name, change)
     with pytest.raises(checkpoints.CheckpointError, match=message) as raised:
         checkpoints.open(folder)
-    assert raised.value.layout in ("compressed-tensors", "fine-grained-fp8")
+    wanted = {example.folder: example.layout for example in READ}[name]
+    assert raised.value.layout == ("" if message == "Pass layout=" else wanted)
     assert str(tmp_path) in raised.value.file
 
 

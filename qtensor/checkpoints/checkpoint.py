@@ -127,7 +127,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def _logical_names(self) -> dict[str, None]:
         """Return the logical names in the order of the file."""
         owner = {
-            info.name: group.name for group in self.groups.values() for info in group.roles.values()
+            info.name: group.name
+            for group in self.groups.values()
+            for info in group.roles.values()
+            if group.listed
         }
         names: dict[str, None] = {}
         for stored in self._container.infos:
@@ -149,7 +152,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._names or name in self.groups
 
     def __getitem__(self, name: str) -> Tensor:
         group = self.groups.get(name)
@@ -332,6 +335,7 @@ def load_state_dict(
     dtype: torch.dtype | None = None,
     rounding: Rounding = None,
     layout: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint.
 
@@ -344,6 +348,7 @@ def load_state_dict(
         rounding: None for quantized tensors, which decode by our arithmetic. ``"origin"`` for dense
             weights, decoded by the origin's own arithmetic to the last bit.
         layout: name of the layout; by default it is recognised.
+        **options: options of the layout, as ``open`` takes them.
 
     Raises:
         CheckpointError: the checkpoint is not sound, or a tensor cannot be read.
@@ -352,7 +357,7 @@ def load_state_dict(
         fix = 'Pass None or "origin"'
         refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
     state = {}
-    with open_checkpoint(path, layout) as checkpoint:
+    with open_checkpoint(path, layout, **options) as checkpoint:
         for name in checkpoint:
             tensor = _load(checkpoint, name, dtype, rounding)
             state[name] = tensor if device is None else tensor.to(device)

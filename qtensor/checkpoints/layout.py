@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
@@ -99,7 +100,7 @@ class Group(NamedTuple):
     roles: Mapping[str, TensorInfo]
     """The layout's own word -> the stored tensor, for example ``"codes"`` and ``"scale"``."""
     shape: tuple[int, ...]
-    """The logical shape."""
+    """The logical shape, which is that of the dense values."""
     dtype: torch.dtype
     """The nominal dtype, and the default dtype of the dense values."""
     target: Quantizer | DenseOnly | Unreadable
@@ -108,6 +109,12 @@ class Group(NamedTuple):
     """The layout's own name of the format, for tables: ``"nvfp4-pack-quantized"``."""
     options: Any = None
     """Further facts that the layout needs to decode the group."""
+    transposed: bool = False
+    """True if the quantized tensor has the last two dims of ``shape`` swapped: stacked experts
+    whose origin multiplies by (E, K, N), while blocks of ours run along the last dim."""
+    listed: bool = True
+    """False for a second reading of tensors under another name: asking for the name gives it, and
+    the mapping does not list it."""
 
 
 class Layout(abc.ABC):
@@ -233,6 +240,11 @@ class Writer(abc.ABC):
     layout: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
     """The format ids that the layout holds, for error messages."""
+    suffix: ClassVar[str] = ".safetensors"
+    """The end of the names of files."""
+    source: Source | None = None
+    """The open checkpoint that is written again, or None: what the tensors do not hold, such as
+    the shape of a factor or key-values of GGUF, is taken from it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.
@@ -241,6 +253,8 @@ class Writer(abc.ABC):
             config: config.json of the model, without a quantization entry; may be empty.
         """
         self.model_config = dict(config)
+        self.plain_dims: dict[str, int] = {}
+        """Plain tensor -> number of its dims; ``plain`` fills it."""
 
     @abc.abstractmethod
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -256,11 +270,30 @@ class Writer(abc.ABC):
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors of a plain tensor; by default it is stored as it is."""
+        self.plain_dims[name] = tensor.ndim
         return {name: tensor}
+
+    def plain_modules(self) -> list[str]:
+        """Return the modules whose 2-D weight is plain, for the ignore list of a config."""
+        return [
+            name.removesuffix(".weight")
+            for name, ndim in self.plain_dims.items()
+            if name.endswith(".weight") and ndim == 2
+        ]
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the header texts of a file that holds these logical tensors."""
         return {"format": "pt"}
+
+    def open_file(
+        self, path: str, specs: Iterable[TensorSpec], names: Iterable[str]
+    ) -> SafetensorsWriter:
+        """Return an open file for these stored tensors, which hold the logical tensors ``names``.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        return SafetensorsWriter(path, specs, self.metadata(names))
 
     def config(self) -> dict[str, Any]:
         """Return config.json with the layout's entry; called after every ``encode``."""
@@ -269,6 +302,16 @@ class Writer(abc.ABC):
     def files(self) -> dict[str, dict[str, Any]]:
         """Return other JSON files of the folder, by name."""
         return {}
+
+    def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
+        """Refuse a tensor without rowwise data, or whose values are those of its columnwise data.
+
+        Raises:
+            CheckpointError: the rowwise data are not there, or give other values.
+        """
+        quantizer: Any = tensor.quantizer
+        if not quantizer.rowwise or quantizer.columnwise_value:
+            self.refuse(name, "the layout holds rowwise data", quantizer.canonical)
 
     def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
         """Raise a ``CheckpointError`` that names the tensor, the layout and its formats.
@@ -283,6 +326,13 @@ class Writer(abc.ABC):
 # ---- the registry
 
 _LAYOUTS: dict[str, type[Layout]] = {}
+_REFUSED = {
+    "fp_quant": "its weights are rotated",
+    "fouroversix": "its files are not specified",
+    "nvfp4": "transformers does not serialize it",
+    **dict.fromkeys(("gptq", "awq", "bitsandbytes", "hqq", "eetq", "aqlm"), "an integer format"),
+}
+"""Values of ``quant_method`` that no layout reads -> why."""
 
 
 def layouts() -> dict[str, type[Layout]]:
@@ -317,5 +367,7 @@ def recognise(source: Source) -> type[Layout]:
         if layout.recognises(source):
             return layout
     got = f"quant_method {source.method!r}" if source.method else "none of their marks"
+    if source.method in _REFUSED:
+        got += f" ({_REFUSED[source.method]})"
     rule = f"the layouts that are read are {', '.join(known)}"
     refuse(Place(source.path), rule, got, "Pass layout=, or export the model in one of them")

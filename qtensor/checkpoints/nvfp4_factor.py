@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtensor.quantizers import NVFP4Quantizer
-from qtensor.reference.nvfp4 import nearest_amax
+from qtensor.reference.nvfp4 import find_amax, nearest_amax
 
 _STEPS = 2
 """Neighbours on each side, in float32 units, that a search tries."""
@@ -107,3 +107,37 @@ def _neighbours(guess: Tensor) -> Tensor:
     steps = torch.tensor(sorted(range(-_STEPS, _STEPS + 1), key=abs), dtype=torch.int32)
     near = (guess.view(torch.int32) + steps).view(torch.float32)
     return near[torch.isfinite(near) & (near > 0)]
+
+
+def from_experts(factors: Tensor, rows: int) -> TensorFactor:
+    """Return the parts of stacked experts that have a factor each: one amax a row.
+
+    Args:
+        factors: G of each expert, float32 (E,), positive and finite.
+        rows: rows of an expert.
+
+    Returns:
+        A row-scaled quantizer, and the amax and factor of each of the E * rows rows.
+    """
+    factors = factors.reshape(-1)
+    found = find_amax(factors)
+    if found is not None:
+        quantizer = NVFP4Quantizer(row_scaled=True, e4m3_max=found[1])
+        return TensorFactor(quantizer, found[0].repeat_interleave(rows))
+    quantizer = NVFP4Quantizer(row_scaled=True, with_global_scale_inv=True)
+    amax = nearest_amax(factors, 448.0).repeat_interleave(rows)
+    return TensorFactor(quantizer, amax, factors.repeat_interleave(rows))
+
+
+def expert_factors(factors: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the factor of each expert (E,) from those of its rows, or None if they differ.
+
+    Args:
+        factors: float32 (E * N,), one for each row; on the meta device they count as equal.
+        shape: (E, N, K), the shape of the tensor; None is returned for two dims.
+    """
+    if len(shape) != 3:
+        return None
+    each = factors.reshape(shape[0], shape[1])
+    first = each[:, :1]
+    return first.reshape(-1) if each.is_meta or bool((each == first).all()) else None

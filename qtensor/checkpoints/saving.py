@@ -44,8 +44,8 @@ def save(
 
     Args:
         model: a module, a state dict, or an open checkpoint.
-        path: a file that ends in ``.safetensors``, or a folder, which also gets config.json and an
-            index if there are several shards.
+        path: a file that ends in ``.safetensors`` (GGUF: ``.gguf``), or a folder, which also gets
+            config.json and an index if there are several shards.
         layout: name of the layout.
         config: config.json of the model, without a quantization entry; by default that of an open
             checkpoint, or of a transformers model, or none.
@@ -63,21 +63,43 @@ def save(
         refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
     state = _state_dict(model)
     writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
+    if isinstance(model, Checkpoint):
+        _check_factors(model, layout)
+        writer.source = model.source
     target = os.path.abspath(path)
-    if target.endswith(".safetensors"):
+    if target.endswith(tuple({".safetensors", ".gguf"} - {writer.suffix})):
+        rule = f"files of the layout end in {writer.suffix}"
+        refuse(Place(target, "", layout), rule, os.path.basename(target), "Rename the file")
+    if target.endswith(writer.suffix):
         shards = _plan(state, writer, None)
         _check_free([target], overwrite)
         _write(state, writer, dict.fromkeys([target], shards[0]))
         return
-    shards = _plan(state, writer, _bytes(shard_size))
+    sharded = writer.suffix == ".safetensors"
+    shards = _plan(state, writer, _bytes(shard_size) if sharded else None)
     _save_folder(state, writer, target, shards, overwrite)
+
+
+def _check_factors(checkpoint: Checkpoint, layout: str) -> None:
+    """Refuse to write weights in another layout without the factors that lie outside of them.
+
+    Raises:
+        CheckpointError: the checkpoint reads such weights with their factors only under a second
+            name, as GGUF files do without ``fold_scale``.
+    """
+    apart = [group.name for group in checkpoint.groups.values() if not group.listed]
+    if apart and layout != checkpoint.layout:
+        rule = "weights of another layout hold their tensor factors"
+        fix = "Open the checkpoint with fold_scale=True"
+        place = Place(checkpoint.path, "", checkpoint.layout)
+        refuse(place, rule, f"factors of their own, as in {apart[0]!r}", fix)
 
 
 def _save_folder(
     state: Mapping[str, Tensor], writer: Writer, folder: str, shards: list[Shard], overwrite: bool
 ) -> None:
     """Write the shards, the index and the JSON files of a folder."""
-    names = ["model.safetensors"]
+    names = [f"model{writer.suffix}"]
     if len(shards) > 1:
         count = len(shards)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -104,10 +126,11 @@ def _save_folder(
     _write(state, writer, files)
     for name, value in sorted(texts.items(), key=lambda item: item[0] == index):
         _write_json(os.path.join(folder, name), value)
-    # An older file of the other kind would be read in place of this checkpoint.
-    stale = os.path.join(folder, index if len(shards) == 1 else "model.safetensors")
-    if os.path.lexists(stale):
-        os.unlink(stale)
+    # An older file of another kind would be read in place of this checkpoint.
+    for name in {index, "model.safetensors"} - {*names, *texts}:
+        stale = os.path.join(folder, name)
+        if os.path.lexists(stale):
+            os.unlink(stale)
 
 
 def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shard]) -> None:
@@ -115,7 +138,7 @@ def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shar
     finished: list[SafetensorsWriter] = []
     try:
         for path, shard in files.items():
-            file = SafetensorsWriter(path, shard.specs, writer.metadata(shard.names))
+            file = writer.open_file(path, shard.specs, shard.names)
             finished.append(file)
             for name in shard.names:
                 for stored, tensor in _encode(writer, state, name).items():
@@ -223,7 +246,9 @@ def _config_of(model: Any) -> Mapping[str, Any]:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    # MLX writes its entry under both names.
+    entries = ("quantization_config", "quantization")
+    return {key: value for key, value in config.items() if key not in entries}
 
 
 def _bytes(size: int | str) -> int:

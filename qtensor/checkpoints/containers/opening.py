@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from qtensor.checkpoints.containers.base import Container
+from qtensor.checkpoints.containers.gguf import MAGIC, GGUFFile
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, ShardedFiles, path_inside
 from qtensor.checkpoints.errors import Place, refuse
 
-OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = ()
+OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = ((MAGIC, GGUFFile),)
 """(first bytes of a file, container): files that begin otherwise are safetensors."""
-FOREIGN = {b"GGUF": "a GGUF file", b"PK\x03\x04": "a zip, which torch.save writes"}
-_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
+FOREIGN = {b"PK\x03\x04": "a zip, which torch.save writes"}
+_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}", "model.gguf")
 _SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
 """What a folder is searched for, the first match alone."""
 
@@ -46,7 +47,7 @@ def _open_file(file: Any, path: str) -> Container:
             return opener(file)
     for magic, kind in FOREIGN.items():
         if first.startswith(magic):
-            rule = "the files that are read are safetensors"
+            rule = "the files that are read are safetensors and GGUF"
             refuse(Place(path), rule, kind, "Convert it to safetensors where it was made")
     return SafetensorsFile(file)
 

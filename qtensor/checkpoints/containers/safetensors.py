@@ -67,11 +67,15 @@ class SafetensorsFile:
         else:
             self.path = str(getattr(file, "name", "an open file"))
         self._map: Any = _mapped(file, Place(self.path))
+        self.headers: tuple[Mapping[str, str], ...] = ()
+        self.infos: Mapping[str, TensorInfo] = {}
+        self._load()
+
+    def _load(self) -> None:
+        """Read the header of the mapped file; containers with another header override it."""
         header, start = _header(self._map, self.path)
-        self.headers: tuple[Mapping[str, str], ...] = (
-            _metadata(header.pop("__metadata__", {}), Place(self.path)),
-        )
-        self.infos: Mapping[str, TensorInfo] = _infos(header, self.path, start, len(self._map))
+        self.headers = (_metadata(header.pop("__metadata__", {}), Place(self.path)),)
+        self.infos = _infos(header, self.path, start, len(self._map))
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the map unless its bytes are not aligned.

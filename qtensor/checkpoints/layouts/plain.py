@@ -1,17 +1,22 @@
-"""Read and write files without quantized weights: every tensor is plain."""
+"""Read and write files without factors: plain tensors, and float8 codes that are the values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.layout import Group, Layout, Loaded, Source, Writer
+from qtensor.quantizers import Quantizer
+from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
-NARROW = ("F8_E4M3", "F8_E5M2", "U8", "I8", "F4")
+FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8(dtype=e5m2)"}
+"""Dtypes of codes that can be values without a factor -> quantizer."""
+NARROW = (*FLOAT8, "U8", "I8", "U32", "F4")
 """Dtypes of codes."""
 FACTORS = (
     "weight_scale",
@@ -24,26 +29,36 @@ FACTORS = (
     "qscale_weight",
 )
 """Last name parts that stand beside codes in one layout or another."""
+STACKED = ("_scale", "_scale_inv", "_scales_inv", "_weight_scale")
+"""What follows the name of stacked experts in the name of their factor."""
 
 
 class PlainWriter(Writer):
-    """Write plain tensors, and quantized ones not at all."""
+    """Write plain tensors, and of the quantized ones FP8 with a factor of 1."""
 
     layout = "plain"
-    formats = ()
+    formats = ("fp8 with a factor of 1",)
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Refuse a quantized tensor.
+        """Return the codes of an FP8 tensor, which are its values.
 
         Raises:
-            CheckpointError: always.
+            CheckpointError: the tensor has another format, or a factor other than 1.
         """
+        quantizer: Any = tensor.quantizer
+        rule = f"plain files hold plain tensors, and {self.formats[0]}"
         fix = "Call .dequantize() first, or write layout 'qtensor'"
-        self.refuse(name, "plain files hold plain tensors", tensor.quantizer.canonical, fix)
+        if quantizer.spec.name != "fp8" or not quantizer.per_tensor or not quantizer.rowwise:
+            self.refuse(name, rule, quantizer.canonical, fix)
+        parts = rowwise_parts(tensor)
+        if not parts.scale.is_meta and parts.scale.item() != 1:
+            self.refuse(name, rule, f"a factor of {parts.scale.item():g}", fix)
+        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[quantizer.element.name]
+        return {name: parts.codes.view(dtype)}
 
 
 class PlainLayout(Layout):
-    """Read files without a quantization entry as plain tensors.
+    """Read files without a quantization entry: plain tensors, and float8 codes with a factor of 1.
 
     Names alone do not settle a layout, because ``weight_scale`` means five different things. A file
     that has codes with a factor beside them, but no configuration, is therefore refused unless the
@@ -62,20 +77,24 @@ class PlainLayout(Layout):
         return not any(_has_factor(source, name) for name in source.tensors)
 
     def groups(self) -> Iterable[Group]:
-        """Return no group."""
-        return ()
+        """Return a group for each float8 tensor, unless the caller overrode the layout."""
+        if not self.recognises(self.source):
+            return
+        dtype = self.source.model_dtype or torch.bfloat16
+        for name, info in self.source.tensors.items():
+            if info.dtype in FLOAT8 and info.shape:
+                target: Any = parse(FLOAT8[info.dtype])
+                scheme = f"{info.dtype} without a factor"
+                yield Group(name, {"codes": info}, info.shape, dtype, target, scheme)
 
-    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
-        """Say that there are no groups."""
-        return DenseOnly("plain files have no quantized weights")
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
+        """Return an FP8 tensor with a factor of 1."""
+        parts = Parts(stored["codes"], torch.ones(1))
+        return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
 
-    def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Any:
-        """Refuse: there are no groups.
-
-        Raises:
-            CheckpointError: always.
-        """
-        self.refuse(group.name, "plain files have no quantized weights", group.scheme, "Report it")
+    def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
+        """Return the codes as values: a cast."""
+        return stored["codes"].to(dtype)
 
 
 def _has_factor(source: Source, name: str) -> bool:
@@ -84,4 +103,8 @@ def _has_factor(source: Source, name: str) -> bool:
     if info.dtype not in NARROW:
         return False
     module = name.rpartition(".")[0]
-    return any(f"{module}.{factor}" in source.tensors for factor in FACTORS)
+    beside = [f"{module}.{factor}" for factor in FACTORS]
+    beside += [name + suffix for suffix in STACKED]
+    if name.endswith("_blocks"):
+        beside.append(f"{name.removesuffix('blocks')}scales")
+    return any(factor in source.tensors for factor in beside)

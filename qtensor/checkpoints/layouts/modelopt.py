@@ -1,0 +1,498 @@
+"""Read and write checkpoints of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM load.
+
+docs/checkpoints.md has the table of algorithms. All factors multiply.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints import arithmetic
+from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable, Writer
+from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
+from qtensor.layout import ceil_div
+from qtensor.quantizers import Quantizer
+from qtensor.registry import parse
+from qtensor.storage.tensor import QuantizedTensor
+
+METHOD = "modelopt"
+HF_CONFIG = "hf_quant_config.json"
+MIXED = "MIXED_PRECISION"
+
+
+class Algorithm(NamedTuple):
+    """Describe how the weights of one ``quant_algo`` lie.
+
+    Attributes:
+        name: ``quant_algo`` in upper case.
+        format: the format id: ``"nvfp4"``.
+        size: elements along K that share a factor, or 0.
+    """
+
+    name: str
+    format: str
+    size: int
+
+
+_ALGORITHMS = {
+    name: Algorithm(name, fmt, size)
+    for fmt, size, names in (
+        ("fp8", 0, ("FP8",)),
+        ("fp8_rowwise", 0, ("FP8_PER_CHANNEL_PER_TOKEN",)),
+        ("fp8_blockwise", 128, ("FP8_PB_WO", "FP8_PB_REAL")),
+        ("nvfp4", 16, ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD")),
+        ("nvfp4", 32, ("W4A8_NVFP4_FP8",)),
+        ("mxfp8", 32, ("MXFP8",)),
+        ("mxfp4", 32, ("MXFP4", "W4A8_MXFP4_FP8")),
+    )
+    for name in names
+}
+_WRITTEN = {found.format: found.name for found in reversed(_ALGORITHMS.values())}
+"""Format id -> the first algorithm of it."""
+_BLOCKS = "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)"
+_STACKED = ("fp8", "nvfp4", "mxfp8", "mxfp4")
+"""Formats in which stacked experts occur."""
+_PACKED = ("nvfp4", "mxfp4")
+_FACTORS = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
+_KV = (".k_scale", ".v_scale")
+_OTHERS = ("pre_quant_scale", "output_scale")
+_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
+_FIX = "Check the config against the file, or download the missing shard"
+
+
+class ModelOptLayout(Layout):
+    """Read ModelOpt checkpoints, described by config.json or by hf_quant_config.json.
+
+    Stacked experts are stored (E, K, N), with blocks along K. Their dense values have this shape,
+    and the quantized tensors are (E, N, K). FP8 has no blocks: its experts stay (E, K, N).
+    """
+
+    name = METHOD
+    rank = 62
+    factor_names = frozenset({
+        *_FACTORS,
+        *_OTHERS,
+        *(f"{expert}_input_scale" for expert in _EXPERTS),
+    })
+
+    def __init__(self, source: Source, **options: Any) -> None:
+        super().__init__(source, **options)
+        configs = self._configs()
+        self._layers = self._listed(configs)
+        self._wild = [pattern for pattern in self._layers if "*" in pattern]
+        self._with_lora = _owners_of_lora(source.tensors)
+        name = self._agreed("quant_algo", [_upper(config.get("quant_algo")) for config in configs])
+        if name == MIXED and not self._layers:
+            self.refuse("", f"{MIXED} has quantized_layers", "none", "Check the config")
+        self._mixed = name == MIXED or (name is None and bool(self._layers))
+        self._default: Algorithm | None = None
+        if name is not None and not self._mixed:
+            size = self._agreed("group_size", [_group_size(config) for config in configs])
+            self._default = self._algorithm("", name, size)
+
+    @classmethod
+    def recognises(cls, source: Source) -> bool:
+        """Return True for ``quant_method: "modelopt"``, or for hf_quant_config.json alone."""
+        return source.method == METHOD or (not source.method and HF_CONFIG in source.files)
+
+    # ---- the configuration
+
+    def _configs(self) -> list[Mapping[str, Any]]:
+        """Return the dicts that describe the quantization: of config.json, of the other file."""
+        found = [self.source.quantization] if self.source.quantization else []
+        if HF_CONFIG in self.source.files:
+            entry = self.source.files[HF_CONFIG].get("quantization")
+            if not isinstance(entry, dict):
+                rule = f"{HF_CONFIG} has an object 'quantization'"
+                self.refuse("", rule, repr(entry), "Export the checkpoint again")
+            found.append(entry)
+        if not found:
+            rule = f"config.json has a quantization_config, or the folder has {HF_CONFIG}"
+            self.refuse("", rule, "neither", "Copy the file from the checkpoint's origin")
+        return found
+
+    def _agreed(self, key: str, values: list[Any]) -> Any:
+        """Return the value that the files agree on, or None if none has it."""
+        given = [value for value in values if value is not None]
+        if any(value != given[0] for value in given):
+            rule = f"config.json and {HF_CONFIG} give one {key}"
+            self.refuse("", rule, " and ".join(map(repr, given)), "Export the checkpoint again")
+        return given[0] if given else None
+
+    def _listed(self, configs: list[Mapping[str, Any]]) -> dict[str, Algorithm | None]:
+        """Return ``quantized_layers``: module -> algorithm, or None for dense."""
+        tables = []
+        for config in configs:
+            layers = config.get("quantized_layers") or {}
+            if not isinstance(layers, dict) or any(type(v) is not dict for v in layers.values()):
+                rule = "quantized_layers maps modules to objects"
+                self.refuse("", rule, repr(layers), "Export the checkpoint again")
+            table = {}
+            for module, entry in layers.items():
+                name = _upper(entry.get("quant_algo"))
+                table[module] = name and self._algorithm(module, name, entry.get("group_size"))
+            tables.append(table or None)
+        return self._agreed("quantized_layers", tables) or {}
+
+    def _algorithm(self, module: str, name: str, size: Any) -> Algorithm:
+        """Return an algorithm with its group size, after checking both."""
+        where = f" of module {module}" if module else ""
+        known = _ALGORITHMS.get(name)
+        if known is None:
+            rule = f"the algorithms that are read are {', '.join(_ALGORITHMS)} and {MIXED}"
+            self.refuse("", rule, f"quant_algo {name!r}{where}", "Export it in one of them")
+        if not known.size or size in (None, 0, known.size):
+            return known
+        if known.format != "nvfp4" or type(size) is not int or size not in (16, 32):
+            legal = "16 or 32" if known.format == "nvfp4" else str(known.size)
+            rule = f"the group_size of {name} is {legal}"
+            self.refuse("", rule, f"{size!r}{where}", "Check the config")
+        return known._replace(size=size)
+
+    def _algorithm_of(self, weight: TensorInfo) -> Algorithm:
+        """Return the algorithm of a weight that has a factor: its own, its parent's, the default.
+
+        Raises:
+            CheckpointError: the config says that the module is dense.
+        """
+        module = weight.name.removesuffix(".weight")
+        parts = module.split(".")
+        for i in range(len(parts), 0, -1):
+            if ".".join(parts[:i]) in self._layers:
+                found = self._layers[".".join(parts[:i])]
+                break
+        else:
+            pattern = next((p for p in self._wild if fnmatch.fnmatchcase(module, p)), None)
+            found = self._default if pattern is None else self._layers[pattern]
+        if found is None:
+            rule = "a module that quantized_layers does not list is dense"
+            if not self._mixed:
+                rule = "the config names the quant_algo of each module with factors"
+            got = f"factors of module {module}, {weight.dtype} {list(weight.shape)}"
+            self.refuse(weight.name, rule, got, "Check the config against the file")
+        return found
+
+    # ---- groups
+
+    def groups(self) -> Iterable[Group]:
+        """Return a group for each weight that has a factor."""
+        tensors = self.source.tensors
+        used: set[str] = set()
+        scaled = 0
+        for name, weight in tensors.items():
+            if name.endswith((*_FACTORS, *_OTHERS)):
+                continue
+            prefix = f"{name}_" if name.endswith(".weight") else f"{name}_weight_"
+            scale, second = tensors.get(f"{prefix}scale"), tensors.get(f"{prefix}scale_2")
+            if scale is None:
+                self._check_dense(weight, second)
+                continue
+            roles = {"codes": weight, "scale": scale}
+            if second is not None:
+                roles["factor"] = second
+            used.update(info.name for info in roles.values())
+            group = self._group(roles)
+            scaled += "pre_quant_scale" in group.scheme
+            yield group
+        for name in tensors:
+            if name.endswith(("weight_scale", "weight_scale_2")) and name not in used:
+                self.refuse(name, "a factor has a weight", "none", _FIX)
+        if scaled:
+            text = f"{self.place()}: {scaled} weights have a pre_quant_scale (AWQ). It multiplies "
+            warnings.warn(
+                text + "the activations, and is not folded into the weight.", stacklevel=2
+            )
+
+    def _check_dense(self, weight: TensorInfo, second: TensorInfo | None) -> None:
+        """Refuse codes without their factors."""
+        last = weight.name.rpartition(".")[2]
+        packed = weight.dtype in ("U8", "I8") and (last == "weight" or last in _EXPERTS)
+        if weight.dtype in ("F8_E4M3", "F8_E5M2") or packed or second is not None:
+            got = f"{weight.dtype} {list(weight.shape)} without it"
+            self.refuse(weight.name, "a quantized weight has a weight_scale", got, _FIX)
+
+    def _group(self, roles: dict[str, TensorInfo]) -> Group:
+        """Return the group of a weight after checking its shapes."""
+        weight = roles["codes"]
+        algorithm = self._algorithm_of(weight)
+        stacked = not weight.name.endswith(".weight")
+        if len(weight.shape) != 2 + stacked:
+            rule = "a weight is 2-D and ends in '.weight', and stacked experts are 3-D"
+            self.refuse(weight.name, rule, list(weight.shape), "Export the checkpoint again")
+        if stacked and algorithm.format not in _STACKED:
+            rule = f"stacked experts are one of {', '.join(_STACKED)}"
+            self.refuse(weight.name, rule, algorithm.name, "Export each expert by itself")
+        turned = stacked and algorithm.size > 0
+        packed = algorithm.format in _PACKED
+        what = f"{algorithm.name} weight"
+        self.expect(weight, [weight.shape], ["U8" if packed else "F8_E4M3"], what)
+        shape = list(weight.shape)
+        shape[-2 if turned else -1] *= 2 if packed else 1
+        self._check_factors(roles, algorithm, shape, turned)
+        target: Any = parse(_BLOCKS if algorithm.format == "fp8_blockwise" else algorithm.format)
+        if algorithm.format == "nvfp4" and algorithm.size != 16:
+            target = DenseOnly(f"NVFP4 in groups of {algorithm.size}; ours are groups of 16")
+        scheme = f"{algorithm.name}{' experts' if stacked else ''}"
+        if not stacked:
+            target, scheme = self._companions(weight, shape, target, scheme)
+        dtype = self.source.model_dtype or torch.bfloat16
+        return Group(
+            weight.name, roles, tuple(shape), dtype, target, scheme, algorithm, transposed=turned
+        )
+
+    def _check_factors(
+        self, roles: Mapping[str, TensorInfo], algorithm: Algorithm, shape: list[int], turned: bool
+    ) -> None:
+        """Refuse factors of another shape or dtype than the algorithm's."""
+        weight, scale, second = roles["codes"], roles["scale"], roles.get("factor")
+        *lead, rows, cols = shape
+        if turned:
+            rows, cols = cols, rows
+        why = f"{weight.name} {list(weight.shape)}, {algorithm.name},"
+        legal: list[tuple[int, ...]] = [(), (1,)]
+        dtypes = ["F32"]
+        if algorithm.format == "fp8_rowwise":
+            legal = [(rows,)]
+        elif algorithm.format == "fp8_blockwise":
+            grid = (ceil_div(rows, 128), ceil_div(cols, 128))
+            legal = [(grid[0], 1, grid[1], 1), grid, tuple(n for n in grid if n != 1)]
+        elif algorithm.size:
+            blocks = ceil_div(cols, algorithm.size)
+            legal = [(*lead, blocks, rows) if turned else (*lead, rows, blocks)]
+            dtypes = ["F8_E4M3"] if algorithm.format == "nvfp4" else ["U8", "F8_E8M0"]
+        self.expect(scale, legal, dtypes, why)
+        if algorithm.format == "nvfp4":
+            if second is None:
+                self.refuse(weight.name, "an NVFP4 weight has a weight_scale_2", "none", _FIX)
+            experts = [(lead[0],)] if lead else []
+            self.expect(second, [(), (1,), *experts], ["F32"], why)
+        elif second is not None:
+            rule = f"{algorithm.name} has one level of factors"
+            self.refuse(second.name, rule, "weight_scale_2", "Check the config")
+
+    def _companions(
+        self, weight: TensorInfo, shape: list[int], target: Any, scheme: str
+    ) -> tuple[Any, str]:
+        """Return the target and the scheme of a 2-D weight with regard to AWQ and SVD tensors."""
+        tensors, module = self.source.tensors, weight.name.removesuffix("weight")
+        if module in self._with_lora:
+            reason = "svdquant_lora_a and _b: the weight is the decoded part plus b @ a"
+            return Unreadable(reason), scheme
+        pre = tensors.get(f"{module}pre_quant_scale")
+        if pre is not None:
+            why = f"{weight.name} of {shape[-1]} inputs"
+            self.expect(pre, [(shape[-1],)], ["F32", "BF16", "F16"], why)
+            scheme += ", pre_quant_scale multiplies the activations"
+        return target, scheme
+
+    # ---- reading
+
+    def read(self, group: Group, stored: Loaded) -> QuantizedTensor | DenseOnly:
+        """Return the quantized tensor of a weight; codes of turned experts are copied."""
+        quantizer, shape = cast(Quantizer, group.target), group.shape
+        codes, scale = stored["codes"], stored["scale"]
+        if group.transposed:
+            codes, scale = codes.transpose(1, 2), scale.transpose(1, 2)
+            shape = (shape[0], shape[2], shape[1])
+        if group.options.format != "nvfp4":
+            return assemble(quantizer, shape, group.dtype, Parts(codes, scale))
+        factor = self._factor(group, stored)
+        several = factor.numel() > 1
+        found = from_experts(factor, shape[1]) if several else from_factor(factor)
+        parts = Parts(codes, scale, found.amax, found.factor)
+        return assemble(found.quantizer, shape, group.dtype, parts)
+
+    def _factor(self, group: Group, stored: Loaded) -> Tensor:
+        """Return ``weight_scale_2``.
+
+        Raises:
+            CheckpointError: it is negative or not finite.
+        """
+        factor = stored["factor"]
+        bad = ~(torch.isfinite(factor) & (factor >= 0))
+        if bool(bad.any()):
+            rule = "weight_scale_2 is finite and not negative"
+            fix = "Calibrate the module (an expert that saw no token?) and export it again"
+            self.refuse(group.roles["factor"].name, rule, factor[bad].tolist(), fix)
+        return factor
+
+    def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
+        """Return the dense values: FP8 in the dtype (class D), NVFP4 scales first, MX a product."""
+        algorithm, codes, scale = group.options, stored["codes"], stored["scale"]
+        if algorithm.format.startswith("fp8"):
+            factors = scale.reshape(-1, 1) if algorithm.format == "fp8_rowwise" else scale
+            if algorithm.format == "fp8_blockwise":
+                grid = [ceil_div(n, 128) for n in group.shape]
+                factors = arithmetic.spread(scale.reshape(grid), (128, 128), group.shape)
+            elif algorithm.format == "fp8":
+                factors = scale.reshape(())
+            return arithmetic.in_dtype(arithmetic.float8(codes), factors, dtype)
+        if group.transposed:
+            codes, scale = (t.transpose(1, 2).contiguous() for t in (codes, scale))
+        packed = algorithm.format in _PACKED
+        elements = arithmetic.e2m1(codes) if packed else arithmetic.float8(codes)
+        if algorithm.format == "nvfp4":
+            factor = self._factor(group, stored)
+            factor = factor.reshape(-1, 1, 1) if factor.numel() > 1 else factor.reshape(())
+            args = (elements, scale.float(), factor, algorithm.size, dtype)
+            values = arithmetic.scales_first(*args)
+        else:
+            factors = arithmetic.spread(arithmetic.e8m0(scale), (1, 32), elements.shape)
+            values = arithmetic.product(elements, factors, dtype)
+        return values.transpose(1, 2).contiguous() if group.transposed else values
+
+
+def _owners_of_lora(names: Iterable[str]) -> set[str]:
+    """Return the prefixes, each with its last dot, of tensors that SVDQuant adds to a weight."""
+    owners: set[str] = set()
+    for name in names:
+        head, mark, _ = name.rpartition("svdquant_lora_")
+        if mark:
+            parts = head.split(".")
+            owners.update(".".join(parts[:i]) + "." for i in range(1, len(parts)))
+    return owners
+
+
+def _upper(name: Any) -> str | None:
+    """Return ``quant_algo`` in upper case; null stays None."""
+    return None if name is None else str(name).upper()
+
+
+def _group_size(config: Mapping[str, Any]) -> Any:
+    """Return the group size that a config gives, or None."""
+    groups = config.get("config_groups")
+    entries = [config, *(groups.values() if isinstance(groups, dict) else ())]
+    entries += [entry.get("weights") for entry in entries if isinstance(entry, dict)]
+    sizes = [entry.get("group_size") for entry in entries if isinstance(entry, dict)]
+    return next((size for size in sizes if size), None)
+
+
+class ModelOptWriter(Writer):
+    """Write ModelOpt checkpoints, with config.json and hf_quant_config.json.
+
+    Quantized stacked experts are (E, N, K), as they are read, and are stored (E, K, N); FP8 ones
+    are stored as they are.
+    """
+
+    layout = METHOD
+    formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "nvfp4", "mxfp8", "mxfp4")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._weights: dict[str, str] = {}
+        """Module -> format id."""
+
+    def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return the codes and factors of a weight or of stacked experts."""
+        kind = self._kind(name, tensor)
+        self._weights[name.removesuffix(".weight")] = kind
+        parts, prefix = rowwise_parts(tensor), f"{name}_"
+        codes, scale = parts.codes, parts.scale
+        if not name.endswith(".weight"):
+            prefix = f"{name}_weight_"
+        if kind not in _PACKED:
+            codes = codes.view(torch.float8_e4m3fn)
+        if kind == "nvfp4":
+            scale = scale.view(torch.float8_e4m3fn)
+        if kind.startswith("fp8"):
+            scale = scale if kind == "fp8_blockwise" else scale.flatten()
+            scale = scale.reshape(()) if kind == "fp8" else scale
+        elif tensor.ndim == 3:
+            scale = scale.reshape(*tensor.shape[:2], -1).transpose(1, 2).contiguous()
+            codes = codes.transpose(1, 2).contiguous()
+        stored = {name: codes, f"{prefix}scale": scale}
+        if parts.amax is not None:
+            stored[f"{prefix}scale_2"] = self._factor(name, tensor, parts)
+        return stored
+
+    def _kind(self, name: str, tensor: QuantizedTensor) -> str:
+        """Return the format id of a tensor that the layout holds."""
+        quantizer: Any = tensor.quantizer
+        canonical, spec = quantizer.canonical, quantizer.spec.name
+        self.need_rowwise(name, tensor)
+        if spec == "fp8" and not quantizer.per_tensor:
+            if quantizer.axis != -1:
+                self.refuse(name, "factors belong to rows", canonical)
+            spec = "fp8_rowwise"
+        if spec not in _WRITTEN:
+            self.refuse(name, f"the layout holds {', '.join(self.formats)}", canonical)
+        if spec == "fp8_blockwise" and quantizer.block_scaling_dim != 2:
+            self.refuse(name, "the blocks of FP8 are 128x128", canonical)
+        if quantizer.element.name != ("e2m1" if spec in _PACKED else "e4m3"):
+            self.refuse(name, "the elements of FP8 are e4m3", canonical)
+        stacked = not name.endswith(".weight")
+        if tensor.ndim != 2 + stacked or (stacked and spec not in _STACKED):
+            rule = f"a '.weight' is 2-D; stacked experts are 3-D, one of {', '.join(_STACKED)}"
+            self.refuse(name, rule, f"{spec} {tuple(tensor.shape)} named {name!r}")
+        if spec == "nvfp4" and (quantizer.with_rht or (quantizer.row_scaled and not stacked)):
+            rule = "NVFP4 has one factor for a weight or an expert, and no rotation"
+            self.refuse(name, rule, canonical)
+        return str(spec)
+
+    def _factor(self, name: str, tensor: QuantizedTensor, parts: Parts) -> Tensor:
+        """Return ``weight_scale_2``: (), or (E,) for experts with a factor each."""
+        quantizer: Any = tensor.quantizer
+        factor = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
+        each = expert_factors(factor, tensor.shape) if quantizer.row_scaled else factor.reshape(())
+        if each is None or not (each.is_meta or bool(torch.isfinite(each).all())):
+            rule = "a weight, and each expert, has one finite amax"
+            self.refuse(name, rule, "others", "Quantize with one amax an expert, or leave it plain")
+        return each.contiguous()
+
+    def _algorithm(self, module: str) -> str:
+        """Return the ``quant_algo`` of a module."""
+        kind = self._weights[module]
+        if kind != "nvfp4":
+            return _WRITTEN[kind]
+        if f"{module}.pre_quant_scale" in self.plain_dims:
+            return "NVFP4_AWQ"
+        static = any(f"{module}{mark}input_scale" in self.plain_dims for mark in "._")
+        return "NVFP4" if static else "W4A16_NVFP4"
+
+    def _entry(self) -> dict[str, Any]:
+        """Return the keys that both files share."""
+        modules = {module: self._algorithm(module) for module in self._weights}
+        names = set(modules.values())
+        if len(names) == 1:
+            (name,) = names
+            return {"quant_algo": name, "group_size": _ALGORITHMS[name].size or None}
+        layers = {
+            module: {"quant_algo": name, "group_size": _ALGORITHMS[name].size or None}
+            for module, name in modules.items()
+        }
+        return {"quant_algo": MIXED, "group_size": None, "quantized_layers": layers}
+
+    def config(self) -> dict[str, Any]:
+        """Return the config with ``quantization_config``."""
+        if not self._weights:
+            return self.model_config
+        entry = {"quant_method": METHOD, **self._entry(), "ignore": self.plain_modules()}
+        if any(name.endswith(_KV) for name in self.plain_dims):
+            entry["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        return {**self.model_config, "quantization_config": {**entry, "producer": _PRODUCER}}
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Return hf_quant_config.json."""
+        if not self._weights:
+            return {}
+        kv = "FP8" if any(name.endswith(_KV) for name in self.plain_dims) else None
+        entry = {
+            **self._entry(),
+            "kv_cache_quant_algo": kv,
+            "exclude_modules": self.plain_modules(),
+        }
+        return {HF_CONFIG: {"producer": _PRODUCER, "quantization": entry}}
+
+
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+"""Loaders look for this name; the version is the one whose files the tests compare with."""
+
+ModelOptLayout.writer = ModelOptWriter
