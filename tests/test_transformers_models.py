@@ -89,6 +89,7 @@ LAYOUTS = [
     ("compressed-tensors", "mxfp4"),
     ("fine-grained-fp8", "mxfp8"),
     ("fine-grained-fp8", "fp8"),
+    ("modelopt", "nvfp4"),
 ]
 
 
@@ -96,12 +97,22 @@ CASES = [(name, *case) for name in ("llama", "qwen3-moe", "mixtral") for case in
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "fmt"), [*CASES, ("gpt-oss", "fine-grained-fp8", "mxfp8")]
+    ("name", "layout", "fmt"),
+    [
+        *CASES,
+        ("gpt-oss", "fine-grained-fp8", "mxfp8"),
+        ("gpt-oss", "modelopt", "nvfp4"),
+        ("gpt-oss", "gpt-oss", "mxfp4"),
+        ("llama4", "modelopt", "nvfp4"),
+    ],
 )
 def test_other_layouts(name, layout, fmt, tmp_path):
     """Every expert is stored apart there, gate and up too, and is stacked without rounding."""
     dense(name, tmp_path / "dense")
-    model = load(tmp_path / "dense", quantization_config=QTensorConfig(fmt, layout=layout))
+    # The layout of gpt-oss holds experts alone.
+    attention = ["model.layers.*.self_attn"] if layout == "gpt-oss" else None
+    kept = QTensorConfig(fmt, layout=layout, modules_to_not_convert=attention)
+    model = load(tmp_path / "dense", quantization_config=kept)
     model.save_pretrained(tmp_path / "saved")
     with checkpoints.open(tmp_path / "saved") as stored:
         assert stored.layout == layout
@@ -111,6 +122,14 @@ def test_other_layouts(name, layout, fmt, tmp_path):
     assert len(quantized(again)) == len(quantized(model))
     assert again.hf_quantizer.dense == {}
     assert_same_model(model, again)
+
+
+def test_methods_that_transformers_does_not_know(tmp_path):
+    dense("qwen3-moe", tmp_path / "dense")
+    kept = QTensorConfig("nvfp4", layout="modelopt")
+    model = load(tmp_path / "dense", quantization_config=kept)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_model(model, load(tmp_path / "saved", quantization_config=QTensorConfig()))
 
 
 def test_gate_and_up_with_separate_factors(tmp_path):

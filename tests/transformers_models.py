@@ -42,6 +42,16 @@ def config(name):
                 **MOE,
             },
         ),
+        "llama4": (
+            "Llama4TextConfig",
+            {
+                "intermediate_size": 64,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "head_dim": 16,
+            },
+        ),
     }
     kind, own = kinds[name]
     return getattr(transformers, kind)(**COMMON, **own)

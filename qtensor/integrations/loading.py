@@ -97,11 +97,13 @@ class Reader:
         if not isinstance(tensor, QuantizedTensor):
             self.dense[name] = self.checkpoint.why_dense(name) or "it is stored so"
             return tensor.to(dtype)
-        if tensor.dtype == dtype:
-            return tensor
-        quantizer: Any = tensor.quantizer
-        # .to(dtype) would copy the codes, which lie in the mapped file.
-        return quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+        if tensor.dtype != dtype:
+            # .to(dtype) would copy the codes, which lie in the mapped file.
+            quantizer: Any = tensor.quantizer
+            tensor = quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+        if self.checkpoint.groups[name].transposed:
+            return ExpertWeights(tensor, True)
+        return tensor
 
     def parameter(self, target: str, tensor: Tensor, module: Any) -> torch.nn.Parameter:
         """Return the parameter for a weight, frozen if it is quantized.
@@ -114,13 +116,12 @@ class Reader:
         Raises:
             UnsupportedError: the weight has another shape than the parameter.
         """
-        if isinstance(tensor, QuantizedTensor) and tensor.ndim == 3:
-            tensor = ExpertWeights(tensor)
         wanted = tuple(self.parameters[target].shape)
-        turned = (*wanted[:-2], *wanted[:-3:-1])
-        transposed = tensor.ndim == 3 and getattr(module, "is_transposed", False)
-        if tuple(tensor.shape) == turned and (transposed or wanted != tuple(tensor.shape)):
-            tensor = tensor.transpose(-2, -1)
+        if isinstance(tensor, QuantizedTensor) and tensor.ndim == 3:
+            # The layout does not tell the orientation: (E, N, K), or that of the parameter.
+            turned = tuple(tensor.shape) == (*wanted[:-2], *wanted[:-3:-1])
+            fits = tuple(tensor.shape) == wanted
+            tensor = ExpertWeights(tensor, turned and (is_transposed(module) or not fits))
         if tuple(tensor.shape) != wanted:
             fix = "Load the config of the same model, or pass ignore_mismatched_sizes to none"
             rule = f"{target}: the weight has the shape of the parameter, {wanted}"
@@ -136,6 +137,13 @@ def module_of(model: Any, name: str) -> tuple[Any, str]:
     """Return the module that holds a parameter, and the parameter's name in it."""
     path, _, key = name.rpartition(".")
     return (model.get_submodule(path) if path else model), key
+
+
+def is_transposed(module: Any) -> bool:
+    """Return True if the experts of a module are (E, K, N): a product reads ``x @ weight[e]``."""
+    # The experts of Llama 4 are not made by the decorator that sets the attribute.
+    default = type(module).__name__ == "Llama4TextExperts"
+    return bool(getattr(module, "is_transposed", default))
 
 
 # ---- transforms

@@ -32,7 +32,13 @@ from qtensor import checkpoints
 from qtensor.checkpoints.layout import Writer, find_layout
 from qtensor.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
-from qtensor.integrations.loading import QuantizeWeight, Reader, module_of, transforms
+from qtensor.integrations.loading import (
+    QuantizeWeight,
+    Reader,
+    is_transposed,
+    module_of,
+    transforms,
+)
 from qtensor.integrations.stacking import common_factors, quantize_each
 from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
@@ -200,7 +206,7 @@ class QTensorQuantizer(HfQuantizer):
         if values.ndim == 2:
             return torch.nn.Parameter(quantizer(values), requires_grad=False)
         module, _ = module_of(model, name)
-        swapped = bool(getattr(module, "is_transposed", False))
+        swapped = is_transposed(module)
         rows = values.transpose(-2, -1).contiguous() if swapped else values
         weight = ExpertWeights(quantize_each(rows, quantizer), swapped)
         return torch.nn.Parameter(weight, requires_grad=False)
