@@ -139,6 +139,11 @@ COMPUTED: dict[str, Sample] = {
     **_each("dot vdot", lambda n: lambda o: getattr(A, n)(o.vector, plain(o.vector))),
     "baddbmm": lambda o: A.baddbmm(torch.ones(1), o.batch, plain(o.batch).mT.contiguous()),
     "linear": lambda o: A.linear(o.matrix, o.square, plain(o.vector)),
+    "_grouped_mm": lambda o: A._grouped_mm(
+        plain(o.batch)[0, :, :ROWS].contiguous(),
+        o.batch,
+        torch.tensor([ROWS // 2, ROWS], dtype=torch.int32),
+    ),
     "dequantize": lambda o: (
         A.dequantize(o.matrix) if isinstance(o.matrix, QuantizedTensor) else o.matrix
     ),

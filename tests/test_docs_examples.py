@@ -32,7 +32,8 @@ def script(path):
 
 
 def run(path, folder):
-    program = folder / f"{path.stem}.py"  # a file, because torch reads the source of functions
+    # A file, because torch reads the source of functions. Its name is not that of a module.
+    program = folder / f"{path.stem}_page.py"
     program.write_text(script(path))
     environment = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",

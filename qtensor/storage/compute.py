@@ -19,6 +19,7 @@ from qtensor.library.gemm import (
 )
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.grouped import grouped_mm
 from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
 from qtensor.storage.write import plain
 
@@ -277,6 +278,7 @@ COMPUTE: dict[str, Handler] = {
     "addmm": _addmm,
     "baddbmm": _addmm,
     "linear": _linear,
+    "_grouped_mm": grouped_mm,
     "embedding": _embedding,
     "dequantize": _dequantize,
 }

@@ -80,6 +80,7 @@ class QTensorLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return the quantized tensors that the headers describe."""
+        seen: dict[str, Any] = {}
         for header in self.source.headers:
             text = header.get(KEY)
             if text is None:
@@ -95,7 +96,10 @@ class QTensorLayout(Layout):
                 rule = 'the header text has "tensors": {name: entry}'
                 self.refuse("", rule, type(entries).__name__, "Write the file again")
             for name, entry in entries.items():
-                yield self._group(name, entry)
+                # transformers writes the entries of all shards into each of them.
+                if name not in seen or seen[name] != entry:
+                    yield self._group(name, entry)
+                seen[name] = entry
 
     def _group(self, name: str, entry: Any) -> Group:
         """Return the group of an entry after checking it against the stored tensors."""
