@@ -1,11 +1,15 @@
 """Read and write checkpoints with quantized weights, in the layouts that people have.
 
 ``open`` gives a lazy mapping from names to tensors, ``load_state_dict`` all of them, and ``save``
-writes a model or a state dict. docs/checkpoints.md lists the layouts.
+writes a model or a state dict. ``convert`` and ``dequantize`` stream a checkpoint to another
+layout, or to plain tensors. docs/checkpoints.md lists the layouts.
 """
 
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
 from qtensor.checkpoints.checkpoint import open_checkpoint as open
+from qtensor.checkpoints.conversion.api import convert, dequantize
+from qtensor.checkpoints.conversion.report import ConversionReport, TensorResult
+from qtensor.checkpoints.conversion.request import Options, Progress
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Source, Unreadable, Writer, layouts
 from qtensor.checkpoints.saving import save
@@ -13,14 +17,20 @@ from qtensor.checkpoints.saving import save
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "ConversionReport",
     "DenseOnly",
     "Group",
     "Layout",
+    "Options",
+    "Progress",
     "Row",
     "Source",
     "Table",
+    "TensorResult",
     "Unreadable",
     "Writer",
+    "convert",
+    "dequantize",
     "layouts",
     "load_state_dict",
     "open",

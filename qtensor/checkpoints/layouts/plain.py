@@ -31,6 +31,7 @@ class PlainWriter(Writer):
 
     layout = "plain"
     formats = ()
+    keeps_names = True
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Refuse a quantized tensor.
