@@ -92,6 +92,7 @@ class Checkpoint(Mapping[str, Tensor]):
         config: config.json of the folder, or an empty dict.
         path: path of the file or index.
         folder: folder of the file, or None for an open file.
+        unlisted: tensors that lie in a shard and not in the index.
         reader: the layout's instance, which decodes the groups.
         groups: the quantized weights by name.
     """
@@ -105,6 +106,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self._container = container
         self.path = container.path
         self.folder = container.folder
+        self.unlisted: tuple[str, ...] = getattr(container, "unlisted", ())
         files = _json_files(container)
         self.config: Mapping[str, Any] = files.pop("config.json", {})
         self.source = Source(

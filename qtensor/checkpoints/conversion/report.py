@@ -130,6 +130,7 @@ def result_dict(result: TensorResult) -> dict[str, Any]:
     """Return a tensor's result as a value that JSON holds."""
     values = asdict(result)
     values["shape"] = list(result.shape)
+    values["bytes"] = values.pop("nbytes")
     for key in ("sqnr_db", "max_abs_error"):
         values[key] = json_number(values[key])
     return values
@@ -139,7 +140,9 @@ def result_from_dict(values: Mapping[str, Any]) -> TensorResult:
     """Return the tensor's result that ``result_dict`` made a dict of."""
     numbers = {key: values[key] for key in ("sqnr_db", "max_abs_error")}
     numbers = {k: float(v) if isinstance(v, str) else v for k, v in numbers.items()}
-    return TensorResult(**{**values, **numbers, "shape": tuple(values["shape"])})
+    others = {"shape": tuple(values["shape"]), "nbytes": values["bytes"]}
+    kept = {key: value for key, value in values.items() if key != "bytes"}
+    return TensorResult(**{**kept, **numbers, **others})
 
 
 def json_number(value: float | None) -> float | str | None:

@@ -22,7 +22,6 @@ from qtensor.layout import buffer_shapes, ceil_div, rows_cols
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_
 from qtensor.quantizers import Quantizer
-from qtensor.registry import QuantizerLike
 from qtensor.storage.tensor import QuantizedTensor
 
 STEP = 128
@@ -65,7 +64,7 @@ def parts_of(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def row_parts(
-    quantizer: QuantizerLike,
+    quantizer: Any,
     buffers: Sequence[Tensor],
     shape: Sequence[int],
     bounds: tuple[int, int],
