@@ -32,21 +32,25 @@ _ALIGNMENT = 64
 
 
 class Workers:
-    """Run calls on several threads; torch releases Python's lock in its kernels, and so do ours."""
+    """Run calls on several threads; torch releases Python's lock in its kernels, and so do ours.
+
+    Inside them torch uses one thread: with more, each small product of a part would wait for all.
+    """
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or _cores()
-        self.pool = ThreadPoolExecutor(self.count, "qtensor-convert")
+        self._torch_threads = torch.get_num_threads()
+        start = (torch.set_num_threads, (1,))
+        self.pool = ThreadPoolExecutor(self.count, "qtensor-convert", *start)
 
     def map(self, call: Callable[[int, int], Any], bounds: Sequence[tuple[int, int]]) -> list[Any]:
         """Return ``call(start, stop)`` for each pair, in order."""
-        if len(bounds) <= 1 or self.count == 1:
-            return [call(start, stop) for start, stop in bounds]
         return list(self.pool.map(lambda pair: call(*pair), bounds))
 
     def close(self) -> None:
         """Wait for running calls, and drop the others."""
         self.pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._torch_threads)  # for threads that start later
 
 
 def _cores() -> int:
