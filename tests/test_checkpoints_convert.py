@@ -216,7 +216,7 @@ def test_decoding_in_parts(rounding, tmp_path):
 def test_requantizing_needs_a_format(tmp_path):
     state = {"a.weight": weight("fp8_rowwise"), "b.weight": weight("fp8", seed=1)}
     checkpoints.save(state, tmp_path / "a", layout=CT)
-    with pytest.raises(CheckpointError, match=r"'a.weight'.*fp8_rowwise.*Pass format="):
+    with pytest.raises(CheckpointError, match=r"'a.weight'.*fp8_rowwise.*pass format="):
         checkpoints.convert(tmp_path / "a", tmp_path / "b", FINE)
     assert not (tmp_path / "b").exists()
     report = checkpoints.convert(tmp_path / "a", tmp_path / "b", FINE, "fp8")
@@ -255,6 +255,33 @@ def test_nvfp4_with_a_stored_factor_is_not_requantized(tmp_path):
     report = checkpoints.convert(tmp_path / "a", tmp_path / "b", CT, "nvfp4")
     assert report.counts() == {"moved": 1}
     assert stored_bytes(tmp_path / "a") == stored_bytes(tmp_path / "b")
+
+
+def test_ignored_modules_stay_plain_and_are_named(tmp_path):
+    state = {"a.weight": weight("mxfp8"), "lm_head.weight": torch.randn(64, 64).bfloat16()}
+    checkpoints.save(state, tmp_path / "a", layout=CT)
+    report = checkpoints.convert(tmp_path / "a", tmp_path / "b", FINE)
+    assert any("the source's config ignores lm_head;" in note for note in report.notes)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_factors_of_the_cache_take_the_names_of_the_layout(tmp_path, monkeypatch):
+    """Layouts place the factors of the KV cache at the attention or at its projections."""
+    target = checkpoints.layouts()[FINE]
+    monkeypatch.setattr(target, "kv_factors", ("k_proj.k_scale", "v_proj.v_scale"))
+    state = {
+        "self_attn.k_proj.weight": weight("fp8"),
+        "self_attn.k_scale": torch.tensor([0.5]),
+        "self_attn.v_scale": torch.tensor([0.25]),
+    }
+    checkpoints.save(state, tmp_path / "a", layout=CT)
+    checkpoints.convert(tmp_path / "a", tmp_path / "b", FINE)
+    with checkpoints.open(tmp_path / "b") as b:
+        assert_same_bytes(b["self_attn.k_proj.k_scale"], torch.tensor(0.5))
+        assert_same_bytes(b["self_attn.v_proj.v_scale"], torch.tensor(0.25))
+    checkpoints.convert(tmp_path / "b", tmp_path / "c", CT)
+    assert stored_bytes(tmp_path / "c") == stored_bytes(tmp_path / "a")
 
 
 # ---- factors beside weights

@@ -21,11 +21,14 @@ from qtensor.checkpoints.conversion.report import (
     REQUANTIZED,
 )
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.errors import CheckpointError, Place, refuse
+from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
 from qtensor.checkpoints.layout import DenseOnly, Group, Unreadable, Writer
 from qtensor.checkpoints.saving import Shard, check_unique
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
+
+_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+"""Keys of the lists of modules that stay plain, in the configs of the layouts."""
 
 
 class Step(NamedTuple):
@@ -157,10 +160,9 @@ class _Tensor:
         try:
             stored = self.writer.encode(self.name, tensor)
         except CheckpointError as error:
-            rule = f"layout {self.request.layout} must hold {tensor.quantizer.canonical}"
-            fix = "Pass format= to requantize the weight, or choose another layout"
+            fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
-            refuse(place, rule, error, fix, error)
+            raise CheckpointError(f"{error} {fix}.", *place) from error
         canonical = tensor.quantizer.canonical
         return self._step(MOVED, canonical, canonical, tensor, stored)
 
@@ -251,8 +253,11 @@ def _notes(checkpoint: Checkpoint, request: Request) -> Iterator[str]:
         if isinstance(part, dict) and part.get("tie_word_embeddings"):
             yield "tie_word_embeddings is carried in config.json"
             break
-    if request.dtype is None and checkpoint.groups and checkpoint.layout != request.layout:
+    quantization = checkpoint.source.quantization
+    found = [quantization[key] for key in _IGNORED if isinstance(quantization.get(key), list)]
+    ignored = [str(name) for names in found for name in names]
+    if request.dtype is None and ignored:
         yield (
-            "the ignore list of the result names the plain matrices; "
-            "patterns of the source's list are not carried"
+            f"the source's config ignores {shorten(', '.join(ignored))}; "
+            "the result's config names the plain matrices, each by itself"
         )
