@@ -351,6 +351,12 @@ def test_factors_of_another_format_are_named_as_not_carried(tmp_path):
     assert list(report.not_carried) == ["up.input_scale"]
 
 
+def test_the_function_layouts_keeps_its_name():
+    """The folder ``checkpoints/layouts`` is imported when a file is first opened."""
+    for _ in range(2):
+        assert {CT, FINE, "qtensor", "plain"} <= set(checkpoints.layouts())
+
+
 # ---- refusals
 
 

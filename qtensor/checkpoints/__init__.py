@@ -6,6 +6,8 @@ layout, or to plain tensors; ``inspect``, ``verify`` and ``compare`` look into f
 docs/checkpoints.md lists the layouts.
 """
 
+# Loaded before the function ``layouts``, whose name the folder would take when it is first imported.
+import qtensor.checkpoints.layouts  # noqa: F401
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
 from qtensor.checkpoints.checkpoint import open_checkpoint as open
 from qtensor.checkpoints.conversion.api import convert, dequantize
