@@ -34,6 +34,7 @@ from qtensor.checkpoints.containers.safetensors import (
 )
 
 FORMATS = (("mxfp8", "compressed-tensors"), ("nvfp4", "compressed-tensors"), ("fp8", "qtensor"))
+INDEX = "model.safetensors.index.json"
 WEIGHT = (4096, 4096)
 RATIO, OPEN_SECONDS, OPEN_MB = 2.0, 1.5, 300
 MANY = 100_000
@@ -58,7 +59,7 @@ def write_model(folder: Path, nbytes: int, shard: int) -> None:
                 writer.write(name, values)
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def copy_model(source: Path, out: Path) -> None:

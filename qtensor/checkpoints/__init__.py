@@ -6,7 +6,7 @@ layout, or to plain tensors; ``inspect``, ``verify`` and ``compare`` look into f
 docs/checkpoints.md lists the layouts.
 """
 
-# Loaded before the function ``layouts``, whose name the folder would take when it is first imported.
+# Imported before the function ``layouts``: the first import of the folder sets the same name.
 import qtensor.checkpoints.layouts  # noqa: F401
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
 from qtensor.checkpoints.checkpoint import open_checkpoint as open
