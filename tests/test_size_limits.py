@@ -13,9 +13,12 @@ FILES = sorted({*CODE, *(ROOT / "tests").rglob("*.py")})
 
 _FLAT = "an op's schema is flat: tensors, strings and numbers, no object that bundles them"
 _OPTIONS = "options of a layer, named as users of nn.Linear and Transformer Engine know them"
+_COMMAND = "the options of a command line: typer reads each from a parameter"
 _BYTES = "each parameter is one number of the contract; a bundle would be built for one caller"
 
 REASONS: dict[str, str] = {
+    "qtensor/cli/checkpoints.py::convert": _COMMAND,
+    "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
     "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
     "qtensor/storage/compute.py::gemm": (
         "the public product: two operands and what to do with them, by name"

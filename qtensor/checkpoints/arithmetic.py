@@ -6,6 +6,8 @@ Every function takes and returns plain tensors; elements are float32.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,18 @@ def e2m1(codes: Tensor, high_first: bool = False) -> Tensor:
         codes: two codes in a byte.
         high_first: True if the even index is in bits 4 to 7, False if it is in bits 0 to 3.
     """
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
     codes = codes.view(torch.uint8)
-    low, high = codes & 15, codes >> 4
-    pair = (high, low) if high_first else (low, high)
-    return table[torch.stack(pair, -1).flatten(-2).int()]
+    # Both values of a byte are looked up at once, as 8 bytes.
+    return _e2m1_pairs(high_first)[codes.int()].view(torch.float32)
+
+
+@functools.lru_cache(maxsize=2)
+def _e2m1_pairs(high_first: bool) -> Tensor:
+    """Return the two float32 values of each byte as one int64, (256,)."""
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
+    byte = torch.arange(256)
+    pair = (table[byte & 15], table[byte >> 4])
+    return torch.stack(pair[::-1] if high_first else pair, -1).view(torch.int64).flatten()
 
 
 def fp6(codes: Tensor, exponent_bits: int) -> Tensor:

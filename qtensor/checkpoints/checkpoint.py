@@ -91,6 +91,10 @@ class Checkpoint(Mapping[str, Tensor]):
         layout: name of the layout.
         config: config.json of the folder, or an empty dict.
         path: path of the file or index.
+        folder: folder of the file, or None for an open file.
+        unlisted: tensors that lie in a shard and not in the index.
+        reader: the layout's instance, which decodes the groups.
+        groups: the quantized weights by name.
     """
 
     def __init__(self, container: Container, layout: str | None = None, **options: Any) -> None:
@@ -101,6 +105,8 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         self._container = container
         self.path = container.path
+        self.folder = container.folder
+        self.unlisted: tuple[str, ...] = getattr(container, "unlisted", ())
         files = _json_files(container)
         self.config: Mapping[str, Any] = files.pop("config.json", {})
         self.source = Source(
@@ -116,9 +122,9 @@ class Checkpoint(Mapping[str, Tensor]):
         cls = find_layout(layout) if layout is not None else recognise(self.source)
         self.layout = cls.name
         with _naming(Place(self.path, "", cls.name)):
-            self._layout: Layout = cls(self.source, **options)
+            self.reader: Layout = cls(self.source, **options)
             self.groups: dict[str, Group] = {}
-            for group in self._layout.groups():
+            for group in self.reader.groups():
                 if group.name in self.groups:
                     self._refuse(group.name, "each name has one weight", "two of them")
                 self.groups[group.name] = group
@@ -162,15 +168,15 @@ class Checkpoint(Mapping[str, Tensor]):
             self._check_readable(group)
             stored = self.stored(name)
             if not isinstance(group.target, DenseOnly):
-                tensor = self._layout.read(group, stored)
+                tensor = self.reader.read(group, stored)
                 if not isinstance(tensor, DenseOnly):
                     return tensor
-            return self._layout.decode(group, stored, group.dtype)
+            return self.reader.decode(group, stored, group.dtype)
 
     def _plain(self, name: str) -> Tensor:
         if name in self._names:
             return self._container.read(name)
-        inner = self._layout.inner(name)
+        inner = self.reader.inner(name)
         if inner is None:
             raise KeyError(name)
         return inner
@@ -181,7 +187,7 @@ class Checkpoint(Mapping[str, Tensor]):
         ``checkpoint[name]`` reads them. They are not among the names of the mapping, because the
         plain tensor holds them.
         """
-        return tuple(self._layout.inner_names())
+        return tuple(self.reader.inner_names())
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """Return the stored tensors of a weight by role; of a plain tensor, under the role ""."""
@@ -209,9 +215,39 @@ class Checkpoint(Mapping[str, Tensor]):
         if group is None:
             tensor = self._plain(name)
             return tensor if dtype is None else tensor.to(dtype)
+        return self.decode(group, self.stored(name), dtype or group.dtype)
+
+    def decode(self, group: Group, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the values of a group, or of some of its rows, as the origin decodes them.
+
+        Args:
+            group: one of ``groups``, or a copy with the shape of some rows.
+            stored: its stored tensors by role, or their rows.
+            dtype: dtype of the result.
+
+        Raises:
+            CheckpointError: the group cannot be decoded.
+        """
         with _naming(self._place(group)):
             self._check_readable(group)
-            return self._layout.decode(group, self.stored(name), dtype or group.dtype)
+            return self.reader.decode(group, stored, dtype)
+
+    def nbytes(self, name: str) -> int:
+        """Return the stored bytes of a tensor, factors included."""
+        group = self.groups.get(name)
+        infos = group.roles.values() if group else (self._container.infos[name],)
+        return sum(info.nbytes for info in infos)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system; they are read again when needed.
+
+        Writes to tensors that share the mapped memory are lost.
+        """
+        release = getattr(self._container, "release", None)
+        group = self.groups.get(name)
+        for info in group.roles.values() if group else (self._container.infos[name],):
+            if release is not None:
+                release(info.name)
 
     def why_dense(self, name: str) -> str | None:
         """Return why a weight is not a quantized tensor, or None for quantized and plain ones."""
@@ -221,12 +257,12 @@ class Checkpoint(Mapping[str, Tensor]):
         found: object = group.target
         if not isinstance(found, (DenseOnly, Unreadable)):
             with _naming(self._place(group)):
-                found = self._layout.read(group, self.stored(name))
+                found = self.reader.read(group, self.stored(name))
         return found.reason if isinstance(found, (DenseOnly, Unreadable)) else None
 
     def is_factor(self, name: str) -> bool:
         """Return True for plain tensors that are factors, such as ``input_scale``."""
-        return name not in self.groups and name.rpartition(".")[2] in self._layout.factor_names
+        return name not in self.groups and name.rpartition(".")[2] in self.reader.factor_names
 
     def table(self) -> Table:
         """Return a value that lists every tensor; its repr is a table. No data are read."""
@@ -238,7 +274,7 @@ class Checkpoint(Mapping[str, Tensor]):
             info: TensorInfo = self._container.infos[name]
             dtype, shape = STORED_TYPES[info.dtype].torch_dtype, torch_shape(info.dtype, info.shape)
             return Row(name, "plain", shape, dtype, info.nbytes, info.dtype)
-        nbytes = sum(info.nbytes for info in group.roles.values())
+        nbytes = self.nbytes(name)
         kind, note = "dense", group.scheme
         if isinstance(group.target, (DenseOnly, Unreadable)):
             note = group.target.reason

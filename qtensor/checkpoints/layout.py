@@ -23,6 +23,9 @@ from qtensor.checkpoints.errors import Place, refuse
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
+FACTOR, DIVISOR = "factor", "divisor"
+"""What a stored number is: codes are multiplied by it, or divided."""
+
 Loaded = Mapping[str, Tensor]
 """The stored tensors of a group, by role."""
 
@@ -127,6 +130,16 @@ class Layout(abc.ABC):
     times ten."""
     factor_names: ClassVar[frozenset[str]] = frozenset({"input_scale", "k_scale", "v_scale"})
     """Last name parts of plain tensors that are factors: ``dtype=`` does not change their dtype."""
+    input_factors: ClassVar[Mapping[str, str]] = {"input_scale": FACTOR}
+    """Last name part of a factor of activations -> ``FACTOR`` or ``DIVISOR``."""
+    kv_factors: ClassVar[tuple[str, str]] = ("k_scale", "v_scale")
+    """Names of the factors of the KV cache, relative to the module of the attention."""
+    rows_apart: ClassVar[bool] = False
+    """True if ``decode`` of some rows of a 2-D group gives those rows of its values.
+
+    The rows begin at a multiple of 128. Conversion then decodes a weight in parts. Of each stored
+    tensor it passes the rows themselves, one row for every 128, or all of it if it has one element.
+    """
     writer: ClassVar[type[Writer] | None] = None
     """Writes the layout; None if it is read only."""
 
@@ -213,6 +226,13 @@ class Layout(abc.ABC):
         """
         return None
 
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True if ``decode`` gives the values of ``read(...).dequantize(dtype)``.
+
+        Conversion then uses the faster ``dequantize``. An E8M0 factor of 255 is checked there.
+        """
+        return False
+
     # ---- helpers for authors
 
     def place(self, tensor: str = "") -> Place:
@@ -260,6 +280,13 @@ class Writer(abc.ABC):
     source: Source | None = None
     """The open checkpoint that is written again, or None: what the tensors do not hold, such as
     the shape of a factor or key-values of GGUF, is taken from it."""
+    input_factors: ClassVar[Mapping[str, tuple[str, str]]] = {"": ("input_scale", FACTOR)}
+    """Format of a weight -> last name part of the factor of its activations, and ``FACTOR`` or
+    ``DIVISOR``; the key "" stands for all other formats."""
+    factor_shape: ClassVar[tuple[int, ...]] = ()
+    """Shape of a factor of activations or of the KV cache."""
+    keeps_names: ClassVar[bool] = False
+    """True if the layout stores every plain tensor under its name, factors of others included."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.

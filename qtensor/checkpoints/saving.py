@@ -56,13 +56,9 @@ def save(
     Raises:
         CheckpointError: the layout cannot hold a tensor, a file exists, or the disk is full.
     """
-    cls = find_layout(layout)
-    if cls.writer is None:
-        written = [name for name, known in layouts().items() if known.writer]
-        fix = f"Choose one of {', '.join(written)}"
-        refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
+    cls = writable(layout, path)
     state = _state_dict(model)
-    writer = cls.writer(_without_quantization(config if config is not None else _config_of(model)))
+    writer = cls(without_quantization(config if config is not None else _config_of(model)))
     if isinstance(model, Checkpoint):
         _check_factors(model, layout)
         writer.source = model.source
@@ -76,7 +72,7 @@ def save(
         _write(state, writer, dict.fromkeys([target], shards[0]))
         return
     sharded = writer.suffix == ".safetensors"
-    shards = _plan(state, writer, _bytes(shard_size) if sharded else None)
+    shards = _plan(state, writer, parse_size(shard_size) if sharded else None)
     _save_folder(state, writer, target, shards, overwrite)
 
 
@@ -99,10 +95,7 @@ def _save_folder(
     state: Mapping[str, Tensor], writer: Writer, folder: str, shards: list[Shard], overwrite: bool
 ) -> None:
     """Write the shards, the index and the JSON files of a folder."""
-    names = [f"model{writer.suffix}"]
-    if len(shards) > 1:
-        count = len(shards)
-        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = shard_names(len(shards), writer.suffix)
     files = {os.path.join(folder, name): shard for name, shard in zip(names, shards, strict=True)}
     texts = dict(writer.files())
     config = writer.config()
@@ -110,13 +103,7 @@ def _save_folder(
         texts["config.json"] = config
     index = f"model{INDEX_SUFFIX}"
     if len(shards) > 1:
-        weight_map = {
-            spec.name: name
-            for name, shard in zip(names, shards, strict=True)
-            for spec in shard.specs
-        }
-        total = sum(spec.nbytes for shard in shards for spec in shard.specs)
-        texts[index] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        texts[index] = index_of(names, shards)
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
@@ -125,12 +112,43 @@ def _save_folder(
     _check_free(every, overwrite)
     _write(state, writer, files)
     for name, value in sorted(texts.items(), key=lambda item: item[0] == index):
-        _write_json(os.path.join(folder, name), value)
+        write_json(os.path.join(folder, name), value)
     # An older file of another kind would be read in place of this checkpoint.
     for name in {index, "model.safetensors"} - {*names, *texts}:
         stale = os.path.join(folder, name)
         if os.path.lexists(stale):
             os.unlink(stale)
+
+
+def shard_names(count: int, suffix: str = ".safetensors") -> list[str]:
+    """Return the names of the files of a folder with that many shards."""
+    if count == 1:
+        return [f"model{suffix}"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_of(names: Iterable[str], shards: Iterable[Shard]) -> dict[str, Any]:
+    """Return the index of shards: which stored tensor lies in which file."""
+    pairs = [(spec, name) for name, s in zip(names, shards, strict=True) for spec in s.specs]
+    total = sum(spec.nbytes for spec, _ in pairs)
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {spec.name: name for spec, name in pairs},
+    }
+
+
+def writable(layout: str, path: str | os.PathLike[str]) -> type[Writer]:
+    """Return the writer of a layout.
+
+    Raises:
+        CheckpointError: there is no such layout, or it is read only.
+    """
+    cls = find_layout(layout)
+    if cls.writer is None:
+        written = [name for name, known in layouts().items() if known.writer]
+        fix = f"Choose one of {', '.join(written)}"
+        refuse(Place(os.fspath(path), "", layout), "the layout must be writable", layout, fix)
+    return cls.writer
 
 
 def _write(state: Mapping[str, Tensor], writer: Writer, files: Mapping[str, Shard]) -> None:
@@ -182,11 +200,16 @@ def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> lis
         shards[-1].names.append(name)
         shards[-1].specs.extend(specs)
         size += nbytes
-    _check_unique(shards)
+    check_unique(shards)
     return shards
 
 
-def _check_unique(shards: list[Shard]) -> None:
+def check_unique(shards: Iterable[Shard]) -> None:
+    """Refuse two stored tensors of one name.
+
+    Raises:
+        CheckpointError: a name occurs twice.
+    """
     seen: set[str] = set()
     for spec in _specs(shards):
         if spec.name in seen:
@@ -200,8 +223,12 @@ def _specs(shards: Iterable[Shard]) -> Iterator[TensorSpec]:
         yield from shard.specs
 
 
-def _write_json(path: str, value: Mapping[str, Any]) -> None:
-    """Write a JSON file under a temporary name, sync and rename it."""
+def write_json(path: str, value: Mapping[str, Any]) -> None:
+    """Write a JSON file under a temporary name, sync and rename it.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder is not writable.
+    """
     temporary = f"{path}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -245,14 +272,27 @@ def _config_of(model: Any) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    # MLX writes its entry under both names.
-    entries = ("quantization_config", "quantization")
-    return {key: value for key, value in config.items() if key not in entries}
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the entries that describe quantized weights.
+
+    MLX repeats its entry under ``quantization``; models of several parts may hold the entry in that
+    of the language model.
+    """
+    left = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
+    if isinstance(left.get("quantization"), dict) and "bits" in left["quantization"]:
+        del left["quantization"]
+    for part in ("text_config", "llm_config"):
+        if isinstance(left.get(part), dict):
+            left[part] = {k: v for k, v in left[part].items() if k != "quantization_config"}
+    return left
 
 
-def _bytes(size: int | str) -> int:
-    """Return a number of bytes from a number or a text such as ``"5GB"``."""
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes from a number or a text such as ``"5GB"``.
+
+    Raises:
+        CheckpointError: it is neither, or is not positive.
+    """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"(\d{1,15})\s*([KMG]I?B)?", str(size).upper().strip())

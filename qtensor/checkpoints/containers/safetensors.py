@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from types import TracebackType
@@ -104,6 +105,16 @@ class SafetensorsFile:
             self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start
         ).clone()
         return data.view(kind.torch_dtype).view(shape)
+
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system; writes to the tensor are lost."""
+        if not isinstance(self._map, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        info = self.infos[name]
+        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (info.start + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if size > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, size)
 
     def close(self) -> None:
         """Release the map; tensors that were read stay valid.
@@ -279,9 +290,12 @@ class SafetensorsWriter:
         self._offsets: dict[str, tuple[int, TensorSpec]] = {}
         header = self._plan(list(specs), dict(metadata or {"format": "pt"}))
         self._missing = set(self._offsets)
+        self._parts: dict[str, int] = {}
+        """Name -> bytes that ``write_part`` wrote."""
+        self._lock = threading.Lock()
         folder, name = os.path.split(self.path)
         try:
-            self._file, self._temporary = tempfile.mkstemp(".tmp", f".{name}.", folder)
+            self._file, self.temporary = tempfile.mkstemp(".tmp", f".{name}.", folder)
         except OSError as error:
             refuse(Place(self.path), "the folder must be writable", error, "Check it", error)
         try:
@@ -344,6 +358,37 @@ class SafetensorsWriter:
             self._fail(error)
         self._missing.discard(name)
 
+    def write_part(self, name: str, first: int, part: Tensor) -> None:
+        """Write some elements of a tensor; threads may write different parts at once.
+
+        The tensor is complete when parts of its size were written.
+
+        Args:
+            name: name of the tensor.
+            first: index of the first element, in the order of memory.
+            part: the elements, of the dtype of the spec and any shape.
+
+        Raises:
+            CheckpointError: the dtype is wrong, more elements are written than the tensor has, or
+                the disk is full.
+        """
+        offset, spec = self._offsets[name]
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        begin = first * spec.dtype.itemsize
+        with self._lock:
+            done = self._parts[name] = self._parts.get(name, 0) + data.numel()
+            fits = max(begin + data.numel(), done) <= spec.nbytes and name in self._missing
+            if done == spec.nbytes:
+                self._missing.discard(name)
+        if part.dtype != spec.dtype or not fits:
+            rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
+            got = f"{part.numel()} elements of {part.dtype} at {first}"
+            refuse(Place(self.path, name), rule, got, "Fix the specs")
+        try:
+            self._put(data.numpy(), offset + begin)
+        except OSError as error:
+            self._fail(error)
+
     def _put(self, data: Any, offset: int) -> None:
         view = memoryview(data)
         while view:
@@ -388,7 +433,7 @@ class SafetensorsWriter:
             CheckpointError: the file cannot be renamed.
         """
         try:
-            os.replace(self._temporary, self.path)
+            os.replace(self.temporary, self.path)
             sync_folder(os.path.dirname(self.path))
         except OSError as error:
             self.abort()
@@ -399,8 +444,8 @@ class SafetensorsWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        if os.path.exists(self._temporary):
-            os.unlink(self._temporary)
+        if os.path.exists(self.temporary):
+            os.unlink(self.temporary)
 
     def __enter__(self) -> Self:
         return self

@@ -81,6 +81,10 @@ class ShardedFiles:
             refuse(Place(self.path, name), rule, "none", "Choose one of .infos")
         return self._shard_of[name].read(name)
 
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system."""
+        self._shard_of[name].release(name)
+
     def close(self) -> None:
         """Release the shards; tensors that were read stay valid."""
         for shard in self._shards.values():

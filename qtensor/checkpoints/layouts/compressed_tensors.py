@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout import (
+    DIVISOR,
+    FACTOR,
+    DenseOnly,
+    Group,
+    Layout,
+    Loaded,
+    Source,
+    Writer,
+)
 from qtensor.checkpoints.nvfp4_factor import divisor_of, from_divisor
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
@@ -72,6 +81,11 @@ class CompressedTensorsLayout(Layout):
     name = METHOD
     rank = 60
     factor_names = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
+    input_factors: ClassVar[Mapping[str, Any]] = {
+        "input_scale": FACTOR,
+        "input_global_scale": DIVISOR,
+    }
+    rows_apart = True
     options = ("accept_rotated",)
 
     def __init__(self, source: Source, **options: Any) -> None:
@@ -267,6 +281,12 @@ class CompressedTensorsLayout(Layout):
             self.refuse(group.roles["divisor"].name, rule, divisor.item(), fix)
         return divisor
 
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True for the product class, where the result has the layout's own dtype."""
+        if group.options.format == FP8:
+            return group.dtype in (dtype, torch.float32)
+        return group.options.format != NVFP4 and dtype == torch.bfloat16
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the dense values: rounded to the layout's own dtype, then converted."""
         codes, scale = stored["codes"], stored["scale"]
@@ -319,6 +339,11 @@ class CompressedTensorsWriter(Writer):
 
     layout = METHOD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise", "nvfp4", "mxfp4", "mxfp6 (e2m3)", "mxfp8")
+    input_factors: ClassVar[Mapping[str, Any]] = {
+        "nvfp4": ("input_global_scale", DIVISOR),
+        "": ("input_scale", FACTOR),
+    }
+    factor_shape = (1,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

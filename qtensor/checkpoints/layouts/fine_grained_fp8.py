@@ -7,7 +7,7 @@ of variants.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout import FACTOR, DenseOnly, Group, Layout, Loaded, Source, Writer
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
@@ -48,6 +48,10 @@ class FineGrainedFP8Layout(Layout):
         "k_scale",
         "v_scale",
     })
+    input_factors: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("input_scale", "activation_scale", "qscale_act"), FACTOR
+    )
+    rows_apart = True
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(source, **options)
@@ -159,6 +163,10 @@ class FineGrainedFP8Layout(Layout):
             scale = _widened(scale)
         return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
 
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True: the layout rounds the product once."""
+        return True
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor in float32, rounded once to ``dtype`` (class P)."""
         codes, scale = stored["codes"], stored["scale"]
@@ -188,12 +196,14 @@ class FineGrainedFP8Writer(Writer):
 
     layout = "fine-grained-fp8"
     formats = ("fp8", "fp8_blockwise (128x128)", "mxfp8", "mxfp4 (experts)")
+    input_factors: ClassVar[Mapping[str, Any]] = {"": ("activation_scale", FACTOR)}
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._blocks: dict[str, list[int] | None] = {}
         self._has_fp4 = False
         self._ignored: list[str] = []
+        self._has_activations = False
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factor of a weight or of stacked experts."""
@@ -244,6 +254,7 @@ class FineGrainedFP8Writer(Writer):
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensor as it is; the config names the modules of plain 2-D weights."""
+        self._has_activations |= name.endswith(".activation_scale")
         if name.endswith(".weight") and tensor.ndim == 2:
             module = name.removesuffix(".weight")
             if module not in self._ignored:
@@ -262,9 +273,11 @@ class FineGrainedFP8Writer(Writer):
         if len(blocks) > 1:
             rule = "one checkpoint has one weight_block_size"
             self.refuse("", rule, " and ".join(blocks), "Quantize all weights to one format")
+        # The origin reads static factors beside weights with one factor alone.
+        static = self._has_activations and set(blocks) == {"None"}
         entry = {
             "quant_method": "fp8",
-            "activation_scheme": "dynamic",
+            "activation_scheme": "static" if static else "dynamic",
             "fmt": "e4m3",
             "weight_block_size": next(iter(blocks.values()), [128, 128]),
             "modules_to_not_convert": self._ignored,

@@ -38,6 +38,7 @@ class PlainWriter(Writer):
 
     layout = "plain"
     formats = ("fp8 with a factor of 1",)
+    keeps_names = True
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes of an FP8 tensor, which are its values.

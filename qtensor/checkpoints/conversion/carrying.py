@@ -1,0 +1,105 @@
+"""Carry the factors of activations and of the KV cache from one layout to another."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.checkpoint import Checkpoint
+from qtensor.checkpoints.conversion.request import Request
+from qtensor.checkpoints.layout import DIVISOR, DenseOnly, Writer, find_layout
+from qtensor.quantizers import Quantizer
+
+
+class NotCarried(NamedTuple):
+    """Say why a tensor of the source is not in the result."""
+
+    reason: str
+
+
+class Carried(NamedTuple):
+    """Say how a plain tensor is written.
+
+    Attributes:
+        name: name in the result.
+        reciprocal: True if a factor becomes a divisor, or the reverse.
+        shape: shape in the result, or None for that of the source.
+    """
+
+    name: str
+    reciprocal: bool = False
+    shape: tuple[int, ...] | None = None
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as it is written."""
+        if self.reciprocal:
+            tensor = torch.ones((), dtype=torch.float32) / tensor.float()
+        return tensor if self.shape is None else tensor.reshape(self.shape)
+
+
+def carry(
+    checkpoint: Checkpoint, request: Request, writer: Writer, name: str
+) -> Carried | NotCarried:
+    """Return how a plain tensor is carried: most as they are, factors as the target needs them."""
+    if not checkpoint.groups or not _is_factor(checkpoint, name):
+        return Carried(name)
+    if request.dtype is not None:
+        return NotCarried("a factor of activations or of the KV cache, which plain models lack")
+    last = name.rpartition(".")[2]
+    if last in checkpoint.reader.input_factors:
+        return _input_factor(checkpoint, request, writer, name)
+    if checkpoint.layout == writer.layout or writer.keeps_names:
+        return Carried(name)
+    target: Any = find_layout(writer.layout)
+    pairs = zip(checkpoint.reader.kv_factors, target.kv_factors, strict=True)
+    for old, new in pairs:
+        if name == old or name.endswith(f".{old}"):
+            return Carried(name.removesuffix(old) + new, shape=_one(checkpoint, writer, name))
+    if last in target.factor_names:
+        return Carried(name)
+    return NotCarried(f"layout {writer.layout} has no {last}")
+
+
+def _is_factor(checkpoint: Checkpoint, name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return checkpoint.is_factor(name) or last in checkpoint.reader.input_factors
+
+
+def _input_factor(
+    checkpoint: Checkpoint, request: Request, writer: Writer, name: str
+) -> Carried | NotCarried:
+    """Return how a factor of activations is carried: it belongs to the format of its weight."""
+    module, _, last = name.rpartition(".")
+    group = checkpoint.groups.get(f"{module}.weight")
+    if group is None or isinstance(group.target, DenseOnly):
+        before = after = ""
+    else:
+        target: Any = group.target
+        before = after = target.format
+        wanted: Quantizer | None = request.quantizer
+        if wanted is not None and request.chosen(group.name, False, True):
+            after = wanted.format
+    if _activation(before) != _activation(after):
+        return NotCarried(f"it was calibrated for {before} and not for {after}; calibrate again")
+    if checkpoint.layout == writer.layout or writer.keeps_names:
+        return Carried(name)
+    factors = writer.input_factors
+    new, sense = factors.get(after, factors.get("", ("", "")))
+    if not new:
+        return NotCarried(f"layout {writer.layout} stores no factor of activations for {after}")
+    old_sense = checkpoint.reader.input_factors[last]
+    renamed = f"{module}.{new}" if module else new
+    shape = _one(checkpoint, writer, name)
+    return Carried(renamed, (old_sense == DIVISOR) != (sense == DIVISOR), shape)
+
+
+def _activation(fmt: str) -> str:
+    """Return what a factor of activations scales: all FP8 formats have the same."""
+    return "fp8" if fmt.startswith("fp8") else fmt
+
+
+def _one(checkpoint: Checkpoint, writer: Writer, name: str) -> tuple[int, ...] | None:
+    """Return the target's shape of a factor of one element."""
+    return writer.factor_shape if checkpoint[name].numel() == 1 else None

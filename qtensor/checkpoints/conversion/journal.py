@@ -1,0 +1,195 @@
+"""Keep the finished files of a conversion over an interruption, and publish the whole at once.
+
+While a conversion to ``dst`` runs, its files lie in the folder ``.NAME.converting`` beside it, and
+``.NAME.converting.json`` lists the finished ones with size and SHA-256. A later call with the same
+request and source takes over those that still match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from qtensor.checkpoints.containers.safetensors import sync_folder
+from qtensor.checkpoints.errors import CheckpointError, Place, refuse
+from qtensor.checkpoints.saving import write_json
+
+_LIBRARY_FILES = (
+    ".safetensors",
+    ".json",
+    ".txt",
+    ".model",
+    ".jinja",
+    ".py",
+    ".md",
+    ".gguf",
+    ".bin",
+    ".pt",
+    ".pth",
+)
+"""Ends of the names of files that a folder of a checkpoint holds."""
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+class Journal:
+    """Hold the work folder of one conversion, and what is finished in it."""
+
+    def __init__(self, dst: str, about: Mapping[str, Any], resume: bool) -> None:
+        """Take over the finished files of an interrupted call, or begin anew.
+
+        Args:
+            dst: path of the result.
+            about: what decides the bytes of the result; another value begins anew.
+            resume: False to begin anew in any case.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        self.dst = os.path.abspath(dst)
+        parent, name = os.path.split(self.dst)
+        self.folder = os.path.join(parent, f".{name}.converting")
+        self._path = f"{self.folder}.json"
+        self._about = json.loads(json.dumps(about))
+        self.shards: dict[str, dict[str, Any]] = {}
+        """File name -> {"bytes", "sha256", "tensors"}."""
+        self._found = self._read() if resume else {}
+        try:
+            os.makedirs(parent, exist_ok=True)
+            if not self._found:
+                self.discard()
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            refuse(Place(self.dst), "the folder must be writable", error, "Check the path", error)
+        self._remove_unfinished()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of an interrupted call with the same request, or none."""
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                found = json.load(file)
+            same = found["about"] == self._about
+            return dict(found["shards"]) if same else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _remove_unfinished(self) -> None:
+        for name in os.listdir(self.folder):
+            if name not in self._found:
+                os.unlink(os.path.join(self.folder, name))
+
+    def finished(self, name: str) -> dict[str, Any] | None:
+        """Return the entry of a file that an earlier call finished, or None.
+
+        Its size and digest are compared; a file that differs is removed.
+        """
+        entry, path = self._found.get(name), os.path.join(self.folder, name)
+        if entry is None:
+            return None
+        try:
+            if os.path.getsize(path) == entry["bytes"] and digest(path) == entry["sha256"]:
+                self.shards[name] = entry
+                return entry
+            os.unlink(path)
+        except (OSError, KeyError, TypeError):
+            pass
+        return None
+
+    def add(self, name: str, sha256: str, tensors: list[dict[str, Any]]) -> None:
+        """Record a file that was written, synced and renamed in the work folder."""
+        size = os.path.getsize(os.path.join(self.folder, name))
+        self.shards[name] = {"bytes": size, "sha256": sha256, "tensors": tensors}
+        write_json(self._path, {"about": self._about, "shards": self.shards})
+
+    def discard(self) -> None:
+        """Remove the work folder and the journal."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    # ---- publishing
+
+    def publish_file(self) -> None:
+        """Give the only file of the work folder the name of the result."""
+        (name,) = os.listdir(self.folder)
+        self._rename(os.path.join(self.folder, name), self.dst)
+        self.discard()
+
+    def publish_folder(self) -> None:
+        """Give the work folder the name of the result, in place of an older folder.
+
+        Raises:
+            CheckpointError: the older folder holds files that are none of a checkpoint.
+        """
+        sync_folder(self.folder)
+        if os.path.isdir(self.dst) and os.listdir(self.dst):
+            check_replaceable(self.dst)
+            if not _exchange(self.folder, self.dst):
+                old = f"{self.folder}.old"
+                self._rename(self.dst, old)
+                self._rename(self.folder, self.dst)
+                shutil.rmtree(old, ignore_errors=True)
+            sync_folder(os.path.dirname(self.dst))
+        else:
+            self._rename(self.folder, self.dst)
+        self.discard()
+
+    def _rename(self, old: str, new: str) -> None:
+        try:
+            os.replace(old, new)
+            sync_folder(os.path.dirname(new))
+        except OSError as error:
+            fix = f"The result is complete in {self.folder!r}; rename it, or run again"
+            refuse(Place(self.dst), "the result must be renamed", error, fix, error)
+
+
+def check_replaceable(folder: str) -> None:
+    """Refuse to replace a folder that holds more than the files of a checkpoint.
+
+    Raises:
+        CheckpointError: it is a link or a file, or holds folders or other files.
+    """
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        got = "a link" if os.path.islink(folder) else "a file"
+        refuse(Place(folder), "a folder replaces a folder", got, "Choose another path")
+    for name in sorted(os.listdir(folder)):
+        if not name.endswith(_LIBRARY_FILES) or os.path.isdir(os.path.join(folder, name)):
+            rule = "overwrite=True replaces a folder that holds a checkpoint alone"
+            refuse(Place(folder), rule, repr(name), "Move that, or choose another path")
+
+
+def digest(path: str) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Exchange two paths in one step; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    paths = [ctypes.c_char_p(os.fsencode(path)) for path in (one, other)]
+    return rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+
+
+def source_identity(paths: list[str]) -> list[list[Any]]:
+    """Return name, size and time of change of each file of the source, for the journal.
+
+    Raises:
+        CheckpointError: a file is missing.
+    """
+    found = []
+    for path in sorted(paths):
+        try:
+            about = os.stat(path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path!r}: {error}", path) from error
+        found.append([path, about.st_size, about.st_mtime_ns])
+    return found

@@ -1,0 +1,237 @@
+"""``qtensor inspect | convert | dequantize | diff | verify``: checkpoints on the command line.
+
+The exit status is 0 if all is well, 1 for a problem or a difference, and 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qtensor.cli.errors import plain_errors
+
+Source = Annotated[
+    Path, typer.Argument(exists=True, metavar="PATH", help="A file, a folder or an index.")
+]
+SourceLayout = Annotated[
+    str | None,
+    typer.Option("--source-layout", metavar="L", help="Layout of the source, if not recognised."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON; docs/checkpoints.md lists the keys.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that exists.")]
+ShardSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Most bytes of tensors in a file, such as 5GB.")
+]
+Jobs = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Threads; by default one for each core.")
+]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin again after an interruption instead of going on.")
+]
+Every = Annotated[bool, typer.Option("--all", help="List every tensor.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    for command in (inspect, convert, dequantize, diff, verify):
+        app.command()(command)
+
+
+def inspect(
+    path: Source,
+    tensor: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show this tensor down to its blocks.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
+    ] = None,
+    every: Every = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show layout, formats, counts, bytes and odd tensors of a checkpoint; reads headers alone."""
+    with plain_errors():
+        from qtensor import checkpoints  # noqa: PLC0415 - quick --help
+
+        if tensor is not None:
+            found: Any = checkpoints.inspect_tensor(path, tensor, layout)
+        else:
+            found = checkpoints.inspect(path, layout)
+        if as_json:
+            _print_json(found.to_dict())
+            return
+        from qtensor.cli import tables  # noqa: PLC0415
+
+        if tensor is not None:
+            tables.show_tensor(found)
+        else:
+            tables.show_summary(found, every)
+
+
+def convert(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder or a .safetensors file.")],
+    layout: Annotated[str, typer.Option(metavar="L", help="Layout of the result.")] = "qtensor",
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="F", help="Quantize to this format: mxfp8, 'mxfp6(packed=True)', ..."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="--format concerns these names alone.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="--format leaves these names.")
+    ] = None,
+    source_layout: SourceLayout = None,
+    shard_size: ShardSize = "5GB",
+    jobs: Jobs = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    every: Every = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another layout; codes are moved, or quantized with --format.
+
+    A weight that the layout cannot hold is an error without --format. After an interruption, the
+    same command goes on behind the last finished file.
+    """
+    options = _options(source_layout, shard_size, jobs, overwrite, restart)
+    options |= {"include": include or None, "exclude": exclude or None}
+    with plain_errors():
+        from qtensor import checkpoints  # noqa: PLC0415 - quick --help
+        from qtensor.checkpoints.conversion.request import checked_format  # noqa: PLC0415
+        from qtensor.checkpoints.saving import parse_size, writable  # noqa: PLC0415
+
+        with _usage_errors():
+            writable(layout, dst)
+            parse_size(shard_size)
+            quantizer = None if format is None else checked_format(format)
+        with _progress(as_json) as progress:
+            report = checkpoints.convert(src, dst, layout, quantizer, progress=progress, **options)
+        _show_report(report, as_json, every)
+
+
+def dequantize(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder or a .safetensors file.")],
+    dtype: Annotated[str, typer.Option(metavar="D", help="bf16, f16 or f32.")] = "bf16",
+    ours: Annotated[
+        bool, typer.Option("--ours", help="Decode by qtensor's arithmetic, not the origin's.")
+    ] = False,
+    source_layout: SourceLayout = None,
+    shard_size: ShardSize = "5GB",
+    jobs: Jobs = None,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    every: Every = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of plain weights, decoded as their origin does to the last bit."""
+    options = _options(source_layout, shard_size, jobs, overwrite, restart)
+    with plain_errors():
+        from qtensor import checkpoints  # noqa: PLC0415 - quick --help
+        from qtensor.checkpoints.conversion.request import checked_dtype  # noqa: PLC0415
+        from qtensor.checkpoints.saving import parse_size  # noqa: PLC0415
+
+        with _usage_errors():
+            found = checked_dtype(dtype)
+            parse_size(shard_size)
+        rounding = None if ours else "origin"
+        with _progress(as_json) as progress:
+            report = checkpoints.dequantize(src, dst, found, rounding, progress=progress, **options)
+        _show_report(report, as_json, every)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(exists=True, help="A file, a folder or an index.")],
+    b: Annotated[Path, typer.Argument(exists=True, help="The other one.")],
+    every: Every = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints: equal bytes, equal values, SQNR. The status is 1 if they differ."""
+    with plain_errors():
+        from qtensor import checkpoints  # noqa: PLC0415 - quick --help
+
+        comparison = checkpoints.compare(a, b)
+        if as_json:
+            _print_json(comparison.to_dict())
+        else:
+            from qtensor.cli import tables  # noqa: PLC0415
+
+            tables.show_comparison(comparison, every)
+    if not comparison.equal:
+        raise typer.Exit(1)
+
+
+def verify(
+    path: Source,
+    layout: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check structure, factors, values and checksums. The status is 1 if there is an error."""
+    with plain_errors():
+        from qtensor import checkpoints  # noqa: PLC0415 - quick --help
+
+        found = checkpoints.verify(path, layout)
+        if as_json:
+            _print_json(found.to_dict())
+        else:
+            typer.echo(repr(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+# ---- shared by the commands
+
+
+def _options(
+    source_layout: str | None, shard_size: str, jobs: int | None, overwrite: bool, restart: bool
+) -> dict[str, Any]:
+    return {
+        "source_layout": source_layout,
+        "shard_size": shard_size,
+        "jobs": jobs,
+        "overwrite": overwrite,
+        "resume": not restart,
+    }
+
+
+def _usage_errors() -> Any:
+    """Return a context in which an error of the library is a wrong call, with status 2."""
+    from contextlib import contextmanager  # noqa: PLC0415
+
+    from qtensor.errors import QTensorError  # noqa: PLC0415
+
+    @contextmanager
+    def context() -> Any:
+        try:
+            yield
+        except QTensorError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return context()
+
+
+def _progress(quiet: bool) -> Any:
+    from qtensor.cli import tables  # noqa: PLC0415 - rich.progress is slow to import
+
+    return tables.progress_bar(quiet)
+
+
+def _show_report(report: Any, as_json: bool, every: bool) -> None:
+    if as_json:
+        _print_json(report.to_dict())
+        return
+    from qtensor.cli import tables  # noqa: PLC0415
+
+    tables.show_report(report, every)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))

@@ -1,0 +1,174 @@
+"""Print what the commands for checkpoints found. This module computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qtensor.checkpoints import Comparison, ConversionReport, Summary, TensorSummary
+from qtensor.checkpoints import Progress as State
+from qtensor.checkpoints.inspection.compare import DIFFERENT, difference_words
+from qtensor.demo.render import make_console
+
+FEW = 20
+"""Tensors that a table shows without ``--all``."""
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[State], None] | None]:
+    """Show a bar with the rate and the time left on stderr; the value is the callback."""
+    console = make_console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", style="dim"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, rate="")
+
+        def show(state: State) -> None:
+            rate = f"{decimal(int(state.rate))}/s"
+            name = escape(state.name)
+            bar.update(task, completed=state.done, total=state.total, rate=rate, description=name)
+
+        yield show
+
+
+def show_summary(summary: Summary, every: bool) -> None:
+    """Print the description of a checkpoint."""
+    console = make_console()
+    _line(console, f"{summary.path}: layout {summary.layout}, {summary.container}")
+    _line(
+        console,
+        f"{len(summary.rows)} tensors, {decimal(summary.nbytes)} in "
+        f"{_count(len(summary.files), 'file')}",
+    )
+    table = _table("kind", "stored as", ">tensors", ">values", ">bytes", ">bits a value")
+    for kind in summary.kinds:
+        bits = f"{kind.bits_per_value:.3f}" if kind.values else ""
+        numbers = (f"{kind.tensors:,}", f"{kind.values:,}", f"{kind.nbytes:,}", bits)
+        table.add_row(escape(kind.kind), escape(kind.note), *numbers)
+    console.print(table)
+    if every:
+        _rows(console, summary)
+    _listed(console, "odd", list(summary.odd.items()), every)
+
+
+def _rows(console: Console, summary: Summary) -> None:
+    table = _table("name", "kind", ">shape", "dtype", ">bytes")
+    for row in summary.rows:
+        dtype = str(row.dtype).removeprefix("torch.")
+        table.add_row(escape(row.name), row.kind, _shape(row.shape), dtype, f"{row.nbytes:,}")
+    console.print(table)
+
+
+def show_tensor(tensor: TensorSummary) -> None:
+    """Print the description of one tensor."""
+    console = make_console()
+    _line(console, f"{tensor.name}: {tensor.kind}, {_shape(tensor.shape)}, {tensor.dtype}")
+    if tensor.why_dense:
+        _line(console, f"no quantized tensor: {tensor.why_dense}")
+    table = _table("role", "stored tensor", "dtype", ">shape", ">bytes", ">offset", "file")
+    for role, info in tensor.stored.items():
+        file = info.file.rpartition("/")[2]
+        shape, numbers = _shape(info.shape), (f"{info.nbytes:,}", f"{info.start:,}")
+        table.add_row(role, escape(info.name), info.dtype, shape, *numbers, escape(file))
+    console.print(table)
+    _line(
+        console,
+        f"values {tensor.minimum:.6g} to {tensor.maximum:.6g}, rms {tensor.rms:.6g}, "
+        f"{tensor.zeros:,} zeros, {tensor.nans:,} NaN, {tensor.infinities:,} infinite",
+    )
+    for block in tensor.blocks:
+        _line(console, f"block at [{block.row}, {block.col}]: factor {block.factor:.9g}")
+        _line(console, f"  codes  {block.codes}")
+        _line(console, f"  values {' '.join(f'{value:.4g}' for value in block.values)}")
+
+
+def show_report(report: ConversionReport, every: bool) -> None:
+    """Print what a conversion did; without ``every``, the changed tensors with the worst SQNR."""
+    console = make_console()
+    shown: Sequence[Any] = report.tensors
+    if not every:
+        changed = [tensor for tensor in report.tensors if tensor.sqnr_db is not None]
+        changed.sort(key=lambda tensor: tensor.sqnr_db or 0.0)
+        shown = changed[:FEW]
+        if len(changed) > FEW:
+            _line(console, f"the {FEW} of {len(changed)} with the lowest SQNR; --all lists all")
+    if shown:
+        table = _table("name", "action", "before", "after", ">SQNR dB", ">max error")
+        for tensor in shown:
+            sqnr = "" if tensor.sqnr_db is None else f"{tensor.sqnr_db:.2f}"
+            error = "" if tensor.max_abs_error is None else f"{tensor.max_abs_error:.3g}"
+            words = (tensor.action, tensor.before, tensor.after)
+            table.add_row(escape(tensor.name), *map(escape, words), sqnr, error)
+        console.print(table)
+    _listed(console, "not carried", list(report.not_carried.items()), every)
+    for note in report.notes:
+        _line(console, f"note: {note}")
+    if report.resumed_shards:
+        _line(console, f"{_count(report.resumed_shards, 'file')} of an interrupted run kept")
+    counts = ", ".join(f"{n:,} {action}" for action, n in report.counts().items())
+    _line(
+        console,
+        f"{report.source_layout} -> {report.layout}: {counts or 'no tensors'}, "
+        f"{decimal(report.nbytes)} in {report.seconds:.1f} s",
+    )
+
+
+def show_comparison(comparison: Comparison, every: bool) -> None:
+    """Print how two checkpoints differ; without ``every``, the tensors that differ."""
+    console = make_console()
+    shown = [t for t in comparison.tensors if every or not t.result.startswith("equal")]
+    if shown:
+        table = _table("name", "result", "a", "b", ">SQNR dB", ">max error")
+        for t in shown if every else shown[:FEW]:
+            style = "yellow" if t.result == DIFFERENT else None
+            words = (t.name, t.result, t.a, t.b, *difference_words(t))
+            table.add_row(*map(escape, words), style=style)
+        console.print(table)
+        if len(shown) > FEW and not every:
+            _line(console, f"{len(shown) - FEW} more; --all lists all")
+    counts = ", ".join(f"{n:,} {result}" for result, n in comparison.counts().items())
+    _line(console, counts or "no tensors")
+
+
+def _listed(console: Console, word: str, pairs: list[tuple[str, str]], every: bool) -> None:
+    for name, why in pairs if every else pairs[:FEW]:
+        _line(console, f"{word}: {name}: {why}")
+    if len(pairs) > FEW and not every:
+        _line(console, f"{len(pairs) - FEW} more; --all lists all")
+
+
+def _table(*columns: str) -> Table:
+    """Return a table; a column whose name begins with ">" is aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return table
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(escape(text), soft_wrap=True)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

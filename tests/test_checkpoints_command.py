@@ -1,0 +1,126 @@
+"""``qtensor inspect | convert | dequantize | diff | verify``: output, JSON and exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_cases import EXAMPLES, weight
+
+pytest.importorskip("typer", reason="the extra 'cli' is not installed")
+
+from typer.testing import CliRunner
+
+from qtensor import checkpoints, cli
+
+NVFP4 = EXAMPLES / "ct_nvfp4"
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def invoke(*args, status=0):
+    done = CliRunner().invoke(cli.app, [str(arg) for arg in args])
+    assert done.exit_code == status, done.output
+    assert "Traceback" not in done.output
+    return done
+
+
+def as_json(*args, status=0):
+    return json.loads(invoke(*args, "--json", status=status).stdout)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    state = {f"layers.{i}.weight": torch.randn(64, 64).bfloat16() for i in range(25)}
+    checkpoints.save(state, tmp_path / "plain", layout="plain")
+    return tmp_path / "plain"
+
+
+def test_inspect():
+    text = invoke("inspect", NVFP4, "--all").stdout
+    for word in ("layout compressed-tensors", "nvfp4-pack-quantized", "4.510", NAME):
+        assert word in text
+    found = as_json("inspect", NVFP4)
+    assert found == checkpoints.inspect(NVFP4).to_dict()
+    keys = ["path", "layout", "container", "files", "bytes", "kinds", "odd", "tensors"]
+    assert list(found) == keys
+    text = invoke("inspect", NVFP4, "--tensor", NAME).stdout
+    for word in ("weight_global_scale", "block at [0, 16]", "codes", "rms"):
+        assert word in text
+    found = as_json("inspect", NVFP4, "--tensor", NAME)
+    assert found["stored"]["codes"]["shape"] == [48, 48]
+    assert "'absent'" in invoke("inspect", NVFP4, "--tensor", "absent", status=1).stderr
+
+
+def test_convert_and_verify(plain, tmp_path):
+    out = tmp_path / "out"
+    args = ("convert", plain, out, "--layout", "compressed-tensors", "--format", "nvfp4")
+    text = invoke(*args, "--exclude", "*.3.weight", "--shard-size", "20KB").stdout
+    assert "24 quantized, 1 plain" in text
+    assert "the 20 of 24 with the lowest SQNR" in text
+    assert "error: " in invoke(*args, status=1).stderr
+    found = as_json(*args, "--overwrite", "--include", "*.3.weight")
+    assert found["counts"] == {"quantized": 1, "plain": 24}
+    keys = "name source action before after shape sqnr_db max_abs_error bytes"
+    assert list(found["tensors"][0]) == keys.split()
+    assert invoke("verify", out).stdout.startswith("ok: 25 tensors")
+    assert as_json("verify", out)["ok"] is True
+
+
+def test_dequantize_and_diff(tmp_path):
+    out = tmp_path / "out"
+    assert "2 decoded" in invoke("dequantize", NVFP4, out, "--dtype", "bf16").stdout
+    found = as_json("diff", NVFP4, out, status=1)
+    assert found["counts"] == {"equal values": 2, "only in a": 2}
+    assert "only in a" in invoke("diff", NVFP4, out, status=1).stdout
+    assert invoke("diff", out, out).stdout.strip() == "2 equal bytes"
+    assert "bfloat16" in invoke("diff", out, out, "--all").stdout
+    ours = as_json("dequantize", NVFP4, tmp_path / "ours", "--dtype", "f32", "--ours")
+    assert ours["counts"] == {"decoded": 2}
+    assert as_json("diff", NVFP4, tmp_path / "ours", status=1)["counts"]["different"] == 2
+
+
+def test_a_problem_has_status_1(tmp_path):
+    checkpoints.save({"a.weight": weight("mxfp8")}, tmp_path / "a", layout="fine-grained-fp8")
+    path = tmp_path / "a" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "error: " in invoke("verify", path, status=1).stdout
+    assert as_json("verify", path, status=1)["problems"][0]["severity"] == "error"
+    assert "error: " in invoke("inspect", path, status=1).stderr
+    assert "error: " in invoke("diff", path, path, status=1).stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("inspect",),
+        ("inspect", "missing"),
+        ("verify", "missing"),
+        ("diff", NVFP4),
+        ("diff", NVFP4, "missing"),
+        ("convert", NVFP4, "out", "--layout", "ggml"),
+        ("convert", NVFP4, "out", "--format", "int4"),
+        ("convert", NVFP4, "out", "--shard-size", "much"),
+        ("convert", NVFP4, "out", "--jobs", "0"),
+        ("dequantize", NVFP4, "out", "--dtype", "int8"),
+        ("verify", NVFP4, "--fast"),
+    ],
+)
+def test_a_wrong_call_has_status_2(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke(*args, status=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bar_shows_the_rate_on_a_terminal(plain, tmp_path):
+    """``script`` gives the command a terminal."""
+    code = "import sys; from qtensor.cli import main; sys.argv[0] = 'qtensor'; main()"
+    command = f'{sys.executable} -c "{code}" convert {plain} {tmp_path / "out"} --format mxfp8'
+    try:
+        done = subprocess.run(
+            ["script", "-qec", command, "/dev/null"], check=True, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        pytest.skip("the program 'script' is not installed")
+    assert "100%" in done.stdout
+    assert "B/s" in done.stdout
