@@ -5,12 +5,20 @@ import math
 
 import pytest
 import torch
-from checkpoint_cases import READ, assert_same_bytes, assert_same_values, stored_bytes, weight
+from checkpoint_cases import (
+    EXAMPLES,
+    READ,
+    assert_same_bytes,
+    assert_same_values,
+    stored_bytes,
+    weight,
+)
 
 import qtensor
 from qtensor import checkpoints
 from qtensor.checkpoints import CheckpointError
 from qtensor.checkpoints.conversion import rows
+from qtensor.checkpoints.conversion.api import open_for_conversion
 
 CONFIG = {"model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": True}
 CT, FINE = "compressed-tensors", "fine-grained-fp8"
@@ -179,14 +187,16 @@ def test_codes_and_factors_are_moved(old, new, fmt, tmp_path):
 @pytest.mark.parametrize("example", READ, ids=lambda example: example.folder)
 def test_examples_become_our_layout_and_plain_tensors(example, tmp_path):
     """Moved weights are the ones of ``open``; decoded ones are the values of the origin."""
-    with checkpoints.open(example.path) as source:
+    with open_for_conversion(example.path) as source:
         report = checkpoints.dequantize(example.path, tmp_path / "plain")
         with checkpoints.open(tmp_path / "plain") as plain:
-            assert plain.layout == "plain"
+            # The states of Transformer Engine's modules pass through, and are its mark.
+            states = any(name.endswith("_extra_state") for name in plain)
+            assert plain.layout == ("transformer-engine" if states else "plain")
             assert "quantization_config" not in plain.config
             for name in source.groups:
                 assert_same_values(plain[name], source.dense(name, torch.bfloat16))
-        if not example.formats:
+        if source.groups and not example.formats:
             with pytest.raises(CheckpointError, match="Pass format="):
                 checkpoints.convert(example.path, tmp_path / "ours")
             return
@@ -195,6 +205,33 @@ def test_examples_become_our_layout_and_plain_tensors(example, tmp_path):
         with checkpoints.open(tmp_path / "ours") as ours:
             for name in source:
                 assert_same_bytes(ours[name], source[name])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_gguf_there_and_back(fmt, tmp_path):
+    """A GGUF file holds the factor of NVFP4 apart; conversion takes it along both ways."""
+    state = {"blk.0.ffn_up.weight": weight(fmt, 16, 128), "token_embd.weight": torch.ones(4, 64)}
+    checkpoints.save(state, tmp_path / "a")
+    report = checkpoints.convert(tmp_path / "a", tmp_path / "b.gguf", "gguf")
+    assert report.lossless
+    checkpoints.convert(tmp_path / "b.gguf", tmp_path / "c")
+    with checkpoints.open(tmp_path / "a") as a, checkpoints.open(tmp_path / "c") as c:
+        assert set(a) == set(c)
+        for name in a:
+            one, other = a.dense(name, torch.float32), c.dense(name, torch.float32)
+            assert_same_values(other, one)
+
+
+@pytest.mark.parametrize("old", ["modelopt_fp8_kv"])
+def test_factors_of_the_kv_cache_take_their_names(old, tmp_path):
+    source = EXAMPLES / old
+    checkpoints.convert(source, tmp_path / "ct", "compressed-tensors")
+    with checkpoints.open(source) as a, checkpoints.open(tmp_path / "ct") as b:
+        names = [name for name in a if name.endswith((".k_scale", ".v_scale"))]
+        assert names
+        for name in names:
+            moved = name.replace(".k_proj.", ".").replace(".v_proj.", ".")
+            assert b[moved].item() == a[name].item()
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -38,8 +38,9 @@ def test_examples_are_described(example):
     found = checkpoints.inspect(example.path)
     assert found.layout == example.layout
     kinds = {kind.kind for kind in found.kinds} - {"plain"}
-    assert kinds == set(example.formats or ("dense",))
     with checkpoints.open(example.path) as checkpoint:
+        dense = ("dense",) if checkpoint.groups else ()
+        assert kinds == set(example.formats or dense)
         assert {row.name for row in found.rows} == set(checkpoint)
         assert found.nbytes == sum(i.nbytes for i in checkpoint.source.tensors.values())
         for name in checkpoint.groups:
@@ -55,7 +56,7 @@ def test_examples_are_described(example):
 
 def test_odd_tensors(tmp_path):
     state = {
-        "a.weight": torch.randn(16, 16).to(torch.float8_e4m3fn),
+        "a.weight": torch.rand(16, 16).to(torch.float8_e8m0fnu),
         "b.weight": torch.empty(0, 4),
         "c.weight": torch.ones(2),
     }

@@ -149,6 +149,8 @@ class Layout(abc.ABC):
 
     options: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments of ``open`` that the layout takes."""
+    conversion_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments with which conversion opens a checkpoint, if its weights need other tensors."""
 
     def __init__(self, source: Source, **options: Any) -> None:
         """Read the configuration of a checkpoint.

@@ -110,16 +110,19 @@ def _run(request: Request) -> ConversionReport:
     """Open the source, plan, write and publish."""
     began = time.monotonic()
     writer_class = writable(request.layout, request.dst)
-    single = request.dst.endswith(".safetensors")
+    single = request.dst.endswith(writer_class.suffix)
+    size = None if single or writer_class.suffix != ".safetensors" else request.shard_size
     if request.overwrite and os.path.lexists(request.dst) and not single:
         check_replaceable(request.dst)
-    with open_checkpoint(request.src, request.source_layout) as checkpoint:
+    with open_for_conversion(request.src, request.source_layout) as checkpoint:
         config = without_quantization(checkpoint.config)
         writer = writer_class(config)
-        plan = make_plan(checkpoint, request, writer, None if single else request.shard_size)
+        plan = make_plan(checkpoint, request, writer, size)
         journal = Journal(request.dst, _about(checkpoint, request), request.resume)
         stream = Stream(checkpoint, request, writer, journal)
-        names = [os.path.basename(request.dst)] if single else shard_names(len(plan.shards))
+        names = shard_names(len(plan.shards), writer.suffix)
+        if single:
+            names = [os.path.basename(request.dst)]
         results = stream.run(dict(zip(names, plan.shards, strict=True)))
         notes = list(plan.notes)
         if single:
@@ -130,6 +133,20 @@ def _run(request: Request) -> ConversionReport:
             notes += _finish_folder(checkpoint, writer, journal, names, plan.shards)
             journal.publish_folder()
     return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
+
+
+def open_for_conversion(src: PathLike, layout: str | None = None) -> Checkpoint:
+    """Open a checkpoint so that each weight has all of its factors.
+
+    Raises:
+        CheckpointError: the source is not sound.
+    """
+    checkpoint = open_checkpoint(src, layout)
+    options = checkpoint.reader.conversion_options
+    if not options:
+        return checkpoint
+    checkpoint.close()
+    return open_checkpoint(src, layout, **options)
 
 
 def _finish_folder(

@@ -94,7 +94,7 @@ class Stream:
         """Write one file and return its results and its digest."""
         names = [step.name for step in shard.steps]
         path = os.path.join(self.journal.folder, name)
-        file = SafetensorsWriter(path, shard.specs, self.writer.metadata(names))
+        file = self.writer.open_file(path, shard.specs, names)
         try:
             results = []
             for step in shard.steps:

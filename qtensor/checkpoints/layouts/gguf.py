@@ -13,6 +13,7 @@ every weight so, without the tensors of factors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -64,6 +65,7 @@ class GGUFLayout(Layout):
     rank = 10
     factor_names = frozenset({"scale", "input_scale"})
     options = ("fold_scale",)
+    conversion_options = MappingProxyType({"fold_scale": True})
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(source, **options)

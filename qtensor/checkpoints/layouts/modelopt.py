@@ -77,6 +77,7 @@ class ModelOptLayout(Layout):
 
     name = METHOD
     rank = 62
+    kv_factors = ("k_proj.k_scale", "v_proj.v_scale")
     factor_names = frozenset({
         *_FACTORS,
         *_OTHERS,

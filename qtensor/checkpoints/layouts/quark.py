@@ -67,6 +67,7 @@ class QuarkLayout(Layout):
 
     name = METHOD
     rank = 65
+    kv_factors = ("k_proj.output_scale", "v_proj.output_scale")
     factor_names = frozenset({"input_scale", "output_scale", "k_scale", "v_scale"})
 
     def __init__(self, source: Source, **options: Any) -> None:
