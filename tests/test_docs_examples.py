@@ -65,7 +65,7 @@ def test_a_wrong_example_fails(tmp_path):
     path.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
     done = run(path, tmp_path)
     assert done.returncode == 1
-    assert 'wrong.py", line 10' in done.stderr
+    assert 'wrong_page.py", line 10' in done.stderr
 
 
 def test_there_are_examples():

@@ -28,7 +28,13 @@ def run():
 
 @pytest.mark.parametrize("kind", [*ACTIVATIONS, *GATED])
 def test_activations(run, kind):
-    run(checks.check_activation, kind)
+    run(checks.check_activation, kind, 19)
+
+
+@pytest.mark.nightly(reason="every value of 16 bits in the interpreter; a sample is above")
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, *GATED])
+def test_activations_of_every_value(run, kind):
+    run(checks.check_activation, kind, 1)
 
 
 @pytest.mark.parametrize("seed", range(3))
