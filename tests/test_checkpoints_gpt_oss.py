@@ -146,31 +146,6 @@ def test_gpt_oss_holds_stacked_experts_alone(tmp_path):
         assert raised.value.tensor == name
 
 
-def test_transformers_reads_gpt_oss(tmp_path):
-    """A tiny model with our experts: transformers' own loader gives the values of ``dense``."""
-    transformers = pytest.importorskip("transformers", reason="an extra of the tests")
-    pytest.importorskip("accelerate", reason="transformers loads MXFP4 with it")
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    config = transformers.GptOssConfig(**sizes, **heads, num_local_experts=2, num_experts_per_tok=1)
-    config.architectures = ["GptOssForCausalLM"]
-    model = transformers.GptOssForCausalLM(config).bfloat16()
-    state = dict(model.state_dict())
-    for name in ("gate_up_proj", "down_proj"):
-        key = f"model.layers.0.mlp.experts.{name}"
-        rows = state[key].transpose(1, 2).contiguous() + 1
-        state[key] = qtensor.quantize(rows, "mxfp4")
-    checkpoints.save(state, tmp_path / "x", layout="gpt-oss", config=config.to_dict())
-    dequantize = transformers.Mxfp4Config(dequantize=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "x", quantization_config=dequantize, dtype=torch.bfloat16
-    ).state_dict()
-    with checkpoints.open(tmp_path / "x") as checkpoint:
-        assert len(checkpoint.groups) == 2
-        for name in checkpoint:
-            assert_same_values(theirs[name], checkpoint.dense(name))
-
-
 # ---- FBGEMM
 
 

@@ -34,7 +34,6 @@ CASES = [
         "fp8_blockwise",
         {"block_scaling_dim": 2, "force_pow_2_scales": False},
     ),
-    ("compressed-tensors", "fp8_blockwise", {"force_pow_2_scales": False}),
     ("compressed-tensors", "nvfp4", {}),
     ("compressed-tensors", "mxfp4", {}),
     ("compressed-tensors", "mxfp6", {"packed": True}),
@@ -116,6 +115,14 @@ def test_bfloat16_factors_are_written_as_read(tmp_path):
     with checkpoints.open(tmp_path / "x") as checkpoint:
         assert checkpoint.stored("x.weight")["scale"].dtype == torch.bfloat16
         assert_same_bytes(checkpoint["x.weight"], q)
+
+
+@pytest.mark.parametrize("shape", [(48, 256), (1, 128)])
+def test_groups_of_compressed_tensors(shape, tmp_path):
+    """One factor for 128 columns; the transposed factors of a single row keep their strides."""
+    q = weight("fp8_blockwise", *shape, nominal=torch.float32, force_pow_2_scales=False)
+    checkpoints.save({"x.weight": q}, tmp_path / "x", layout="compressed-tensors")
+    assert_same_bytes(checkpoints.load_state_dict(tmp_path / "x")["x.weight"], q)
 
 
 def test_shards(tmp_path):
@@ -221,6 +228,7 @@ REFUSED = [
     ("compressed-tensors", "fp8", {"dtype": "e5m2"}, "e4m3"),
     ("compressed-tensors", "mxfp8", {"columnwise": True, "rowwise": False}, "rowwise data"),
     ("compressed-tensors", "nvfp4", {"row_scaled": True}, "one factor"),
+    ("compressed-tensors", "fp8_blockwise", {}, "whole groups of 128"),
     ("fine-grained-fp8", "nvfp4", {}, "fp8_blockwise"),
     ("fine-grained-fp8", "fp8_rowwise", {}, "holds fp8"),
     ("fine-grained-fp8", "fp8_blockwise", {}, "128x128"),

@@ -351,7 +351,7 @@ class SafetensorsWriter:
         if tensor.dtype != spec.dtype or tuple(tensor.shape) != tuple(spec.shape):
             rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
             refuse(place, rule, f"{tensor.dtype} of {tuple(tensor.shape)}", "Fix the specs")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = _raw(tensor.detach().cpu())
         try:
             self._put(data.numpy(), offset)
         except OSError as error:
@@ -373,7 +373,7 @@ class SafetensorsWriter:
                 the disk is full.
         """
         offset, spec = self._offsets[name]
-        data = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        data = _raw(part.detach())
         begin = first * spec.dtype.itemsize
         with self._lock:
             done = self._parts[name] = self._parts.get(name, 0) + data.numel()
@@ -471,3 +471,10 @@ def sync_folder(folder: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in row-major order."""
+    whole = tensor.contiguous()
+    # A dim of size one may keep any stride, which view(dtype) refuses.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

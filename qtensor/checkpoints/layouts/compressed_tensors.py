@@ -388,10 +388,9 @@ class CompressedTensorsWriter(Writer):
     def _kind(self, name: str, tensor: QuantizedTensor) -> str:
         """Return the scheme that holds a tensor."""
         quantizer: Any = tensor.quantizer
-        canonical = quantizer.canonical
+        canonical, spec, element = quantizer.canonical, quantizer.spec.name, quantizer.element.name
         if not quantizer.rowwise or quantizer.columnwise_value:
             self.refuse(name, "the layout holds rowwise data", canonical)
-        spec, element = quantizer.spec.name, quantizer.element.name
         wanted = {"mxfp4": "e2m1", "nvfp4": "e2m1", "mxfp6": "e2m3"}.get(spec, "e4m3")
         if element != wanted:
             self.refuse(name, f"the elements of {spec} are {wanted}", canonical)
@@ -400,7 +399,10 @@ class CompressedTensorsWriter(Writer):
                 self.refuse(name, "factors belong to rows", canonical)
             return "tensor" if quantizer.per_tensor else "channel"
         if spec == "fp8_blockwise":
-            return "block 1x128" if quantizer.block_scaling_dim == 1 else "block 128x128"
+            groups = quantizer.block_scaling_dim == 1
+            if groups and tensor.shape[1] % 128:
+                self.refuse(name, "its loader decodes whole groups of 128", tuple(tensor.shape))
+            return "block 1x128" if groups else "block 128x128"
         if spec == "nvfp4" and (quantizer.row_scaled or quantizer.with_rht):
             self.refuse(name, "NVFP4 has one factor for the tensor and no rotation", canonical)
         if spec == "mxfp6" and not quantizer.packed:
