@@ -134,7 +134,10 @@ def test_a_weight_that_linear_transposes(case: FormatCase, dtype: torch.dtype, r
         pytest.skip(reason="no kernel has the format")
     weight = case.quantizer()(torch.randn(64, 96).to(dtype), **call_of(case, {}))
     x, y, bias = (torch.randn(*size).to(dtype) for size in ((8, 96), (8, 64), (64,)))
+    quantized = case.quantizer()(x, **call_of(case, {}))
     products = (
+        lambda: torch.nn.functional.linear(quantized, weight),
+        lambda: torch.nn.functional.linear(quantized, weight, bias),
         lambda: torch.nn.functional.linear(x, weight),
         lambda: torch.nn.functional.linear(x, weight, bias),
         lambda: qtensor.gemm(x, weight.t(), "NN"),

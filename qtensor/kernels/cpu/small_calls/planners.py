@@ -234,7 +234,7 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgr
         quantizer = parse(canonical) if canonical else None
         matrix = _matrix(builder, buffers, quantizer, shape)
         sources = call.all_at(name)
-        if matrix is None and name == "b" and not call.a_quantizer and layout in _OTHER_LAYOUT:
+        if matrix is None and name == "b" and layout in _OTHER_LAYOUT:
             matrix, slots = _transposed_matrix(builder, buffers, quantizer, shape)
             sources, layout = [sources[slot] for slot in slots], _OTHER_LAYOUT[layout]
         if matrix is None:
