@@ -152,7 +152,8 @@ def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallP
     saved = {slot.name: builder.call_address() for slot in quantizer.slots}
     values = {"seed": seed_at} | ({"scale": scale_at} if quantizer.needs_scale else {})
     if quantizer.returns_amax:
-        values["amax"] = builder.call_address()
+        is_returned = len(outputs) > len(quantizer.slots)
+        values["amax"] = builder.call_address() if is_returned else builder.scratch_memory(4)
     builder.quantize(quantizer, matrix_layout, Source(x_at, x.dtype), saved, values)
     addresses = [call.at("x"), call.at("scale"), call.at("seed"), *_outputs(range(len(outputs)))]
     # Kernels never write padding.
@@ -169,9 +170,6 @@ def plan_quantize_in_place(
     if matrix_layout is None or call.noop_flag is not None or len(call.out) < len(quantizer.slots):
         return None
     if not _are_buffers(call.out, matrix_layout):
-        return None
-    has_room = quantizer.returns_amax and len(call.out) > len(quantizer.slots)
-    if quantizer.returns_amax and not has_room:
         return None
     planned = plan_quantize(call, call.out, parse)
     if planned is None:
@@ -234,7 +232,7 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgr
         quantizer = parse(canonical) if canonical else None
         matrix = _matrix(builder, buffers, quantizer, shape)
         sources = call.all_at(name)
-        if matrix is None and name == "b" and not call.a_quantizer and layout in _OTHER_LAYOUT:
+        if matrix is None and name == "b" and layout in _OTHER_LAYOUT:
             matrix, slots = _transposed_matrix(builder, buffers, quantizer, shape)
             sources, layout = [sources[slot] for slot in slots], _OTHER_LAYOUT[layout]
         if matrix is None:

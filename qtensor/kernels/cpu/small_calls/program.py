@@ -163,7 +163,7 @@ class Builder:
         self._call_addresses += 1
         return _FIRST + self._call_addresses - 1
 
-    def _scratch_memory(self, size: int, clear: bool = False) -> int:
+    def scratch_memory(self, size: int, clear: bool = False) -> int:
         """Return the index of `size` bytes of scratch memory; `build` makes it positive."""
         self._scratch.append(size)
         at = -len(self._scratch)
@@ -209,7 +209,7 @@ class Builder:
             slot = quantizer.slots[i]
             output = outputs.get(slot.name)
             if output is None:
-                output = self._scratch_memory(size.numel() * dtype.itemsize, slot.padded)
+                output = self.scratch_memory(size.numel() * dtype.itemsize, slot.padded)
             at[position] = output
         seed = call.get("seed", _NOTHING) if getattr(quantizer, "stochastic_rounding", False) else 0
         self._step(
@@ -240,7 +240,7 @@ class Builder:
         if isinstance(operand, Source):
             if operand.dtype is torch.float32:
                 return operand.at, _NOTHING
-            y = self._scratch_memory(4 * count)
+            y = self.scratch_memory(4 * count)
             self._step(_WIDEN, operand.at, DTYPES[operand.dtype], count, y)
             return y, _NOTHING
         quantizer, matrix_layout, at = operand
@@ -254,7 +254,7 @@ class Builder:
         decoded = self._decoded.get((*row, *column))
         if decoded is not None:
             return decoded, separate
-        y = self._decoded[*row, *column] = self._scratch_memory(4 * count)
+        y = self._decoded[*row, *column] = self.scratch_memory(4 * count)
         factor = _ONE if quantizer.per_tensor else at[SHARED]
         self._decode(matrix_layout, Source(y, torch.float32), row, column, factor)
         return y, separate
@@ -293,7 +293,7 @@ class Builder:
 
     def decoded(self, matrix_layout: BufferLayout, at: Sequence[int]) -> Source:
         """Return the float32 values of a quantized matrix in scratch memory; `at` as `decode`."""
-        y = Source(self._scratch_memory(4 * matrix_layout.rows * matrix_layout.cols), torch.float32)
+        y = Source(self.scratch_memory(4 * matrix_layout.rows * matrix_layout.cols), torch.float32)
         self.decode(matrix_layout, at, y)
         return y
 
@@ -310,7 +310,7 @@ class Builder:
         left, left_factor = self._values(a, m * k, layout == "NT" if both_quantized else None)
         right, right_factor = self._values(b, n * k, layout != "TN" if both_quantized else None)
         plain = out.dtype is torch.float32
-        c = out.at if plain else self._scratch_memory(4 * m * n)
+        c = out.at if plain else self.scratch_memory(4 * m * n)
         left_turned, right_turned = layout == "NT", layout == "TN"
         # BLAS is column-major, so it computes the transposed result, b.T @ a.T.
         self._step(_MULTIPLY, right_turned, left_turned, n, m, k)
@@ -318,7 +318,7 @@ class Builder:
         if plain and bias is None and left_factor == right_factor == _NOTHING:
             return
         added, kind = (_NOTHING, torch.float32) if bias is None else bias
-        line = self._scratch_memory(4 * n)
+        line = self.scratch_memory(4 * n)
         self._step(_FINISH, c, m, n, left_factor, right_factor, added, DTYPES[kind], line)
         self._steps[-1] += (out.at, DTYPES[out.dtype])
 
