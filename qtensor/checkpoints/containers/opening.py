@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from qtensor.checkpoints.containers.base import Container
-from qtensor.checkpoints.containers.gguf import MAGIC, GGUFFile
+from qtensor.checkpoints.containers.gguf import MAGIC
+from qtensor.checkpoints.containers.gguf_split import is_later_part, open_gguf
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
 from qtensor.checkpoints.containers.sharded import (
     INDEX_SUFFIX,
@@ -19,7 +20,7 @@ from qtensor.checkpoints.containers.torch_zip import LEGACY_START, ZIP_START, To
 from qtensor.checkpoints.errors import Place, refuse
 
 OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = (
-    (MAGIC, GGUFFile),
+    (MAGIC, open_gguf),
     (ZIP_START, TorchZip),
 )
 """(first bytes of a file, container): files that begin otherwise are safetensors."""
@@ -98,7 +99,7 @@ def _file_of_folder(folder: str) -> str:
         if name in names:
             return path_inside(folder, name, folder)
     for suffix in _SUFFIXES:
-        found = [name for name in names if name.endswith(suffix)]
+        found = [name for name in names if name.endswith(suffix) and not is_later_part(name)]
         if len(found) == 1:
             return path_inside(folder, found[0], folder)
         if found:

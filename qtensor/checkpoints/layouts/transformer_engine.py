@@ -115,10 +115,12 @@ class TransformerEngineLayout(Layout):
         args = dict.fromkeys(names)
         args.update(zip(names, call.args, strict=False))
         shape, dtype = args["shape"], args["dtype"]
-        sized = type(shape) in (tuple, list)
-        if not sized or not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+        if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+            dtype = None
+        if not isinstance(shape, tuple | list) or dtype is None:
             rule = "a parameter has a shape and a floating-point dtype"
-            self.refuse(name, rule, f"{type(shape).__name__}, {dtype!r:.60}", _AGAIN)
+            got = f"{type(shape).__name__}, {args['dtype']!r:.60}"
+            self.refuse(name, rule, got, _AGAIN)
         shape = checked_shape(list(shape), self.source.path, name, self.name)
         if form == "float8_tensor" and args["data"] is None:
             return self._transposed(name, args, shape, dtype)
