@@ -400,3 +400,22 @@ def test_one_element_for_an_old_file(tmp_path):
     state = {"a.weight": weight("fp8"), "b.weight": weight("fp8", dtype="e5m2")}
     with pytest.raises(checkpoints.CheckpointError, match="one for the file"):
         checkpoints.save(state, tmp_path / "x.safetensors", layout="comfyui-scaled-fp8")
+
+
+@pytest.mark.parametrize("marker", ["scaled_fp8", "comfy_quant"])
+def test_layers_without_a_factor_are_casts(marker, tmp_path):
+    """Dense reading in a dtype converts them; as stored, they stay float8."""
+    cast = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(torch.float8_e5m2)
+    tensors = {"p.weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "q.weight": cast}
+    if marker == "scaled_fp8":
+        tensors |= {"scaled_fp8": torch.empty(0), "p.scale_weight": torch.ones(())}
+    else:
+        tensors |= {"p.weight_scale": torch.ones(()), "p.comfy_quant": text(format="float8_e4m3fn")}
+    checkpoints.save(tensors, tmp_path / "x.safetensors", layout="plain")
+    for dtype in DTYPES:
+        state = checkpoints.load_state_dict(
+            tmp_path / "x.safetensors", dtype=dtype, rounding="origin"
+        )
+        assert_same_values(state["q.weight"], cast.to(dtype))
+    state = checkpoints.load_state_dict(tmp_path / "x.safetensors", dtype=torch.float32)
+    assert_same_bytes(state["q.weight"], cast)

@@ -151,6 +151,7 @@ INDEXES = {
     "no weight_map": ({}, "weight_map"),
     "a list": ({"weight_map": []}, "weight_map"),
     "a number": ({"weight_map": {"a": 1}}, "weight_map"),
+    "nothing": ({"weight_map": {}}, "names tensors; got none"),
     "a missing tensor": ({"weight_map": {"b": "model-1.safetensors"}}, "lies in the shard"),
 }
 

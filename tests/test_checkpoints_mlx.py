@@ -74,6 +74,15 @@ def test_nvfp4_with_a_factor_of_one_is_written(tmp_path):
             assert_same_values(checkpoint["a.weight"].dequantize(), q.dequantize())
 
 
+@pytest.mark.parametrize("mode", [MXFP4, MXFP8, NVFP4], ids=lambda m: m["mode"])
+def test_a_mode_has_its_usual_numbers(mode, tmp_path):
+    """mlx takes those of the mode where bits and group_size are null or absent."""
+    words, scale, want = module(mode, 5, 96)
+    tensors = {"a.weight": words, "a.scales": scale}
+    with write(tmp_path, tensors, mode=mode["mode"], bits=None) as checkpoint:
+        assert_same_values(checkpoint.dense("a.weight", torch.float32), want.float())
+
+
 def test_partial_groups_are_not_written(tmp_path):
     with pytest.raises(checkpoints.CheckpointError, match="multiple of 32"):
         checkpoints.save({"a.weight": weight("mxfp8", 4, 48)}, tmp_path / "x", layout="mlx")

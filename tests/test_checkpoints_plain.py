@@ -57,3 +57,30 @@ def test_packed_words_without_a_config_need_a_layout(tmp_path):
     checkpoints.save(tensors, tmp_path / "model.safetensors", layout="plain")
     with pytest.raises(checkpoints.CheckpointError, match="Pass layout="):
         checkpoints.open(tmp_path)
+
+
+CODES = [
+    ("a._weight_qdata", "a._weight_scale"),
+    ("a.weight_packed", "a.weight_scale"),
+    ("a.experts_blocks", "a.experts_scales"),
+    ("a.weight", "a.scale_weight"),
+]
+
+
+@pytest.mark.parametrize(("codes", "factor"), CODES)
+def test_codes_with_a_factor_are_not_plain(codes, factor, tmp_path):
+    """A file that lost its header texts is not read with a factor of 1."""
+    tensors = {codes: torch.ones(4, 4).to(torch.float8_e4m3fn), factor: torch.ones(4, 1)}
+    checkpoints.save(tensors, tmp_path / "x.safetensors", layout="plain")
+    with pytest.raises(checkpoints.CheckpointError, match="Pass layout="):
+        checkpoints.open(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["gpt-oss", "comfyui", "transformer-engine", "fine-grained-fp8"])
+def test_a_layout_that_the_file_does_not_have(layout, tmp_path):
+    """Its codes do not pass as plain tensors because the caller named another layout."""
+    codes = {"a.weight": torch.zeros(4, 4, dtype=torch.uint8), "a.b": torch.ones(2)}
+    checkpoints.save(codes, tmp_path / "x.safetensors", layout="plain")
+    with pytest.raises(checkpoints.CheckpointError, match="leave out layout=") as raised:
+        checkpoints.open(tmp_path / "x.safetensors", layout=layout)
+    assert raised.value.layout == layout

@@ -315,6 +315,7 @@ REFUSED = [
     ("Float8Tensor", FP8, {**GOOD, "block_size": [1, 64]}, r"shape \[6, 1\]; got F32"),
     ("Float8Tensor", FP8, {**GOOD, "block_size": [0, 64]}, "positive sizes"),
     ("Float8Tensor", FP8, {**GOOD, "block_size": [-1, 64]}, "positive size"),
+    ("Float8Tensor", FP8, {**GOOD, "block_size": [8, 64]}, "inside the weight"),
     ("Float8Tensor", FP8, {**GOOD, "block_size": [64]}, "for each dim"),
     ("Float8Tensor", FP8, {**GOOD, "block_size": "64"}, "for each dim"),
     ("Float8Tensor", FP8, {**GOOD, "dtype": dtype("int8")}, "floating-point dtype"),

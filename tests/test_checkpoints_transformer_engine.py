@@ -189,6 +189,14 @@ def test_the_enum_of_elements(value, element, old, engine, tmp_path):
     assert_same_bytes(checkpoints.load_state_dict(path)["fc.weight"], want)
 
 
+def test_a_shape_that_is_a_list(engine, tmp_path):
+    want = weight("mxfp8")
+    args = arguments(engine, want)
+    args[6] = list(args[6])
+    path = save(tmp_path / "x.pt", engine, "mxfp8", args)
+    assert_same_bytes(checkpoints.load_state_dict(path)["fc.weight"], want)
+
+
 def test_only_the_transpose(engine, tmp_path):
     """data may be None; the values are those of data_transpose, (K, N)."""
     want = weight("fp8")

@@ -32,6 +32,8 @@ from qtensor.storage.tensor import QuantizedTensor
 Path = str | os.PathLike[str] | IO[bytes]
 Rounding = Literal["origin"] | None
 _JSON_FILES = ("hf_quant_config.json",)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of layers that a quantized checkpoint holds as casts, without a factor."""
 
 
 class Row(NamedTuple):
@@ -128,6 +130,9 @@ class Checkpoint(Mapping[str, Tensor]):
                 if group.name in self.groups:
                     self._refuse(group.name, "each name has one weight", "two of them")
                 self.groups[group.name] = group
+        if layout not in (None, "plain") and not self.groups and not cls.recognises(self.source):
+            # Codes would else pass as plain tensors.
+            self._refuse("", "a file of the layout that the caller names has its weights", "none")
         self._names = self._logical_names()
 
     def _logical_names(self) -> dict[str, None]:
@@ -147,7 +152,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return names
 
     def _refuse(self, name: str, rule: str, got: str) -> None:
-        refuse(Place(self.path, name, self.layout), rule, got, "Export the checkpoint again")
+        fix = "Export the checkpoint again, or leave out layout="
+        refuse(Place(self.path, name, self.layout), rule, got, fix)
 
     # ---- the mapping
 
@@ -390,8 +396,8 @@ def load_state_dict(
         path: a file, a folder, an index of shards, or an open binary file.
         device: device of the tensors; by default they stay in the mapped file.
         dtype: nominal dtype of quantized weights, dtype of dense ones and of other plain
-            floating-point tensors of 16 bits or more, except factors; by default each keeps its
-            own.
+            floating-point tensors of 16 bits or more, except factors; with ``rounding="origin"``
+            also of plain float8 tensors, which are casts. By default each keeps its own.
         rounding: None for quantized tensors, which decode by our arithmetic. ``"origin"`` for dense
             weights, decoded by the origin's own arithmetic to the last bit, and the tensors inside
             extra states of Transformer Engine.
@@ -428,4 +434,5 @@ def _load(
     if is_weight:
         return checkpoint.dense(name, dtype)
     wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    return tensor.to(dtype) if wide else tensor
+    cast = rounding == "origin" and tensor.dtype in _FLOAT8
+    return tensor.to(dtype) if wide or cast else tensor

@@ -7,20 +7,37 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from qtensor.checkpoints.containers.base import Container
-from qtensor.checkpoints.containers.gguf import MAGIC, GGUFFile
+from qtensor.checkpoints.containers.gguf import MAGIC
+from qtensor.checkpoints.containers.gguf_split import is_later_part, open_gguf
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
-from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, ShardedFiles, path_inside
+from qtensor.checkpoints.containers.sharded import (
+    INDEX_SUFFIX,
+    TORCH_INDEX_SUFFIX,
+    ShardedFiles,
+    path_inside,
+)
 from qtensor.checkpoints.containers.torch_zip import LEGACY_START, ZIP_START, TorchZip
 from qtensor.checkpoints.errors import Place, refuse
 
 OPENERS: tuple[tuple[bytes, Callable[[Any], Container]], ...] = (
-    (MAGIC, GGUFFile),
+    (MAGIC, open_gguf),
     (ZIP_START, TorchZip),
 )
 """(first bytes of a file, container): files that begin otherwise are safetensors."""
-FOREIGN = {LEGACY_START: "a file of torch.save before 1.6"}
-_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}", "model.gguf", "model.pt")
-_SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
+FOREIGN: tuple[tuple[bytes, str], ...] = (
+    (LEGACY_START, "a file of torch.save before 1.6"),
+    *((bytes([0x80, protocol]), "a pickle without a zip") for protocol in range(2, 6)),
+)
+"""(first bytes, what a file is) of files that are not read."""
+_NAMES = (
+    "model.safetensors",
+    f"model{INDEX_SUFFIX}",
+    "model.gguf",
+    "model.pt",
+    "pytorch_model.bin",
+    f"pytorch_model{TORCH_INDEX_SUFFIX}",
+)
+_SUFFIXES = (INDEX_SUFFIX, TORCH_INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", ".pth", ".bin")
 """What a folder is searched for, the first match alone."""
 
 
@@ -39,7 +56,7 @@ def open_container(path: str | os.PathLike[str] | IO[bytes]) -> Container:
     if os.path.isdir(name):
         name = _file_of_folder(name)
     if name.endswith(".json"):
-        return ShardedFiles(name)
+        return ShardedFiles(name, lambda path: _open_file(path, path))
     return _open_file(name, name)
 
 
@@ -49,8 +66,9 @@ def _open_file(file: Any, path: str) -> Container:
     for magic, opener in OPENERS:
         if first.startswith(magic):
             return opener(file)
-    for magic, kind in FOREIGN.items():
-        if first.startswith(magic):
+    for magic, kind in FOREIGN:
+        # A safetensors header of 640 bytes begins as a pickle does; its JSON begins at byte 8.
+        if first.startswith(magic) and first[8:9] != b"{":
             rule = "the files that are read are safetensors, GGUF and zips of torch.save"
             refuse(Place(path), rule, kind, "Convert it to safetensors where it was made")
     return SafetensorsFile(file)
@@ -60,9 +78,9 @@ def _first_bytes(file: Any, path: str) -> bytes:
     try:
         if isinstance(file, str):
             with open(file, "rb") as opened:
-                return opened.read(8)
+                return opened.read(9)
         file.seek(0)
-        first = bytes(file.read(8))
+        first = bytes(file.read(9))
         file.seek(0)
         return first
     except (OSError, AttributeError, TypeError, ValueError) as error:
@@ -81,7 +99,7 @@ def _file_of_folder(folder: str) -> str:
         if name in names:
             return path_inside(folder, name, folder)
     for suffix in _SUFFIXES:
-        found = [name for name in names if name.endswith(suffix)]
+        found = [name for name in names if name.endswith(suffix) and not is_later_part(name)]
         if len(found) == 1:
             return path_inside(folder, found[0], folder)
         if found:

@@ -1,18 +1,21 @@
-"""Read a folder: one safetensors file, or shards and their index."""
+"""Read the shards of a folder, which an index names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.containers.safetensors import SafetensorsFile, parse_json
+from qtensor.checkpoints.containers.base import Container, TensorInfo
+from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.errors import Place, refuse
 
 INDEX_SUFFIX = ".safetensors.index.json"
+TORCH_INDEX_SUFFIX = ".bin.index.json"
+_KINDS = {"safetensors": "safetensors", "torch": "zips of torch.save"}
+"""Kinds of shards -> what messages call them."""
 MAX_JSON = 100_000_000
 """Most bytes of a JSON file beside the tensors."""
 
@@ -20,46 +23,51 @@ MAX_JSON = 100_000_000
 class ShardedFiles:
     """Read the shards that an index names, as one set of tensors.
 
+    The shards are safetensors files, or zips of torch.save. An index of the latter names tensor
+    subclasses, which are records here: all tensors of a record belong to its name.
+
     Tensors that lie in a shard but not in the index are left out; ``unlisted`` names them.
     """
 
-    kind = "safetensors"
-
-    def __init__(self, index: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, index: str | os.PathLike[str], open_file: Callable[[str], Container]
+    ) -> None:
         """Open every shard that the index names.
 
         Args:
-            index: path of ``model.safetensors.index.json``.
+            index: path of ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``.
+            open_file: opens the container of one file.
 
         Raises:
-            CheckpointError: the index or a shard is not sound, a shard lies outside the folder, or
-                a tensor is missing from its shard.
+            CheckpointError: the index or a shard is not sound, a shard lies outside the folder, a
+                tensor is missing from its shard, or shards are of different kinds.
         """
-        self.extra: Mapping[str, Any] = {}
         self.path = os.fspath(index)
         self.folder: str | None = os.path.dirname(os.path.abspath(self.path))
-        place = Place(self.path)
-        weight_map = read_json(self.path).get("weight_map")
-        if not isinstance(weight_map, dict) or any(type(f) is not str for f in weight_map.values()):
-            got = type(weight_map).__name__
-            refuse(place, 'an index has "weight_map": {tensor: file}', got, "Export it again")
-        self._shards: dict[str, SafetensorsFile] = {
-            name: SafetensorsFile(
-                path_inside(os.path.dirname(os.path.abspath(self.path)), name, self.path)
-            )
+        weight_map = self._weight_map()
+        self._shards = {
+            name: open_file(path_inside(self.folder, name, self.path))
             for name in sorted(set(weight_map.values()))
         }
+        self.kind = self._one_kind()
         infos: dict[str, TensorInfo] = {}
         self.infos: Mapping[str, TensorInfo] = infos
-        self._shard_of: dict[str, SafetensorsFile] = {}
-        for tensor, name in weight_map.items():
-            shard = self._shards[name]
-            if tensor not in shard.infos:
-                rule = "each tensor of the index lies in the shard that the index names"
-                got = f"{name!r} without it"
-                refuse(Place(self.path, tensor), rule, got, "Download the shards again")
-            infos[tensor] = shard.infos[tensor]
-            self._shard_of[tensor] = shard
+        self._shard_of: dict[str, Container] = {}
+        for name, file in weight_map.items():
+            shard = self._shards[file]
+            for info in self._tensors(shard, name, file):
+                infos[info.name] = info
+                self._shard_of[info.name] = shard
+        extra: dict[str, dict[str, Any]] = {}
+        for file, shard in self._shards.items():
+            for key, values in shard.extra.items():
+                known = {
+                    name: value
+                    for name, value in values.items()
+                    if weight_map.get(name) == file or self._shard_of.get(name) is shard
+                }
+                extra.setdefault(key, {}).update(known)
+        self.extra: Mapping[str, Any] = extra
         self.headers: tuple[Mapping[str, str], ...] = tuple(
             header for s in self._shards.values() for header in s.headers
         )
@@ -69,6 +77,38 @@ class ShardedFiles:
             for tensor in shard.infos
             if self._shard_of.get(tensor) is not shard
         )
+
+    def _weight_map(self) -> dict[str, str]:
+        found = read_json(self.path).get("weight_map")
+        if not isinstance(found, dict) or any(type(file) is not str for file in found.values()):
+            got = type(found).__name__
+            rule = 'an index has "weight_map": {tensor: file}'
+            refuse(Place(self.path), rule, got, "Export it again")
+        if not found:
+            refuse(Place(self.path), "an index names tensors", "none", "Export it again")
+        return found
+
+    def _one_kind(self) -> str:
+        """Return the kind of the shards."""
+        kinds = {shard.kind: name for name, shard in self._shards.items()}
+        if len(kinds) != 1 or not kinds.keys() <= set(_KINDS):
+            rule = f"the shards of an index are all safetensors, or all {_KINDS['torch']}"
+            got = ", ".join(f"{name!r} ({kind})" for kind, name in kinds.items())
+            refuse(Place(self.path), rule, got, "Convert the shards to safetensors")
+        return next(iter(kinds))
+
+    def _tensors(self, shard: Container, name: str, file: str) -> list[TensorInfo]:
+        """Return the tensor of a name, or those of a record of that name."""
+        record = shard.extra.get("records", {}).get(name)
+        if record is not None:
+            values = list(record.args)
+            values += record.state.values() if type(record.state) is dict else ()
+            return [value for value in values if isinstance(value, TensorInfo)]
+        if name not in shard.infos:
+            rule = "each tensor of the index lies in the shard that the index names"
+            fix = "Download the shards again"
+            refuse(Place(self.path, name), rule, f"{file!r} without it", fix)
+        return [shard.infos[name]]
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of its shard where its bytes are aligned.
@@ -82,8 +122,10 @@ class ShardedFiles:
         return self._shard_of[name].read(name)
 
     def release(self, name: str) -> None:
-        """Give the pages of a tensor back to the system."""
-        self._shard_of[name].release(name)
+        """Give the pages of a tensor back to the system, where the shard can."""
+        release = getattr(self._shard_of[name], "release", None)
+        if release is not None:
+            release(name)
 
     def close(self) -> None:
         """Release the shards; tensors that were read stay valid."""

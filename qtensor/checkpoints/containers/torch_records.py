@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from qtensor.checkpoints.containers.base import MAX_SIZE, STORED_NAMES
+from qtensor.checkpoints.containers.base import MAX_SIZE, STORED_NAMES, TensorInfo
 from qtensor.checkpoints.errors import Place, refuse
 
 MAX_DIMS = 64
@@ -111,6 +111,23 @@ DTYPES: dict[Global, torch.dtype] = {
     Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in STORED_NAMES
 }
 WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+
+
+def holds_tensor(value: Any) -> bool:
+    """Return True if a tensor lies anywhere inside a value of a pickle, which may hold itself."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (TensorRecord, TensorInfo)):
+            return True
+        if type(value) not in (Call, dict, list, tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is Call:
+            waiting += [value.args, value.state]
+        else:
+            waiting += value.values() if type(value) is dict else value
+    return False
 
 
 def is_inert(name: Any) -> bool:

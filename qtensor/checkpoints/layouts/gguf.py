@@ -30,6 +30,7 @@ from qtensor.checkpoints.containers.gguf import (
     GGUFValue,
     gguf_value,
 )
+from qtensor.checkpoints.containers.gguf_split import KEYS
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable, Writer
@@ -290,7 +291,8 @@ class GGUFLayoutWriter(Writer):
         if self.source is not None and self.source.kind == "gguf":
             pairs |= self.source.extra["key_values"]
         pairs |= {key: value for key, value in self.model_config.items() if "." in key}
-        pairs.pop("general.alignment", None)
+        for key in ("general.alignment", *KEYS):
+            pairs.pop(key, None)
         quantized = [kind for kind in kinds if kind in FILE_TYPES]
         if quantized:
             pairs["general.file_type"] = FILE_TYPES[max(FILE_TYPES, key=quantized.count)]

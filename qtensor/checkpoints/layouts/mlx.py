@@ -71,7 +71,11 @@ class MLXLayout(Layout):
         own = self._entries.get(module, True)
         found = {**self._base, **own} if isinstance(own, dict) else self._base
         name = str(found.get("mode", "affine"))
-        mode = Mode(name, found.get("bits", 0), found.get("group_size", 0))
+        # MLX takes the numbers of the mode where the config has none.
+        usual = MODES.get(name, Mode(name, 0, 0))
+        bits, size = found.get("bits"), found.get("group_size")
+        bits = usual.bits if bits is None else bits
+        mode = Mode(name, bits, usual.group_size if size is None else size)
         if own is False or MODES.get(name) != mode:
             got = f"{name!r} ({mode.bits!r} bits, groups of {mode.group_size!r})"
             got = "false, but tensors with factors" if own is False else got

@@ -31,6 +31,8 @@ FACTORS = (
 """Last name parts that stand beside codes in one layout or another."""
 STACKED = ("_scale", "_scale_inv", "_scales_inv", "_weight_scale")
 """What follows the name of stacked experts in the name of their factor."""
+PAIRS = {"_blocks": "_scales", "_qdata": "_scale", "_packed": "_scale"}
+"""End of the name of codes -> end of the name of their factor: gpt-oss, torchao."""
 
 
 class PlainWriter(Writer):
@@ -108,6 +110,7 @@ def _has_factor(source: Source, name: str) -> bool:
     module = name.rpartition(".")[0]
     beside = [f"{module}.{factor}" for factor in FACTORS]
     beside += [name + suffix for suffix in STACKED]
-    if name.endswith("_blocks"):
-        beside.append(f"{name.removesuffix('blocks')}scales")
+    for codes, factor in PAIRS.items():
+        if name.endswith(codes):
+            beside.append(name.removesuffix(codes) + factor)
     return any(factor in source.tensors for factor in beside)

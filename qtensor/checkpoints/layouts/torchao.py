@@ -19,7 +19,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.containers.torch_records import Call
+from qtensor.checkpoints.containers.torch_records import Call, holds_tensor
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source
 from qtensor.checkpoints.layouts.torchao_writer import (
     ACT,
@@ -47,6 +47,8 @@ _TENSORS = {
 }
 """``_type`` -> (names of its tensors, names of optional ones)."""
 _FP8 = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+_TILE = 128
+"""Size of FP8 blocks, which alone may be larger than the weight."""
 _AGAIN = "Save the model again with torchao"
 
 
@@ -164,7 +166,7 @@ class TorchAOLayout(Layout):
         for name, call in records.items():
             state = call.state if type(call.state) is dict else {}
             held = {k: v for k, v in state.items() if isinstance(v, TensorInfo)}
-            if not held and not any(isinstance(arg, TensorInfo) for arg in call.args):
+            if not holds_tensor(call):
                 continue  # a configuration
             kind = self._kind(name, call.function.rpartition(".")[2])
             data = {k: v for k, v in state.items() if k not in held}
@@ -200,6 +202,9 @@ class TorchAOLayout(Layout):
             self.refuse(weight.name, rule, repr(block)[:60], _AGAIN)
         if any(b == 0 and n != 0 for b, n in zip(block, shape, strict=True)):
             self.refuse(weight.name, "block_size has positive sizes", list(block), _AGAIN)
+        if any(b > n and b != _TILE for b, n in zip(block, shape, strict=True)):
+            rule = f"a block of {list(block)} lies inside the weight, or has sizes of {_TILE}"
+            self.refuse(codes.name, rule, list(shape), _AGAIN)
         grid = tuple(ceil_div(n, max(b, 1)) for n, b in zip(shape, block, strict=True))
         shapes: list[tuple[int, ...]] = [grid]
         if all(n == 1 for n in grid):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
-from qtensor.checkpoints.containers.torch_records import Call
+from qtensor.checkpoints.containers.torch_records import Call, holds_tensor
 from qtensor.checkpoints.containers.torch_zip import pickled_tensors
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source
@@ -101,7 +101,7 @@ class TransformerEngineLayout(Layout):
             form = _form(call.function)
             if form is not None:
                 yield self._group(name, form, call)
-            elif any(isinstance(arg, TensorInfo) for arg in _values(call)):
+            elif holds_tensor(call):
                 rule = f"the tensors that are read are {', '.join(_CLASSES)}"
                 fix = "Dequantize it where it was made, and save it again"
                 self.refuse(name, rule, call.function, fix)
@@ -115,9 +115,12 @@ class TransformerEngineLayout(Layout):
         args = dict.fromkeys(names)
         args.update(zip(names, call.args, strict=False))
         shape, dtype = args["shape"], args["dtype"]
-        if type(shape) is not tuple or not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+        if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+            dtype = None
+        if not isinstance(shape, tuple | list) or dtype is None:
             rule = "a parameter has a shape and a floating-point dtype"
-            self.refuse(name, rule, f"{type(shape).__name__}, {dtype!r:.60}", _AGAIN)
+            got = f"{type(shape).__name__}, {args['dtype']!r:.60}"
+            self.refuse(name, rule, got, _AGAIN)
         shape = checked_shape(list(shape), self.source.path, name, self.name)
         if form == "float8_tensor" and args["data"] is None:
             return self._transposed(name, args, shape, dtype)
@@ -257,11 +260,6 @@ def _records(source: Source) -> dict[str, Call]:
 
 def _is_ours(call: Call) -> bool:
     return call.function.startswith(PACKAGE)
-
-
-def _values(call: Call) -> list[Any]:
-    """Return the arguments and the attributes of a record."""
-    return [*call.args, *(call.state.values() if type(call.state) is dict else ())]
 
 
 def _form(function: str) -> str | None:
