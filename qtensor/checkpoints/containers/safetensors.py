@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import threading
@@ -40,6 +41,7 @@ MAX_HEADER = 100_000_000
 """Most bytes of a header, as in the package ``safetensors``."""
 _AGAIN = "Download or export the file again"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class SafetensorsFile:
@@ -194,6 +196,9 @@ def parse_json(text: bytes, place: Place) -> dict[str, Any]:
         value = json.loads(
             text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
         )
+        if _SURROGATE.search(text):
+            # An escape can stand for half a character, which is no text: no file has such a name.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         refuse(place, "the text is UTF-8 and JSON, and each name occurs once", error, _AGAIN, error)
     if not isinstance(value, dict):
