@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from pickle_cases import named
 
+from qtensor.checkpoints.containers.gguf import GGUFFile
+
 JUNK = (None, True, -1, 0, 2**70, 1.5, "", "x", "../x", [], [1], [-1, 2], {}, {"a": 1}, "\ud800")
 """The last one is an escape for half a character: then no text of the file is trusted."""
 ARCHIVE, GGUF, INDEX = "model.pt", "model.gguf", "model.safetensors.index.json"
@@ -240,7 +242,8 @@ def dropped(files, chance):
         if "data_offsets" in about and about["data_offsets"][0] >= end:
             about["data_offsets"] = [n - (end - begin) for n in about["data_offsets"]]
     files[name] = joined(header, data[:begin] + data[end:])
-    return Damage(kept=True)
+    # In old ComfyUI files a weight without factor is a cast of its codes.
+    return Damage(kept=not tensor.endswith(".scale_weight"))
 
 
 def cut(files, chance):
@@ -480,9 +483,9 @@ def hostile_pickle(files, chance):
 
 
 def gguf_header(data):
-    """Return the offset behind the infos of the tensors: before it all is structure."""
-    names = [at for at in range(len(data) - 8) if data[at : at + 7] == b".weight"]
-    return min(len(data), names[-1] + 64) if names else 200
+    """Return the number of bytes of the header, without the zeros at its end."""
+    start = min(info.start for info in GGUFFile(io.BytesIO(data)).infos.values())
+    return len(data[:start].rstrip(b"\0"))
 
 
 def gguf_bytes(files, chance):
