@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 from checkpoint_cases import EXAMPLES, READ, weight
-from hostile_cases import INDEX, Fifo, Folder, Link, case
+from hostile_cases import case
+from hostile_files import INDEX, Fifo, Folder, Link
 
 from qtensor import QuantizedTensor, checkpoints
 

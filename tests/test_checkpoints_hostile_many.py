@@ -1,9 +1,12 @@
 """10,000 damaged checkpoints of every container and layout, in processes that watch themselves.
 
-hostile_cases.py says how files are damaged, hostile_process.py reads them. A case fails if anything
-but a CheckpointError comes out, the error does not name the file (and the tensor whose entry was
-damaged), damage that no valid file can have is not seen, a tensor that the file describes as before
-has other values, or reading opens a file outside the folder, writes, imports or starts anything.
+hostile_cases.py lists the kinds of damage, hostile_process.py reads the files. A case fails
+
+- if anything but a CheckpointError comes out,
+- if the error does not name the file, and the tensor if its entry was damaged,
+- if damage that no valid file can have is not seen,
+- if a tensor that the file describes as before has other values, or
+- if reading opens a file outside the folder, writes, imports or starts anything.
 """
 
 import json
