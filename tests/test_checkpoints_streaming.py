@@ -193,7 +193,7 @@ def test_folders_are_exchanged_where_the_system_cannot_do_it_at_once(
 ):
     out = tmp_path / "out"
     checkpoints.convert(source, out, format="nvfp4")
-    monkeypatch.setattr(journal, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(journal, "exchange", lambda one, other: False)
     convert(source, out, overwrite=True)
     assert files_of(out) == want
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source", "want"]
