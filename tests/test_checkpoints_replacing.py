@@ -157,17 +157,18 @@ def kill_before(number):
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # files outlive the process without it, and it takes long
-save(base / "warm", NEW)
+SMALL = {"count": 2, "shard_size": 17_000}
+save(base / "warm", NEW, **SMALL)
 shutil.rmtree(base / "warm")
 killed, found = 0, []
 while True:
-    save(folder, OLD)
+    save(folder, OLD, **SMALL)
     if not killed:
         add_others(folder)
     child = os.fork()
     if child == 0:
         kill_before(killed + 1)
-        save(folder, NEW)
+        save(folder, NEW, **SMALL)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) == 0:
@@ -176,7 +177,7 @@ while True:
     killed += 1
     # Where folders cannot be exchanged, the old one has another name for a moment.
     found.append(value_of(folder if folder.exists() or can_exchange else old))
-    save(folder, NEW)
+    save(folder, NEW, **SMALL)
     assert value_of(folder) == NEW and has_others(folder), killed
     assert names(base) == ["out"], names(base)
 assert value_of(folder) == NEW

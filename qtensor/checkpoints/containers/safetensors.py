@@ -110,13 +110,8 @@ class SafetensorsFile:
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system; writes to the tensor are lost."""
-        if not isinstance(self._map, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
-            return
         info = self.infos[name]
-        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (info.start + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if size > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, size)
+        release_pages(self._map, info.start, info.nbytes)
 
     def close(self) -> None:
         """Release the map; tensors that were read stay valid.
@@ -125,6 +120,22 @@ class SafetensorsFile:
         it, and Python unmaps it when the last tensor is gone.
         """
         self._map = None
+
+
+def release_pages(data: Any, start: int, nbytes: int) -> None:
+    """Give the whole pages of a part of a mapped file back to the system.
+
+    Args:
+        data: what ``map_file`` returned, or None; other memory than a map stays.
+        start: offset of the part.
+        nbytes: size of the part.
+    """
+    if not isinstance(data, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        data.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 def map_file(file: Any, place: Place) -> Any:
