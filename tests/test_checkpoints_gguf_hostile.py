@@ -43,6 +43,7 @@ HEADERS = {
         gguf_bytes([pair("a", 9, array(9, 1) * 5 + array(0, 1, b"\1"))]),
         "at most 4 deep",
     ),
+    "data that begin too early": (gguf_bytes((), [A], ONES)[:-20] + ONES, "are zeros"),
     "alignment 0": (gguf_bytes([pair("general.alignment", 4, bytes(4))]), "power of two"),
     "alignment 24": (
         gguf_bytes([pair("general.alignment", 4, struct.pack("<I", 24))]),

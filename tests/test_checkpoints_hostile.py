@@ -22,6 +22,7 @@ HEADERS = {
     "not JSON": ("{", b"", "UTF-8 and JSON"),
     "not an object": ("[]", b"", "JSON object"),
     "not UTF-8": (b'{"\xff": 1}', b"", "UTF-8 and JSON"),
+    "half a character": ('{"\\ud800": 1}', b"", "UTF-8 and JSON"),
     "nested too deep": ('{"a":' + "[" * 100_000, b"", "UTF-8 and JSON"),
     "a name twice": ('{"a": 1, "a": 2}', b"", "'a' occurs twice"),
     "NaN": ('{"a": NaN}', b"", "NaN"),
@@ -152,6 +153,7 @@ INDEXES = {
     "a list": ({"weight_map": []}, "weight_map"),
     "a number": ({"weight_map": {"a": 1}}, "weight_map"),
     "nothing": ({"weight_map": {}}, "names tensors; got none"),
+    "half a character": ({"weight_map": {"a": "\ud800"}}, "UTF-8 and JSON"),
     "a missing tensor": ({"weight_map": {"b": "model-1.safetensors"}}, "lies in the shard"),
 }
 

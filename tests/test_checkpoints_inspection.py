@@ -218,6 +218,17 @@ def test_a_checksum_names_no_file_outside_the_folder(tmp_path):
         assert checkpoints.verify(out).files_hashed == 0
 
 
+def test_a_sidecar_that_links_out_of_the_folder_is_not_read(tmp_path):
+    source = saved(tmp_path, {"weight": torch.randn(32, 64)}, layout="plain")
+    (tmp_path / "sums").write_text(f"{'0' * 64}  model.safetensors\n")
+    (source / "SHA256SUMS").symlink_to(tmp_path / "sums")
+    found = checkpoints.verify(source)
+    assert found.files_hashed == 0
+    (problem,) = found.problems
+    assert problem.file == "SHA256SUMS"
+    assert "does not link" in problem.text
+
+
 def test_unlisted_tensors_are_a_warning(tmp_path):
     state = {f"{i}.weight": torch.randn(32, 64) for i in range(3)}
     out = tmp_path / "out"

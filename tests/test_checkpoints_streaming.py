@@ -2,10 +2,12 @@
 
 import errno
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -193,7 +195,7 @@ def test_folders_are_exchanged_where_the_system_cannot_do_it_at_once(
 ):
     out = tmp_path / "out"
     checkpoints.convert(source, out, format="nvfp4")
-    monkeypatch.setattr(journal, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(journal, "exchange", lambda one, other: False)
     convert(source, out, overwrite=True)
     assert files_of(out) == want
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source", "want"]
@@ -261,6 +263,48 @@ def test_a_small_file_system(source, tmp_path):
     run = [*command, sys.executable, "-c", code, str(source), str(small / "out")]
     done = subprocess.run(run, check=True, capture_output=True, text=True)
     assert "No space left on device" in done.stdout
+
+
+# ---- memory of mapped files
+
+
+def resident():
+    """Return the resident bytes of mapped files of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[2]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="it reads Linux's /proc")
+@pytest.mark.parametrize("container", ["safetensors", "torch", "torch, compressed", "gguf"])
+def test_released_tensors_take_no_memory(container, tmp_path):
+    """One tensor of a mapped file is in memory at a time, and is read again after its release."""
+    state = {f"{i}.weight": torch.full((1024, 1024), float(i)) for i in range(16)}  # 4 MiB each
+    path = tmp_path / "model.pt"
+    if container.startswith("torch"):
+        torch.save(state, path)
+    else:
+        path = tmp_path / f"model.{container}"
+        checkpoints.save(state, path, layout="plain" if container == "safetensors" else "gguf")
+    if "compressed" in container:
+        deflate(path)
+    with checkpoints.open(path) as checkpoint:
+        before = most = resident()
+        for i, name in enumerate(state):
+            assert checkpoint[name].sum() == i * 2**20
+            most = max(most, resident())
+            checkpoint.release(name)
+        assert most - before < 12 * 2**20
+        assert resident() - before < 4 * 2**20
+        assert checkpoint["3.weight"].sum() == 3 * 2**20
+
+
+def deflate(path):
+    """Compress the entries of a zip of torch.save."""
+    with zipfile.ZipFile(path) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in entries.items():
+            file.writestr(name, data)
 
 
 # ---- one file

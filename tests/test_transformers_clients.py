@@ -6,6 +6,7 @@ from transformers_models import config, dense, load, logits, transformers
 
 import qtensor
 from qtensor.integrations.experts import ExpertWeights
+from qtensor.integrations.offload import disk_offload
 from qtensor.integrations.transformers import QTensorConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
@@ -144,8 +145,28 @@ def test_accelerate(name, fmt, how, make, tmp_path):
     assert frozen(make(name, fmt))
 
 
-def test_disk_offload_says_what_to_do(make, tmp_path):
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_disk_offload(name, fmt, make, tmp_path):
+    """The weights lie in files; each layer reads its own, as often as it runs."""
+    need("accelerate")
+    model = make(name, fmt)
+    wanted = logits(model)
+    offloaded = disk_offload(model, tmp_path / "offload")
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert torch.equal(logits(offloaded), wanted)
+    assert torch.equal(logits(offloaded), wanted)
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    stored = sum(path.stat().st_size for path in (tmp_path / "offload").iterdir())
+    parameters = sum(p.numel() for p in model.parameters())
+    assert stored < 2 * parameters  # tied weights once, and less than in bfloat16
+    with pytest.raises(qtensor.QTensorError, match="must not exist"):
+        disk_offload(make(name, fmt), tmp_path / "offload")
+
+
+def test_disk_offload_of_accelerate_says_what_to_do(make, tmp_path):
     """accelerate writes one plain array for each parameter, which a quantized weight is not."""
     accelerate = need("accelerate")
     with pytest.raises(qtensor.QTensorError, match="inner buffer"):
         accelerate.disk_offload(make("llama", "nvfp4"), str(tmp_path / "offload"))
+    with pytest.raises(qtensor.QTensorError, match="those of the model"):
+        disk_offload(make("llama", "nvfp4"), tmp_path / "offload", state_dict={})

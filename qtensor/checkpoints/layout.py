@@ -381,10 +381,15 @@ _REFUSED = {
 
 def layouts() -> dict[str, type[Layout]]:
     """Return all layouts by name, in the order in which they are asked."""
+    _import_layouts()
+    return dict(sorted(_LAYOUTS.items(), key=lambda item: item[1].rank))
+
+
+@functools.cache
+def _import_layouts() -> None:
     package = importlib.import_module("qtensor.checkpoints.layouts")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
-    return dict(sorted(_LAYOUTS.items(), key=lambda item: item[1].rank))
 
 
 def find_layout(name: str) -> type[Layout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec, sync_folder
-from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX
-from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, read_json
+from qtensor.checkpoints.errors import CheckpointError, Place, refuse
 from qtensor.checkpoints.layout import Writer, find_layout, layouts
+from qtensor.checkpoints.publishing import FolderSwap, restore
 from qtensor.storage.tensor import QuantizedTensor
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -39,8 +41,10 @@ def save(
 ) -> None:
     """Write tensors as a checkpoint; quantized tensors are moved byte for byte.
 
-    Tensors are written one by one to temporary names, synced and renamed, so that a failure leaves
-    an older checkpoint as it was. The index of shards is renamed last.
+    Tensors are written one by one to temporary names, synced and renamed. A folder that holds a
+    checkpoint is replaced as a whole, after the new one is complete: either the old or the new one
+    is there at any moment. Other files and subfolders of it stay. Only the current folder of the
+    process, mount points and folders in one that is not writable are written file by file.
 
     Args:
         model: a module, a state dict, or an open checkpoint.
@@ -105,19 +109,85 @@ def _save_folder(
     if len(shards) > 1:
         texts[index] = index_of(names, shards)
     try:
+        restore(folder)
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         refuse(Place(folder), "the folder must be writable", error, "Check the path", error)
     every = [*files, *(os.path.join(folder, name) for name in (*texts, "model.safetensors", index))]
     _check_free(every, overwrite)
+    swap = _swap(folder) if any(map(os.path.lexists, every)) else None
+    if swap is None:
+        _write_folder(state, writer, files, texts)
+        return
+    try:
+        _keep_config(folder, texts)
+        work = {
+            os.path.join(swap.work, name): shard for name, shard in zip(names, shards, strict=True)
+        }
+        _write_folder(state, writer, work, texts)
+        swap.publish(_old_files(folder, index))
+    except BaseException:
+        swap.discard()
+        raise
+
+
+def _write_folder(
+    state: Mapping[str, Tensor],
+    writer: Writer,
+    files: Mapping[str, Shard],
+    texts: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write the files of a folder, and the index last."""
     _write(state, writer, files)
-    for name, value in sorted(texts.items(), key=lambda item: item[0] == index):
+    folder = os.path.dirname(next(iter(files)))
+    for name, value in sorted(texts.items(), key=lambda item: item[0].endswith(INDEX_SUFFIX)):
         write_json(os.path.join(folder, name), value)
+    made = {*map(os.path.basename, files), *texts}
     # An older file of another kind would be read in place of this checkpoint.
-    for name in {index, "model.safetensors"} - {*names, *texts}:
+    for name in {f"model{INDEX_SUFFIX}", "model.safetensors"} - made:
         stale = os.path.join(folder, name)
         if os.path.lexists(stale):
             os.unlink(stale)
+
+
+def _swap(folder: str) -> FolderSwap | None:
+    """Return a work folder, or None if a folder can only be written in place.
+
+    That is the current folder of the process, which would lose it, a mount point or a folder with
+    one, and a folder in one that the user cannot write.
+    """
+    path = os.path.realpath(folder)
+    here = os.path.realpath(os.getcwd())
+    if os.path.commonpath([path, here]) == path:
+        return None
+    try:
+        inside = [os.path.join(path, name) for name in os.listdir(path)]
+        if any(map(os.path.ismount, (path, *inside))):
+            return None
+        return FolderSwap(path)
+    except OSError:
+        return None
+
+
+def _keep_config(folder: str, texts: dict[str, Any]) -> None:
+    """Keep the config of a folder, without the entry that describes the old weights."""
+    path = os.path.join(folder, "config.json")
+    if "config.json" not in texts and os.path.isfile(path):
+        with contextlib.suppress(CheckpointError):
+            config = read_json(path)
+            if without_quantization(config) != config:
+                texts["config.json"] = without_quantization(config)
+
+
+def _old_files(folder: str, index: str) -> set[str]:
+    """Return the names of the files of the checkpoint that a folder holds."""
+    names = {index, "model.safetensors", "hf_quant_config.json"}
+    with contextlib.suppress(CheckpointError):
+        if os.path.isfile(os.path.join(folder, index)):
+            weight_map = read_json(os.path.join(folder, index)).get("weight_map")
+            if isinstance(weight_map, dict):
+                names |= {n for n in weight_map.values() if str(n).endswith(".safetensors")}
+    return names
 
 
 def shard_names(count: int, suffix: str = ".safetensors") -> list[str]:

@@ -146,7 +146,7 @@ class QTensorQuantizer(HfQuantizer):
         """
         if isinstance(device_map, dict):
             if "disk" in device_map.values():
-                fix = "Load on the CPU, then call accelerate.disk_offload(model, folder)"
+                fix = "Load on the CPU, then call disk_offload of qtensor.integrations.offload"
                 rule = "from_pretrained cannot offload quantized weights to disk"
                 fail("from_pretrained", rule, device_map, fix, UnsupportedError)
             devices = set(device_map.values())

@@ -36,6 +36,8 @@ MAX_ITEMS = 2_000_000
 MAX_DIMS, MAX_NAME = 4, 63
 """Most dims, and most bytes of a tensor's name, that llama.cpp reads."""
 ALIGNMENT = 32
+MAX_PADDING = 65536
+"""Most bytes between header and data that are looked at."""
 _AGAIN = "Download or export the file again"
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -134,6 +136,7 @@ class GGUFFile(SafetensorsFile):
         entries = [header.tensor() for _ in range(count)]
         alignment = _alignment(values, self.path)
         start = -(-header.at // alignment) * alignment
+        self._check_padding(header.at, start)
         infos, types, shapes = {}, {}, {}
         for name, shape, number, offset in entries:
             place = Place(self.path, name)
@@ -152,6 +155,16 @@ class GGUFFile(SafetensorsFile):
         self.headers = ()
         self.infos = infos
         self.extra = {"types": types, "shapes": shapes, "key_values": values}
+
+    def _check_padding(self, end: int, start: int) -> None:
+        """Refuse other bytes than zeros between header and data.
+
+        Where bytes of a header are lost, the data lie before the place that the header gives.
+        """
+        padding = bytes(self._map[max(end, start - MAX_PADDING) : start])
+        if any(padding):
+            rule = "the bytes between the header and the data are zeros"
+            refuse(Place(self.path), rule, repr(padding[:80]), _AGAIN)
 
 
 class _Header:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import threading
@@ -40,6 +41,7 @@ MAX_HEADER = 100_000_000
 """Most bytes of a header, as in the package ``safetensors``."""
 _AGAIN = "Download or export the file again"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class SafetensorsFile:
@@ -108,13 +110,8 @@ class SafetensorsFile:
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system; writes to the tensor are lost."""
-        if not isinstance(self._map, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
-            return
         info = self.infos[name]
-        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (info.start + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-        if size > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, size)
+        release_pages(self._map, info.start, info.nbytes)
 
     def close(self) -> None:
         """Release the map; tensors that were read stay valid.
@@ -123,6 +120,22 @@ class SafetensorsFile:
         it, and Python unmaps it when the last tensor is gone.
         """
         self._map = None
+
+
+def release_pages(data: Any, start: int, nbytes: int) -> None:
+    """Give the whole pages of a part of a mapped file back to the system.
+
+    Args:
+        data: what ``map_file`` returned, or None; other memory than a map stays.
+        start: offset of the part.
+        nbytes: size of the part.
+    """
+    if not isinstance(data, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        data.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 def map_file(file: Any, place: Place) -> Any:
@@ -194,6 +207,9 @@ def parse_json(text: bytes, place: Place) -> dict[str, Any]:
         value = json.loads(
             text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
         )
+        if _SURROGATE.search(text):
+            # An escape can stand for half a character, which is no text: no file has such a name.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         refuse(place, "the text is UTF-8 and JSON, and each name occurs once", error, _AGAIN, error)
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.containers.base import STORED_NAMES, TensorInfo
 from qtensor.checkpoints.containers.inert_pickle import MAX_PICKLE, InertUnpickler, load_legacy
-from qtensor.checkpoints.containers.safetensors import map_file
+from qtensor.checkpoints.containers.safetensors import map_file, release_pages
 from qtensor.checkpoints.containers.torch_records import (
     BYTES_IO,
     Budget,
@@ -248,6 +248,16 @@ class TorchZip:
         if self._inflated[0] != entry.name:
             self._inflated = (entry.name, bytearray(entry_bytes(self._map, entry, self.path)))
         return _tensor(record, self._inflated[1], 0)
+
+    def release(self, name: str) -> None:
+        """Give the memory of a tensor's storage back; writes to tensors of the storage are lost."""
+        record = self._stored[name].record
+        if isinstance(record, bytes):
+            return
+        entry = self._entries[record.storage.key]
+        release_pages(self._map, entry.start, entry.stored)
+        if self._inflated[0] == entry.name:
+            self._inflated = ("", bytearray())
 
     def close(self) -> None:
         """Release the map; tensors that were read stay valid."""

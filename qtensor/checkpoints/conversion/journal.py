@@ -8,7 +8,6 @@ request and source takes over those that still match.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from qtensor.checkpoints.containers.safetensors import sync_folder
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
+from qtensor.checkpoints.publishing import exchange
 from qtensor.checkpoints.saving import write_json
 
 _LIBRARY_FILES = (
@@ -34,8 +34,6 @@ _LIBRARY_FILES = (
     ".pth",
 )
 """Ends of the names of files that a folder of a checkpoint holds."""
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 
 
 class Journal:
@@ -130,7 +128,7 @@ class Journal:
         sync_folder(self.folder)
         if os.path.isdir(self.dst) and os.listdir(self.dst):
             check_replaceable(self.dst)
-            if not _exchange(self.folder, self.dst):
+            if not exchange(self.folder, self.dst):
                 old = f"{self.folder}.old"
                 self._rename(self.dst, old)
                 self._rename(self.folder, self.dst)
@@ -168,15 +166,6 @@ def digest(path: str) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _exchange(one: str, other: str) -> bool:
-    """Exchange two paths in one step; False where the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    paths = [ctypes.c_char_p(os.fsencode(path)) for path in (one, other)]
-    return rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
 def source_identity(paths: list[str]) -> list[list[Any]]:

@@ -114,8 +114,9 @@ def verify(path: Any, layout: str | None = None) -> Verification:
 
 def _checksums(checkpoint: Checkpoint) -> tuple[int, list[Problem]]:
     """Return the number of compared files, and the problems."""
-    problems, hashed = [], 0
-    for name, expected in _expected_sums(checkpoint).items():
+    problems: list[Problem] = []
+    hashed = 0
+    for name, expected in _expected_sums(checkpoint, problems).items():
         try:
             file = path_inside(checkpoint.folder or "", name, checkpoint.path)
             found = digest(file)
@@ -129,8 +130,11 @@ def _checksums(checkpoint: Checkpoint) -> tuple[int, list[Problem]]:
     return hashed, problems
 
 
-def _expected_sums(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return file name -> SHA-256 of the index, of sidecars and of the Hugging Face cache."""
+def _expected_sums(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, str]:
+    """Return file name -> SHA-256 of the index and of sidecars.
+
+    A sidecar that is a link out of the folder is not read; it is added to ``problems``.
+    """
     found: dict[str, str] = {}
     if checkpoint.folder is None:
         return found
@@ -143,6 +147,11 @@ def _expected_sums(checkpoint: Checkpoint) -> dict[str, str]:
     for sidecar in (*_SUMS, *(f"{name}.sha256" for name in sorted(used))):
         path = os.path.join(checkpoint.folder, sidecar)
         if os.path.isfile(path) and os.path.getsize(path) < _PIECE:
+            try:
+                path_inside(checkpoint.folder, sidecar, path)
+            except CheckpointError as error:
+                problems.append(Problem(ERROR, "", sidecar, str(error)))
+                continue
             with open(path, encoding="utf-8", errors="replace") as file:
                 lines = _LINE.findall(file.read())
             found |= {name.strip(): sha256 for sha256, name in lines if name.strip() in used}

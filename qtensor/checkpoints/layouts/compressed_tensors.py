@@ -5,7 +5,6 @@ docs/checkpoints.md has the table of formats. FP8 factors multiply; the NVFP4 te
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -26,6 +25,7 @@ from qtensor.checkpoints.layout import (
     Writer,
 )
 from qtensor.checkpoints.nvfp4_factor import divisor_of, from_divisor
+from qtensor.checkpoints.patterns import Pattern
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
@@ -57,7 +57,7 @@ _ROLES = {"weight_scale": "scale", "weight_global_scale": "divisor"}
 class Scheme(NamedTuple):
     """Describe one entry of ``config_groups``."""
 
-    targets: tuple[str, ...]
+    targets: tuple[str | Pattern, ...]
     format: str
     strategy: str
     block: tuple[int, int] | None
@@ -66,7 +66,7 @@ class Scheme(NamedTuple):
     def names(self, module: str) -> bool:
         """Return True if a target names the module, exactly or by a ``re:`` pattern."""
         return any(
-            re.match(target[3:], module) if target.startswith("re:") else target == module
+            target.matches(module) if isinstance(target, Pattern) else target == module
             for target in self.targets
         )
 
@@ -135,17 +135,11 @@ class CompressedTensorsLayout(Layout):
             elif strategy not in ("tensor", "channel"):
                 rule = "the strategies of FP8 weights are tensor, channel, block and group"
                 self.refuse("", rule, repr(strategy), "Check config.json")
-        patterns = tuple(str(target) for target in targets)
-        for pattern in patterns:
-            self._check_pattern(pattern)
+        patterns = tuple(
+            Pattern(text[3:], self.place()) if text.startswith("re:") else text
+            for text in map(str, targets)
+        )
         return Scheme(patterns, _FORMATS[name], strategy, block)
-
-    def _check_pattern(self, pattern: str) -> None:
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except (re.error, RecursionError, OverflowError) as error:
-                self.refuse("", "a target is a name or a pattern", error, "Check config.json")
 
     def _block(self, sizes: Any) -> tuple[int, int]:
         ok = isinstance(sizes, list) and len(sizes) == 2
