@@ -10,7 +10,7 @@ import abc
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -23,8 +23,23 @@ from qtensor.checkpoints.errors import Place, refuse
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
+_WEIGHTS = ("weight", "weight_packed")
+_FACTORS = (
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "scale",
+    "scales",
+    "qscale_weight",
+)
+"""Last name parts of the factors of a module's weight, in one layout or another."""
+_STACKED_FACTORS = ("_scale", "_scale_inv", "_scales_inv", "_scales", "_weight_scale")
+"""What follows the name of stacked experts in the name of their factor."""
+
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
+
+_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Loaded = Mapping[str, Tensor]
 """The stored tensors of a group, by role."""
@@ -54,17 +69,19 @@ class Source:
 
     @functools.cached_property
     def quantization(self) -> Mapping[str, Any]:
-        """Return ``quantization_config`` of the config, or of its text or language model part."""
-        for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
-            found = part.get("quantization_config") if isinstance(part, dict) else None
-            if isinstance(found, dict):
-                return found
-        return {}
+        """Return ``quantization_config`` of the config, or of its text or language model part.
+
+        One that names its method comes before one that does not.
+        """
+        parts = (self.config, *(self.config.get(k) for k in ("text_config", "llm_config")))
+        found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+        filled = [entry for entry in found if isinstance(entry, dict) and entry]
+        return next((e for e in filled if e.get("quant_method")), filled[0] if filled else {})
 
     @property
     def method(self) -> str:
         """Return ``quant_method`` in lower case, or ""."""
-        return str(self.quantization.get("quant_method", "")).lower()
+        return str(self.quantization.get("quant_method") or "").lower()
 
     @functools.cached_property
     def model_dtype(self) -> torch.dtype | None:
@@ -73,7 +90,7 @@ class Source:
             if isinstance(part, dict):
                 name = part.get("torch_dtype") or part.get("dtype")
                 dtype = getattr(torch, str(name).removeprefix("torch."), None)
-                if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                if isinstance(dtype, torch.dtype) and dtype in _MODEL_DTYPES:
                     return dtype
         return None
 
@@ -269,6 +286,44 @@ class Layout(abc.ABC):
             rule = f"{why} needs {' or '.join(dtypes)} of shape {legal}"
             fix = "Check the config against the file, or export the checkpoint again"
             self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
+
+    def refuse_leftovers(self, used: Container[str]) -> None:
+        """Refuse codes and factors that ``groups`` left over: they would pass as plain values.
+
+        For layouts whose config says that weights are quantized: a float8 or packed tensor without
+        a factor that the layout knows is an error. Packed codes are uint8 or int8 matrices that are
+        the ``weight`` of a module, stacked ones, or ones with a factor beside them.
+
+        Args:
+            used: names of the stored tensors of all groups.
+
+        Raises:
+            CheckpointError: such a tensor is left; the message names it.
+        """
+        for name, info in self.source.tensors.items():
+            last = name.rpartition(".")[2]
+            if name in used or ("scale" in last and info.dtype != "F8_E8M0"):
+                continue
+            codes = info.dtype in ("F8_E4M3", "F8_E5M2", "F4") and bool(info.shape)
+            if info.dtype in ("U8", "I8") and len(info.shape) > 1:
+                codes = len(info.shape) > 2 or last in _WEIGHTS or self._has_factor(name)
+            if codes:
+                rule = "a quantized weight has the dtype, the name and the factors of the layout"
+            elif info.dtype == "F8_E8M0" and info.shape:
+                rule = "each factor has a weight that the layout knows"
+            else:
+                continue
+            fix = (
+                "Check the config against the file, download the missing shard, or export it again"
+            )
+            self.refuse(name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
+
+    def _has_factor(self, name: str) -> bool:
+        """Return True if a tensor that is named as a factor lies beside another one."""
+        module = name.rpartition(".")[0]
+        beside = [name + suffix for suffix in _STACKED_FACTORS]
+        beside += [f"{module}.{last}" if module else last for last in _FACTORS]
+        return any(other in self.source.tensors for other in beside)
 
 
 class Writer(abc.ABC):

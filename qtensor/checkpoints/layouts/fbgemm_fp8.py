@@ -53,8 +53,9 @@ class FbgemmFP8Layout(Layout):
             if factor is None:
                 rule = f"a float8 weight has the factors {name}_scale"
                 self.refuse(name, rule, "none", _FIX)
-            used.add(factor.name)
+            used |= {name, factor.name}
             yield self._group(info, factor)
+        self.refuse_leftovers(used)
         for name, info in tensors.items():
             if name.endswith((".weight_scale", "_proj_scale")) and name not in used:
                 rule = "factors have a float8 weight"
@@ -62,7 +63,7 @@ class FbgemmFP8Layout(Layout):
 
     def _group(self, weight: TensorInfo, factor: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""
-        shape, stacked = weight.shape, not weight.name.endswith(".weight")
+        shape, stacked = weight.shape, weight.name.rpartition(".")[2] != "weight"
         if len(shape) != 2 + stacked:
             rule = "a weight is 2-D and ends in '.weight', and stacked experts are 3-D"
             self.refuse(weight.name, rule, list(shape), "Export the checkpoint again")

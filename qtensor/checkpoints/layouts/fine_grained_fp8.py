@@ -55,8 +55,19 @@ class FineGrainedFP8Layout(Layout):
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(source, **options)
-        block = source.quantization.get("weight_block_size")
+        config = source.quantization
+        block = config.get("weight_block_size")
         self.block: Block | None = None if block is None else self._block(block)
+        if block is None and source.method == "mxfp8":
+            self.block = (1, 32)
+        self._told = "weight_block_size" in config or self.block is not None
+        """False if the config does not have the key; the origin's default is then 128x128."""
+        if config.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
+            fix = "Export the checkpoint in e4m3"
+            self.refuse("", "the elements that are read are e4m3", repr(config["fmt"]), fix)
+        parts = (config, source.config, source.config.get("text_config"))
+        said = {part.get("expert_dtype") for part in parts if isinstance(part, dict)} - {None}
+        self._experts = "fp4" if "fp4" in said or not said else str(min(map(str, said)))
 
     @classmethod
     def recognises(cls, source: Source) -> bool:
@@ -87,8 +98,9 @@ class FineGrainedFP8Layout(Layout):
             if len(factors) != 1:
                 got = [info.name for info in factors] or "none"
                 self.refuse(name, "a float8 or packed FP4 weight has one factor", got, _FIX)
-            used.add(factors[0].name)
+            used |= {name, factors[0].name}
             yield self._group(weight, factors[0])
+        self.refuse_leftovers(used)
         for name, info in self.source.tensors.items():
             if name not in used and name.endswith((*_STACKED, "qscale_weight")):
                 rule = "each factor has a float8 weight"
@@ -108,7 +120,12 @@ class FineGrainedFP8Layout(Layout):
     def _group(self, weight: TensorInfo, factor: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""
         shape, block = weight.shape, self.block
+        if not self._told and len(factor.shape) > 1:
+            block = (128, 128)
         if weight.dtype == "I8":
+            if self._experts != "fp4":
+                rule = 'I8 weights are packed FP4, which expert_dtype "fp4" says'
+                self.refuse(weight.name, rule, repr(self._experts), _FIX)
             shape, block = (*shape[:-1], 2 * shape[-1] if shape else 0), (1, 32)
         if len(shape) not in (2, 3):
             rule = "a weight has two dims, and stacked experts three"

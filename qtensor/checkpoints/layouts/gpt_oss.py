@@ -45,7 +45,7 @@ class GptOssLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each pair of blocks and scales."""
-        tensors = self.source.tensors
+        tensors, used = self.source.tensors, set()
         for name, info in tensors.items():
             for blocks, scales in _NAMES:
                 if name.endswith(blocks):
@@ -53,10 +53,12 @@ class GptOssLayout(Layout):
                     if factor is None:
                         rule = f"blocks have {scales[1:]} beside them"
                         self.refuse(name, rule, f"{info.dtype} {list(info.shape)} alone", _FIX)
+                    used |= {name, factor.name}
                     yield self._group(name.removesuffix(blocks), info, factor)
                 elif name.endswith(scales) and name.removesuffix(scales) + blocks not in tensors:
                     rule = f"scales have {blocks[1:]} beside them"
                     self.refuse(name, rule, f"{info.dtype} {list(info.shape)} alone", _FIX)
+        self.refuse_leftovers(used)
 
     def _group(self, name: str, blocks: TensorInfo, scales: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""

@@ -25,6 +25,17 @@ from qtensor.storage.tensor import QuantizedTensor
 METHOD = "quark"
 _FLOATS = ("F32", "BF16", "F16")
 _CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
+_SECOND = (
+    "weight_2",
+    "weight_scale_scale",
+    "weight_zero_point",
+    *(
+        f"{part}_{kind}_2"
+        for part in ("weight", "input", "output")
+        for kind in ("scale", "zero_point")
+    ),
+)
+"""Last name parts of a second level of factors, and of factors that are not symmetric."""
 _FIX = "Check config.json against the file, or download the missing shard"
 _READ = "fp4, fp6_e2m3 and fp6_e3m2 (per_group 32, e8m0), fp8_e4m3 (per_tensor, per_channel on axis"
 _READ += " 0, per_block)"
@@ -106,7 +117,7 @@ class QuarkLayout(Layout):
         Raises:
             CheckpointError: the scheme is not read, or the config says that the module is dense.
         """
-        module = weight.name.removesuffix(".weight")
+        module = weight.name.removesuffix("weight").removesuffix(".")
         own = self._layers.get(module)
         if own is None:
             fits = (p for p in self._patterns if fnmatch.fnmatchcase(module, p))
@@ -126,24 +137,27 @@ class QuarkLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
-        tensors, used = self.source.tensors, set()
+        tensors = self.source.tensors
+        used: set[str] = set()
         for name, weight in tensors.items():
-            if not name.endswith(".weight"):
+            if name.rpartition(".")[2] != "weight":
                 continue
             factor = tensors.get(f"{name}_scale")
-            if factor is None and weight.dtype not in _CODES:
+            if weight.dtype not in _CODES and (factor is None or self._fake):
+                used |= {f"{name}_scale"} if self._fake else set()
                 continue
             scheme = self._scheme_of(weight)
-            for last in ("weight_2", "weight_scale_2", "weight_scale_scale", "weight_zero_point"):
+            for last in _SECOND:
                 if name.removesuffix("weight") + last in tensors:
-                    rule = "weights have one level of symmetric factors"
+                    rule = "weights and activations have one level of symmetric factors"
                     self.refuse(name, rule, last, "Read it with Quark")
             if factor is None:
                 self.refuse(name, "a quantized weight has a weight_scale", "none", _FIX)
-            used.add(factor.name)
+            used |= {name, factor.name}
             yield self._group(weight, factor, scheme)
+        self.refuse_leftovers(used)
         for name, info in tensors.items():
-            if name.endswith(".weight_scale") and name not in used:
+            if name.rpartition(".")[2] == "weight_scale" and name not in used:
                 got = f"a factor {list(info.shape)} without one"
                 self.refuse(name, "each factor has a weight", got, _FIX)
 
