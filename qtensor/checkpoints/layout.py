@@ -151,12 +151,6 @@ class Layout(abc.ABC):
     """Last name part of a factor of activations -> ``FACTOR`` or ``DIVISOR``."""
     kv_factors: ClassVar[tuple[str, str]] = ("k_scale", "v_scale")
     """Names of the factors of the KV cache, relative to the module of the attention."""
-    rows_apart: ClassVar[bool] = False
-    """True if ``decode`` of some rows of a 2-D group gives those rows of its values.
-
-    The rows begin at a multiple of 128. Conversion then decodes a weight in parts. Of each stored
-    tensor it passes the rows themselves, one row for every 128, or all of it if it has one element.
-    """
     writer: ClassVar[type[Writer] | None] = None
     """Writes the layout; None if it is read only."""
 
@@ -244,6 +238,15 @@ class Layout(abc.ABC):
             CheckpointError: the outer tensor is damaged.
         """
         return None
+
+    def rows_apart(self, group: Group) -> bool:
+        """Return True if ``decode`` of some rows of a 2-D group gives those rows of its values.
+
+        The rows begin at a multiple of 128. Conversion then decodes the weight in parts. Of each
+        stored tensor it passes the rows themselves, one row for every 128 (so blocks of another
+        height need False), or all of it if it has one element.
+        """
+        return False
 
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True if ``decode`` gives the values of ``read(...).dequantize(dtype)``.

@@ -95,7 +95,6 @@ class CompressedTensorsLayout(Layout):
         "input_scale": FACTOR,
         "input_global_scale": DIVISOR,
     }
-    rows_apart = True
     options = ("accept_rotated",)
 
     def __init__(self, source: Source, **options: Any) -> None:
@@ -189,7 +188,8 @@ class CompressedTensorsLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
-        tensors, used = self.source.tensors, set()
+        tensors = self.source.tensors
+        used: set[str] = set()
         modules = {
             name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _SUFFIXES
         }
@@ -323,6 +323,10 @@ class CompressedTensorsLayout(Layout):
             fix = "Calibrate the module (an expert that saw no token?) and export it again"
             self.refuse(group.roles["divisor"].name, rule, divisor.item(), fix)
         return divisor
+
+    def rows_apart(self, group: Group) -> bool:
+        """Return True unless blocks have another height than 1 or 128."""
+        return group.options.block is None or group.options.block[0] in (1, 128)
 
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True for the product class, where the result has the layout's own dtype."""

@@ -86,6 +86,14 @@ class FbgemmFP8Layout(Layout):
         quantizer = cast(Quantizer, group.target)
         return assemble(quantizer, shape, group.dtype, Parts(codes, stored["scale"]))
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True: factors belong to rows."""
+        return True
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True for weights; the values of experts are transposed."""
+        return not group.transposed
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor in float32, rounded once to ``dtype`` (class P)."""
         factors = stored["scale"]

@@ -51,7 +51,6 @@ class FineGrainedFP8Layout(Layout):
     input_factors: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("input_scale", "activation_scale", "qscale_act"), FACTOR
     )
-    rows_apart = True
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(source, **options)
@@ -179,6 +178,10 @@ class FineGrainedFP8Layout(Layout):
         if quantizer.format.startswith("fp8"):
             scale = _widened(scale)
         return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
+
+    def rows_apart(self, group: Group) -> bool:
+        """Return True unless blocks have another height than 1 or 128."""
+        return group.options is None or group.options[0] in (1, 128)
 
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True: the layout rounds the product once."""

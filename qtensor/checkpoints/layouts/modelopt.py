@@ -298,6 +298,16 @@ class ModelOptLayout(Layout):
             self.refuse(group.roles["factor"].name, rule, factor[bad].tolist(), fix)
         return factor
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True: factors belong to rows, to 128 of them, or to the weight."""
+        return True
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True for MX, and for FP8 in float32, where class D is class P."""
+        if group.options.format.startswith("mx"):
+            return not group.transposed
+        return bool(group.options.format.startswith("fp8")) and dtype == torch.float32
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the dense values: FP8 in the dtype (class D), NVFP4 scales first, MX a product."""
         algorithm, codes, scale = group.options, stored["codes"], stored["scale"]

@@ -200,6 +200,14 @@ class QuarkLayout(Layout):
         parts = Parts(stored["codes"], stored["scale"])
         return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True unless blocks have another height than 1 or 128."""
+        return group.options.block is None or group.options.block[0] in (1, 128)
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True: the layout rounds the product once."""
+        return True
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor in float32, rounded once to ``dtype`` (class P)."""
         codes, scale, scheme = stored["codes"], stored["scale"], group.options
