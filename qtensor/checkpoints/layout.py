@@ -20,6 +20,7 @@ from torch import Tensor
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -345,6 +346,10 @@ class Writer(abc.ABC):
     ``DIVISOR``; the key "" stands for all other formats."""
     factor_shape: ClassVar[tuple[int, ...]] = ()
     """Shape of a factor of activations or of the KV cache."""
+    ignore_style: ClassVar[str] = NAMES
+    """How the config names ignored modules: a constant of ``ignoring``."""
+    ignored_before: Sequence[str] = ()
+    """Entries of the source's list of ignored modules, in this style; ``ignored`` carries them."""
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
 
@@ -375,13 +380,30 @@ class Writer(abc.ABC):
         self.plain_dims[name] = tensor.ndim
         return {name: tensor}
 
-    def plain_modules(self) -> list[str]:
-        """Return the modules whose 2-D weight is plain, for the ignore list of a config."""
-        return [
+    def ignored(self, quantized: Iterable[str]) -> list[str]:
+        """Return the list of ignored modules for a config.
+
+        It has the entries of the source that still apply, and the other modules whose 2-D weight is
+        plain.
+
+        Args:
+            quantized: names of the quantized weights, or of their modules.
+        """
+        plain = [
             name.removesuffix(".weight")
             for name, ndim in self.plain_dims.items()
             if name.endswith(".weight") and ndim == 2
         ]
+        modules = (name.removesuffix(".weight") for name in quantized)
+        return carried(self.ignored_before, plain, modules, self.ignore_style)
+
+    def follow(self, source: Source, layout: str) -> None:
+        """Take the list of ignored modules from the checkpoint that is written again."""
+        names = ignored_names(source)
+        if layout != self.layout:
+            found = (translated(name, self.ignore_style) for name in names)
+            names = [name for name in found if name]
+        self.ignored_before = names
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the header texts of a file that holds these logical tensors."""

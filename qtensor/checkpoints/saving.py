@@ -62,6 +62,7 @@ def save(
     if isinstance(model, Checkpoint):
         _check_factors(model, layout)
         writer.source = model.source
+        writer.follow(model.source, model.layout)
     target = os.path.abspath(path)
     if target.endswith(tuple({".safetensors", ".gguf"} - {writer.suffix})):
         rule = f"files of the layout end in {writer.suffix}"

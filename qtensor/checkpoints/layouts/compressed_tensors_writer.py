@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.buffers import rowwise_parts
+from qtensor.checkpoints.ignoring import REGEX
 from qtensor.checkpoints.layout import DIVISOR, FACTOR, Writer
 from qtensor.checkpoints.nvfp4_factor import divisor_of
 from qtensor.storage.tensor import QuantizedTensor
@@ -33,6 +34,7 @@ class CompressedTensorsWriter(Writer):
         "": ("input_scale", FACTOR),
     }
     factor_shape = (1,)
+    ignore_style = REGEX
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -40,7 +42,6 @@ class CompressedTensorsWriter(Writer):
         """Module -> key of ``_WEIGHTS``."""
         self._narrow: dict[str, bool] = {}
         """Module -> True if its FP8 factors are stored in the nominal dtype."""
-        self._plain: dict[str, Tensor] = {}
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return weight, weight_scale and so on of the module that ``name`` belongs to."""
@@ -96,11 +97,6 @@ class CompressedTensorsWriter(Writer):
             self.refuse(name, "FP6 codes are packed", canonical, "Quantize with packed=True")
         return {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp6": MXFP6, "mxfp8": MXFP8}[spec]
 
-    def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor as it is; its name decides what the config ignores."""
-        self._plain[name] = tensor.to("meta")
-        return {name: tensor}
-
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``."""
         if not self._weights:
@@ -121,30 +117,22 @@ class CompressedTensorsWriter(Writer):
             "quant_method": METHOD,
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "config_groups": groups,
-            "ignore": self._ignored(),
+            "ignore": self.ignored(self._weights),
             "kv_cache_scheme": self._kv_scheme(),
             "quantization_status": "compressed",
             "version": "0.20.0",
         }
         return {**self.model_config, "quantization_config": entry}
 
-    def _ignored(self) -> list[str]:
-        """Return the modules whose 2-D weight is plain."""
-        return [
-            name.removesuffix(".weight")
-            for name, tensor in self._plain.items()
-            if name.endswith(".weight") and tensor.ndim == 2
-        ]
-
     def _kv_scheme(self) -> dict[str, Any] | None:
-        if not any(name.endswith((".k_scale", ".v_scale")) for name in self._plain):
+        if not any(name.endswith((".k_scale", ".v_scale")) for name in self.plain_dims):
             return None
         return {**_args(8, "tensor"), "dynamic": False}
 
     def _activations(self, kind: str, modules: list[str]) -> dict[str, Any] | None:
         """Return how activations are quantized; static only if the factors are there."""
         has = {
-            last: all(f"{module}.{last}" in self._plain for module in modules)
+            last: all(f"{module}.{last}" in self.plain_dims for module in modules)
             for last in ("input_scale", "input_global_scale")
         }
         if kind == NVFP4:

@@ -146,7 +146,7 @@ class FbgemmFP8Writer(Writer):
         entry = {
             "quant_method": METHOD,
             "activation_scale_ub": 1200.0,
-            "modules_to_not_convert": self.plain_modules(),
+            "modules_to_not_convert": self.ignored(self._narrow),
         }
         return {**self.model_config, "quantization_config": entry}
 

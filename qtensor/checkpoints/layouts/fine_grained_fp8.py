@@ -221,8 +221,7 @@ class FineGrainedFP8Writer(Writer):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._blocks: dict[str, list[int] | None] = {}
-        self._has_fp4 = False
-        self._ignored: list[str] = []
+        self._fp4_names: list[str] = []
         self._has_activations = False
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -265,7 +264,7 @@ class FineGrainedFP8Writer(Writer):
     def _fp4(self, name: str, tensor: QuantizedTensor, parts: Parts) -> dict[str, Tensor]:
         if not name.endswith(".weight"):
             self.refuse(name, "an FP4 expert is the 'weight' of a module", name)
-        self._has_fp4 = True
+        self._fp4_names.append(name)
         scale = parts.scale.reshape(*tensor.shape[:-1], -1)
         return {
             name: parts.codes.view(torch.int8),
@@ -273,13 +272,9 @@ class FineGrainedFP8Writer(Writer):
         }
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor as it is; the config names the modules of plain 2-D weights."""
+        """Return the tensor as it is."""
         self._has_activations |= name.endswith(".activation_scale")
-        if name.endswith(".weight") and tensor.ndim == 2:
-            module = name.removesuffix(".weight")
-            if module not in self._ignored:
-                self._ignored.append(module)
-        return {name: tensor}
+        return super().plain(name, tensor)
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``.
@@ -287,7 +282,7 @@ class FineGrainedFP8Writer(Writer):
         Raises:
             CheckpointError: the weights have different block sizes, which one config cannot say.
         """
-        if not self._blocks and not self._has_fp4:
+        if not self._blocks and not self._fp4_names:
             return self.model_config
         blocks = {str(block): block for block in self._blocks.values()}
         if len(blocks) > 1:
@@ -300,9 +295,9 @@ class FineGrainedFP8Writer(Writer):
             "activation_scheme": "static" if static else "dynamic",
             "fmt": "e4m3",
             "weight_block_size": next(iter(blocks.values()), [128, 128]),
-            "modules_to_not_convert": self._ignored,
+            "modules_to_not_convert": self.ignored((*self._blocks, *self._fp4_names)),
         }
-        if self._has_fp4:
+        if self._fp4_names:
             entry["expert_dtype"] = "fp4"
         return {**self.model_config, "quantization_config": entry}
 

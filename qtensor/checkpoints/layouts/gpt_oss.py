@@ -99,7 +99,7 @@ class GptOssWriter(Writer):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self._has_experts = False
+        self._experts: list[str] = []
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the blocks and the scales of stacked experts."""
@@ -114,7 +114,7 @@ class GptOssWriter(Writer):
         parts = rowwise_parts(tensor)
         experts, rows, cols = tensor.shape
         blocks, scales = _NAMES[name.rpartition(".")[2] in _RELEASE]
-        self._has_experts = True
+        self._experts.append(name)
         return {
             name + blocks: parts.codes.reshape(experts, rows, cols // 32, 16),
             name + scales: parts.scale.reshape(experts, rows, cols // 32),
@@ -122,9 +122,9 @@ class GptOssWriter(Writer):
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``."""
-        if not self._has_experts:
+        if not self._experts:
             return self.model_config
-        entry = {"quant_method": METHOD, "modules_to_not_convert": self.plain_modules()}
+        entry = {"quant_method": METHOD, "modules_to_not_convert": self.ignored(self._experts)}
         return {**self.model_config, "quantization_config": entry}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.buffers import Parts, rowwise_parts
+from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout import Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of
 from qtensor.storage.tensor import QuantizedTensor
@@ -64,6 +65,7 @@ class ModelOptWriter(Writer):
     """
 
     layout = METHOD
+    ignore_style = WILDCARD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "nvfp4", "mxfp8", "mxfp4")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -155,7 +157,7 @@ class ModelOptWriter(Writer):
         """Return the config with ``quantization_config``."""
         if not self._weights:
             return self.model_config
-        entry = {"quant_method": METHOD, **self._entry(), "ignore": self.plain_modules()}
+        entry = {"quant_method": METHOD, **self._entry(), "ignore": self.ignored(self._weights)}
         if any(name.endswith(_KV) for name in self.plain_dims):
             entry["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         return {**self.model_config, "quantization_config": {**entry, "producer": _PRODUCER}}
@@ -168,7 +170,7 @@ class ModelOptWriter(Writer):
         entry = {
             **self._entry(),
             "kv_cache_quant_algo": kv,
-            "exclude_modules": self.plain_modules(),
+            "exclude_modules": self.ignored(self._weights),
         }
         return {HF_CONFIG: {"producer": _PRODUCER, "quantization": entry}}
 

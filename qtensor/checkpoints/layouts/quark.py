@@ -16,6 +16,7 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
+from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
@@ -263,6 +264,7 @@ class QuarkWriter(Writer):
     """Write Quark checkpoints."""
 
     layout = METHOD
+    ignore_style = WILDCARD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "mxfp4", "mxfp6 (packed)")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -341,7 +343,7 @@ class QuarkWriter(Writer):
         entry: dict[str, Any] = {
             "quant_method": METHOD,
             "algo_config": None,
-            "exclude": self.plain_modules(),
+            "exclude": self.ignored(self._weights),
             "export": {
                 "kv_cache_group": [],
                 "min_kv_scale": 0.0,
