@@ -19,23 +19,12 @@ from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
+from qtensor.checkpoints.copies import Forms
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
+from qtensor.checkpoints.leftovers import leftovers
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
-
-_WEIGHTS = ("weight", "weight_packed")
-_FACTORS = (
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_scale_2",
-    "scale",
-    "scales",
-    "qscale_weight",
-)
-"""Last name parts of the factors of a module's weight, in one layout or another."""
-_STACKED_FACTORS = ("_scale", "_scale_inv", "_scales_inv", "_scales", "_weight_scale")
-"""What follows the name of stacked experts in the name of their factor."""
 
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
@@ -304,30 +293,11 @@ class Layout(abc.ABC):
         Raises:
             CheckpointError: such a tensor is left; the message names it.
         """
-        for name, info in self.source.tensors.items():
-            last = name.rpartition(".")[2]
-            if name in used or ("scale" in last and info.dtype != "F8_E8M0"):
-                continue
-            codes = info.dtype in ("F8_E4M3", "F8_E5M2", "F4") and bool(info.shape)
-            if info.dtype in ("U8", "I8") and len(info.shape) > 1:
-                codes = len(info.shape) > 2 or last in _WEIGHTS or self._has_factor(name)
-            if codes:
-                rule = "a quantized weight has the dtype, the name and the factors of the layout"
-            elif info.dtype == "F8_E8M0" and info.shape:
-                rule = "each factor has a weight that the layout knows"
-            else:
-                continue
+        for info, rule in leftovers(self.source.tensors, used):
             fix = (
                 "Check the config against the file, download the missing shard, or export it again"
             )
-            self.refuse(name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
-
-    def _has_factor(self, name: str) -> bool:
-        """Return True if a tensor that is named as a factor lies beside another one."""
-        module = name.rpartition(".")[0]
-        beside = [name + suffix for suffix in _STACKED_FACTORS]
-        beside += [f"{module}.{last}" if module else last for last in _FACTORS]
-        return any(other in self.source.tensors for other in beside)
+            self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
 
 
 class Writer(abc.ABC):
@@ -360,6 +330,9 @@ class Writer(abc.ABC):
             config: config.json of the model, without a quantization entry; may be empty.
         """
         self.model_config = dict(config)
+        self.copied: Source | None = None
+        """The checkpoint of this layout that is written again; see ``follow``."""
+        self._forms = Forms()
         self.plain_dims: dict[str, int] = {}
         """Plain tensor -> number of its dims; ``plain`` fills it."""
 
@@ -398,8 +371,13 @@ class Writer(abc.ABC):
         return carried(self.ignored_before, plain, modules, self.ignore_style)
 
     def follow(self, source: Source, layout: str) -> None:
-        """Take the list of ignored modules from the checkpoint that is written again."""
+        """Take from an open checkpoint what its copy keeps.
+
+        That is the list of ignored modules and, in the same layout, dtypes and shapes of factors.
+        """
         names = ignored_names(source)
+        if layout == self.layout and source.kind == "safetensors":
+            self.copied = source
         if layout != self.layout:
             found = (translated(name, self.ignore_style) for name in names)
             names = [name for name in found if name]
@@ -426,6 +404,11 @@ class Writer(abc.ABC):
     def files(self) -> dict[str, dict[str, Any]]:
         """Return other JSON files of the folder, by name."""
         return {}
+
+    def encoded(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return ``encode(name, tensor)``, with factors of a copy in their dtypes and shapes."""
+        stored = self.encode(name, tensor)
+        return stored if self.copied is None else self._forms.restored(stored, self.copied.tensors)
 
     def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
         """Refuse a tensor without rowwise data, or whose values are those of its columnwise data.

@@ -180,7 +180,7 @@ def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str,
     """
     tensor = state[name].detach()
     if isinstance(tensor, QuantizedTensor):
-        return writer.encode(name, tensor)
+        return writer.encoded(name, tensor)
     if isinstance(state, Checkpoint) and name in state.groups:
         rule = "weights of an open checkpoint are written as they are stored"
         fix = "Save load_state_dict(path), which holds its dense values"

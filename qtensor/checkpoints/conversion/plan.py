@@ -158,7 +158,7 @@ class _Tensor:
             fix = "Pass format= to quantize its decoded values, or use dequantize"
             self._refuse("codes are moved only if a format of qtensor holds them", reason, fix)
         try:
-            stored = self.writer.encode(self.name, tensor)
+            stored = self.writer.encoded(self.name, tensor)
         except CheckpointError as error:
             fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
@@ -171,7 +171,7 @@ class _Tensor:
     ) -> tuple[Step, list[TensorSpec]]:
         quantizer: Any = self.request.quantizer
         tensor = quantizer.make_empty(shape, dtype=dtype, device="meta")
-        stored = self.writer.encode(self.name, tensor)
+        stored = self.writer.encoded(self.name, tensor)
         step, specs = self._step(action, self._before(), quantizer.canonical, tensor, stored)
         return step._replace(quantizer=quantizer), specs
 

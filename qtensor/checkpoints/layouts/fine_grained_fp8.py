@@ -223,6 +223,8 @@ class FineGrainedFP8Writer(Writer):
         self._blocks: dict[str, list[int] | None] = {}
         self._fp4_names: list[str] = []
         self._has_activations = False
+        self._names: dict[str, str] = {}
+        """Weight -> name of its factor."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factor of a weight or of stacked experts."""
@@ -240,7 +242,18 @@ class FineGrainedFP8Writer(Writer):
         if not name.endswith(".weight") and (tensor.ndim != 3 or block is None):
             rule = "a weight ends in '.weight', and stacked experts have three dims"
             self.refuse(name, rule, f"{tuple(tensor.shape)} named {name!r}")
-        return {name: parts.codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+        factor = self._factor_name(name, f"{name}_scale_inv", tensor)
+        return {name: parts.codes.view(torch.float8_e4m3fn), factor: scale}
+
+    def _factor_name(self, name: str, default: str, tensor: QuantizedTensor) -> str:
+        """Return the name of a factor: in a copy, that of the source."""
+        if name not in self._names:
+            stored = self.copied.tensors if self.copied and not tensor.is_meta else {}
+            names = [name + suffix for suffix in _STACKED]
+            if name.endswith(".weight"):
+                names = [name.removesuffix("weight") + last for last in _FACTORS]
+            self._names[name] = next((n for n in names if n in stored), default)
+        return self._names[name]
 
     def _block_and_factor(
         self, name: str, tensor: QuantizedTensor, parts: Parts
@@ -266,14 +279,12 @@ class FineGrainedFP8Writer(Writer):
             self.refuse(name, "an FP4 expert is the 'weight' of a module", name)
         self._fp4_names.append(name)
         scale = parts.scale.reshape(*tensor.shape[:-1], -1)
-        return {
-            name: parts.codes.view(torch.int8),
-            f"{name.removesuffix('weight')}scale": scale.view(torch.float8_e8m0fnu),
-        }
+        factor = self._factor_name(name, f"{name.removesuffix('weight')}scale", tensor)
+        return {name: parts.codes.view(torch.int8), factor: scale.view(torch.float8_e8m0fnu)}
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensor as it is."""
-        self._has_activations |= name.endswith(".activation_scale")
+        self._has_activations |= name.endswith((".activation_scale", ".qscale_act"))
         return super().plain(name, tensor)
 
     def config(self) -> dict[str, Any]:
@@ -299,6 +310,9 @@ class FineGrainedFP8Writer(Writer):
         }
         if self._fp4_names:
             entry["expert_dtype"] = "fp4"
+        said = self.copied.quantization.get("scale_fmt") if self.copied else None
+        if said in ("float", "ue8m0"):
+            entry["scale_fmt"] = said
         return {**self.model_config, "quantization_config": entry}
 
 
