@@ -318,13 +318,15 @@ class QuarkWriter(Writer):
 
     def _entry(self, scheme: Scheme, modules: list[str]) -> dict[str, Any]:
         """Return the config of the modules of a scheme."""
-        inputs = None
+        inputs = outputs = None
+        if all(f"{module}.output_scale" in self.plain_dims for module in modules):
+            outputs = _tensor_config(Scheme("fp8_e4m3", "per_tensor"))
         if all(f"{module}.input_scale" in self.plain_dims for module in modules):
             inputs = _tensor_config(Scheme("fp8_e4m3", "per_tensor"))
         return {
             "bias": None,
             "input_tensors": inputs,
-            "output_tensors": None,
+            "output_tensors": outputs,
             "target_device": None,
             "weight": _tensor_config(scheme),
         }
@@ -334,24 +336,26 @@ class QuarkWriter(Writer):
         if not self._weights:
             return self.model_config
         ((common, _),) = Counter(self._weights.values()).most_common(1)
-        modules = [module for module, scheme in self._weights.items() if scheme == common]
+        # Loaders look for the factors of the KV cache in the entries of these modules.
+        cache = [m for m in self._weights if f"{m}.output_scale" in self.plain_dims]
+        modules = [m for m, s in self._weights.items() if s == common and m not in cache]
         layers = {
             module: self._entry(scheme, [module])
             for module, scheme in self._weights.items()
-            if scheme != common
+            if scheme != common or module in cache
         }
         entry: dict[str, Any] = {
             "quant_method": METHOD,
             "algo_config": None,
             "exclude": self.ignored(self._weights),
             "export": {
-                "kv_cache_group": [],
+                "kv_cache_group": cache,
                 "min_kv_scale": 0.0,
                 "pack_method": "reorder",
                 "weight_format": "real_quantized",
                 "weight_merge_groups": None,
             },
-            "global_quant_config": self._entry(common, modules),
+            "global_quant_config": self._entry(common, modules or list(self._weights)),
             "kv_cache_quant_config": {},
             "layer_quant_config": layers,
             "layer_type_quant_config": {},
