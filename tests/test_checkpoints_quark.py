@@ -271,3 +271,20 @@ def test_quark_holds_2d_weights(tmp_path):
         with pytest.raises(checkpoints.CheckpointError, match=message) as raised:
             checkpoints.save({name: tensor}, tmp_path / "x", layout="quark")
         assert raised.value.tensor == name
+
+
+def test_factors_of_the_kv_cache_are_in_the_config(tmp_path):
+    """Loaders look for them in the entries of the modules that ``kv_cache_group`` names."""
+    state = {"a.k_proj.weight": weight("fp8"), "a.k_proj.output_scale": torch.tensor(0.5)}
+    state |= {"a.v_proj.weight": weight("fp8"), "a.v_proj.output_scale": torch.tensor(0.25)}
+    state |= {"a.up.weight": weight("fp8")}
+    checkpoints.save(state, tmp_path / "x", layout="quark")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
+    assert config["export"]["kv_cache_group"] == ["a.k_proj", "a.v_proj"]
+    assert config["global_quant_config"]["output_tensors"] is None
+    layers = config["layer_quant_config"]
+    assert list(layers) == ["a.k_proj", "a.v_proj"]
+    assert layers["a.k_proj"] == layers["a.v_proj"]
+    assert layers["a.k_proj"]["output_tensors"]["qscheme"] == "per_tensor"
+    with checkpoints.open(tmp_path / "x") as checkpoint:
+        assert {row.kind for row in checkpoint.table().rows} == {"fp8", "plain"}

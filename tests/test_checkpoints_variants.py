@@ -160,7 +160,8 @@ def test_deepseek_v4(tmp_path):
 
 
 def ct(folder, fmt, tensors, **weights):
-    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, **weights}}
+    bits = {"nvfp4": 4, "mxfp4": 4, "mxfp6": 6}.get(fmt[:5], 8)
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": bits, **weights}}
     quantization = {"format": fmt, "config_groups": {"group_0": group}}
     return write(folder, tensors, quant_method="compressed-tensors", **quantization)
 

@@ -10,7 +10,7 @@ import abc
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -19,12 +19,17 @@ from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
+from qtensor.checkpoints.copies import Forms
 from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.ignoring import NAMES, carried, ignored_names, translated
+from qtensor.checkpoints.leftovers import leftovers
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 FACTOR, DIVISOR = "factor", "divisor"
 """What a stored number is: codes are multiplied by it, or divided."""
+
+_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Loaded = Mapping[str, Tensor]
 """The stored tensors of a group, by role."""
@@ -54,17 +59,19 @@ class Source:
 
     @functools.cached_property
     def quantization(self) -> Mapping[str, Any]:
-        """Return ``quantization_config`` of the config, or of its text or language model part."""
-        for part in (self.config, *(self.config.get(k) for k in ("text_config", "llm_config"))):
-            found = part.get("quantization_config") if isinstance(part, dict) else None
-            if isinstance(found, dict):
-                return found
-        return {}
+        """Return ``quantization_config`` of the config, or of its text or language model part.
+
+        One that names its method comes before one that does not.
+        """
+        parts = (self.config, *(self.config.get(k) for k in ("text_config", "llm_config")))
+        found = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+        filled = [entry for entry in found if isinstance(entry, dict) and entry]
+        return next((e for e in filled if e.get("quant_method")), filled[0] if filled else {})
 
     @property
     def method(self) -> str:
         """Return ``quant_method`` in lower case, or ""."""
-        return str(self.quantization.get("quant_method", "")).lower()
+        return str(self.quantization.get("quant_method") or "").lower()
 
     @functools.cached_property
     def model_dtype(self) -> torch.dtype | None:
@@ -73,7 +80,7 @@ class Source:
             if isinstance(part, dict):
                 name = part.get("torch_dtype") or part.get("dtype")
                 dtype = getattr(torch, str(name).removeprefix("torch."), None)
-                if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+                if isinstance(dtype, torch.dtype) and dtype in _MODEL_DTYPES:
                     return dtype
         return None
 
@@ -134,12 +141,6 @@ class Layout(abc.ABC):
     """Last name part of a factor of activations -> ``FACTOR`` or ``DIVISOR``."""
     kv_factors: ClassVar[tuple[str, str]] = ("k_scale", "v_scale")
     """Names of the factors of the KV cache, relative to the module of the attention."""
-    rows_apart: ClassVar[bool] = False
-    """True if ``decode`` of some rows of a 2-D group gives those rows of its values.
-
-    The rows begin at a multiple of 128. Conversion then decodes a weight in parts. Of each stored
-    tensor it passes the rows themselves, one row for every 128, or all of it if it has one element.
-    """
     writer: ClassVar[type[Writer] | None] = None
     """Writes the layout; None if it is read only."""
 
@@ -228,6 +229,15 @@ class Layout(abc.ABC):
         """
         return None
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True if ``decode`` of some rows of a 2-D group gives those rows of its values.
+
+        The rows begin at a multiple of 128. Conversion then decodes the weight in parts. Of each
+        stored tensor it passes the rows themselves, one row for every 128 (so blocks of another
+        height need False), or all of it if it has one element.
+        """
+        return False
+
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True if ``decode`` gives the values of ``read(...).dequantize(dtype)``.
 
@@ -270,6 +280,25 @@ class Layout(abc.ABC):
             fix = "Check the config against the file, or export the checkpoint again"
             self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
 
+    def refuse_leftovers(self, used: Container[str]) -> None:
+        """Refuse codes and factors that ``groups`` left over: they would pass as plain values.
+
+        For layouts whose config says that weights are quantized: a float8 or packed tensor without
+        a factor that the layout knows is an error. Packed codes are uint8 or int8 matrices that are
+        the ``weight`` of a module, stacked ones, or ones with a factor beside them.
+
+        Args:
+            used: names of the stored tensors of all groups.
+
+        Raises:
+            CheckpointError: such a tensor is left; the message names it.
+        """
+        for info, rule in leftovers(self.source.tensors, used):
+            fix = (
+                "Check the config against the file, download the missing shard, or export it again"
+            )
+            self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
+
 
 class Writer(abc.ABC):
     """Write checkpoints of one layout; an instance collects what one checkpoint's config needs."""
@@ -287,6 +316,10 @@ class Writer(abc.ABC):
     ``DIVISOR``; the key "" stands for all other formats."""
     factor_shape: ClassVar[tuple[int, ...]] = ()
     """Shape of a factor of activations or of the KV cache."""
+    ignore_style: ClassVar[str] = NAMES
+    """How the config names ignored modules: a constant of ``ignoring``."""
+    ignored_before: Sequence[str] = ()
+    """Entries of the source's list of ignored modules, in this style; ``ignored`` carries them."""
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
 
@@ -297,6 +330,9 @@ class Writer(abc.ABC):
             config: config.json of the model, without a quantization entry; may be empty.
         """
         self.model_config = dict(config)
+        self.copied: Source | None = None
+        """The checkpoint of this layout that is written again; see ``follow``."""
+        self._forms = Forms()
         self.plain_dims: dict[str, int] = {}
         """Plain tensor -> number of its dims; ``plain`` fills it."""
 
@@ -317,13 +353,35 @@ class Writer(abc.ABC):
         self.plain_dims[name] = tensor.ndim
         return {name: tensor}
 
-    def plain_modules(self) -> list[str]:
-        """Return the modules whose 2-D weight is plain, for the ignore list of a config."""
-        return [
+    def ignored(self, quantized: Iterable[str]) -> list[str]:
+        """Return the list of ignored modules for a config.
+
+        It has the entries of the source that still apply, and the other modules whose 2-D weight is
+        plain.
+
+        Args:
+            quantized: names of the quantized weights, or of their modules.
+        """
+        plain = [
             name.removesuffix(".weight")
             for name, ndim in self.plain_dims.items()
             if name.endswith(".weight") and ndim == 2
         ]
+        modules = (name.removesuffix(".weight") for name in quantized)
+        return carried(self.ignored_before, plain, modules, self.ignore_style)
+
+    def follow(self, source: Source, layout: str) -> None:
+        """Take from an open checkpoint what its copy keeps.
+
+        That is the list of ignored modules and, in the same layout, dtypes and shapes of factors.
+        """
+        names = ignored_names(source)
+        if layout == self.layout and source.kind == "safetensors":
+            self.copied = source
+        if layout != self.layout:
+            found = (translated(name, self.ignore_style) for name in names)
+            names = [name for name in found if name]
+        self.ignored_before = names
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
         """Return the header texts of a file that holds these logical tensors."""
@@ -346,6 +404,11 @@ class Writer(abc.ABC):
     def files(self) -> dict[str, dict[str, Any]]:
         """Return other JSON files of the folder, by name."""
         return {}
+
+    def encoded(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return ``encode(name, tensor)``, with factors of a copy in their dtypes and shapes."""
+        stored = self.encode(name, tensor)
+        return stored if self.copied is None else self._forms.restored(stored, self.copied.tensors)
 
     def need_rowwise(self, name: str, tensor: QuantizedTensor) -> None:
         """Refuse a tensor without rowwise data, or whose values are those of its columnwise data.

@@ -66,6 +66,7 @@ def save(
     if isinstance(model, Checkpoint):
         _check_factors(model, layout)
         writer.source = model.source
+        writer.follow(model.source, model.layout)
     target = os.path.abspath(path)
     if target.endswith(tuple({".safetensors", ".gguf"} - {writer.suffix})):
         rule = f"files of the layout end in {writer.suffix}"
@@ -249,7 +250,7 @@ def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str,
     """
     tensor = state[name].detach()
     if isinstance(tensor, QuantizedTensor):
-        return writer.encode(name, tensor)
+        return writer.encoded(name, tensor)
     if isinstance(state, Checkpoint) and name in state.groups:
         rule = "weights of an open checkpoint are written as they are stored"
         fix = "Save load_state_dict(path), which holds its dense values"

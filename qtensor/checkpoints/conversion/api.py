@@ -117,6 +117,7 @@ def _run(request: Request) -> ConversionReport:
     with open_for_conversion(request.src, request.source_layout) as checkpoint:
         config = without_quantization(checkpoint.config)
         writer = writer_class(config)
+        writer.follow(checkpoint.source, checkpoint.layout)
         plan = make_plan(checkpoint, request, writer, size)
         journal = Journal(request.dst, _about(checkpoint, request), request.resume)
         stream = Stream(checkpoint, request, writer, journal)

@@ -22,12 +22,12 @@ from qtensor.checkpoints.conversion.report import (
 )
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
+from qtensor.checkpoints.ignoring import ignored_names
 from qtensor.checkpoints.layout import DenseOnly, Group, Unreadable, Writer
 from qtensor.checkpoints.saving import Shard, check_unique
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
-_IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 """Keys of the lists of modules that stay plain, in the configs of the layouts."""
 
 
@@ -158,7 +158,7 @@ class _Tensor:
             fix = "Pass format= to quantize its decoded values, or use dequantize"
             self._refuse("codes are moved only if a format of qtensor holds them", reason, fix)
         try:
-            stored = self.writer.encode(self.name, tensor)
+            stored = self.writer.encoded(self.name, tensor)
         except CheckpointError as error:
             fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
@@ -171,7 +171,7 @@ class _Tensor:
     ) -> tuple[Step, list[TensorSpec]]:
         quantizer: Any = self.request.quantizer
         tensor = quantizer.make_empty(shape, dtype=dtype, device="meta")
-        stored = self.writer.encode(self.name, tensor)
+        stored = self.writer.encoded(self.name, tensor)
         step, specs = self._step(action, self._before(), quantizer.canonical, tensor, stored)
         return step._replace(quantizer=quantizer), specs
 
@@ -253,11 +253,9 @@ def _notes(checkpoint: Checkpoint, request: Request) -> Iterator[str]:
         if isinstance(part, dict) and part.get("tie_word_embeddings"):
             yield "tie_word_embeddings is carried in config.json"
             break
-    quantization = checkpoint.source.quantization
-    found = [quantization[key] for key in _IGNORED if isinstance(quantization.get(key), list)]
-    ignored = [str(name) for names in found for name in names]
+    ignored = ignored_names(checkpoint.source)
     if request.dtype is None and ignored:
         yield (
-            f"the source's config ignores {shorten(', '.join(ignored))}; "
-            "the result's config names the plain matrices, each by itself"
+            f"the source's config ignores {shorten(', '.join(ignored))}; the result's config has "
+            "the entries that still apply, and names the other plain matrices"
         )

@@ -165,7 +165,7 @@ def origin_values(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Valu
         tensor = checkpoint[name]
         if isinstance(tensor, QuantizedTensor):
             return our_values(tensor, dtype)
-    if reader.rows_apart and len(group.shape) == 2:
+    if len(group.shape) == 2 and reader.rows_apart(group):
         first = _stored_rows(group, stored, 0, min(STEP, group.shape[0]))
         if first is not None:
             return _origin_parts(checkpoint, group, stored, dtype)

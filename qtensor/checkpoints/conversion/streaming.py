@@ -134,7 +134,7 @@ class Stream:
             self._decode(file, step)
         elif step.action == MOVED:
             tensor: Any = self.checkpoint[step.source]
-            self._put(file, step, lambda: self.writer.encode(step.name, tensor))
+            self._put(file, step, lambda: self.writer.encoded(step.name, tensor))
         else:
             plain = self._carried(step)
             self._put(file, step, lambda: self.writer.plain(step.name, plain))
@@ -159,7 +159,7 @@ class Stream:
     def _quantize(self, file: SafetensorsWriter, step: Step, quantizer: Quantizer) -> ErrorSums:
         values = self._values(step)
         tensor, error = quantize_values(values, quantizer, self._arena, self._workers)
-        self._put(file, step, lambda: self.writer.encode(step.name, tensor))
+        self._put(file, step, lambda: self.writer.encoded(step.name, tensor))
         return error
 
     def _values(self, step: Step) -> Values:

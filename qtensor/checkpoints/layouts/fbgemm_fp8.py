@@ -53,8 +53,9 @@ class FbgemmFP8Layout(Layout):
             if factor is None:
                 rule = f"a float8 weight has the factors {name}_scale"
                 self.refuse(name, rule, "none", _FIX)
-            used.add(factor.name)
+            used |= {name, factor.name}
             yield self._group(info, factor)
+        self.refuse_leftovers(used)
         for name, info in tensors.items():
             if name.endswith((".weight_scale", "_proj_scale")) and name not in used:
                 rule = "factors have a float8 weight"
@@ -62,7 +63,7 @@ class FbgemmFP8Layout(Layout):
 
     def _group(self, weight: TensorInfo, factor: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""
-        shape, stacked = weight.shape, not weight.name.endswith(".weight")
+        shape, stacked = weight.shape, weight.name.rpartition(".")[2] != "weight"
         if len(shape) != 2 + stacked:
             rule = "a weight is 2-D and ends in '.weight', and stacked experts are 3-D"
             self.refuse(weight.name, rule, list(shape), "Export the checkpoint again")
@@ -84,6 +85,14 @@ class FbgemmFP8Layout(Layout):
             codes, shape = codes.transpose(1, 2), (shape[0], shape[2], shape[1])
         quantizer = cast(Quantizer, group.target)
         return assemble(quantizer, shape, group.dtype, Parts(codes, stored["scale"]))
+
+    def rows_apart(self, group: Group) -> bool:
+        """Return True: factors belong to rows."""
+        return True
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True for weights; the values of experts are transposed."""
+        return not group.transposed
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor in float32, rounded once to ``dtype`` (class P)."""
@@ -137,7 +146,7 @@ class FbgemmFP8Writer(Writer):
         entry = {
             "quant_method": METHOD,
             "activation_scale_ub": 1200.0,
-            "modules_to_not_convert": self.plain_modules(),
+            "modules_to_not_convert": self.ignored(self._narrow),
         }
         return {**self.model_config, "quantization_config": entry}
 

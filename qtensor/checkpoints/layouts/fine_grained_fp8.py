@@ -51,12 +51,22 @@ class FineGrainedFP8Layout(Layout):
     input_factors: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("input_scale", "activation_scale", "qscale_act"), FACTOR
     )
-    rows_apart = True
 
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(source, **options)
-        block = source.quantization.get("weight_block_size")
+        config = source.quantization
+        block = config.get("weight_block_size")
         self.block: Block | None = None if block is None else self._block(block)
+        if block is None and source.method == "mxfp8":
+            self.block = (1, 32)
+        self._told = "weight_block_size" in config or self.block is not None
+        """False if the config does not have the key; the origin's default is then 128x128."""
+        if config.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
+            fix = "Export the checkpoint in e4m3"
+            self.refuse("", "the elements that are read are e4m3", repr(config["fmt"]), fix)
+        parts = (config, source.config, source.config.get("text_config"))
+        said = {part.get("expert_dtype") for part in parts if isinstance(part, dict)} - {None}
+        self._experts = "fp4" if "fp4" in said or not said else str(min(map(str, said)))
 
     @classmethod
     def recognises(cls, source: Source) -> bool:
@@ -87,8 +97,9 @@ class FineGrainedFP8Layout(Layout):
             if len(factors) != 1:
                 got = [info.name for info in factors] or "none"
                 self.refuse(name, "a float8 or packed FP4 weight has one factor", got, _FIX)
-            used.add(factors[0].name)
+            used |= {name, factors[0].name}
             yield self._group(weight, factors[0])
+        self.refuse_leftovers(used)
         for name, info in self.source.tensors.items():
             if name not in used and name.endswith((*_STACKED, "qscale_weight")):
                 rule = "each factor has a float8 weight"
@@ -108,7 +119,12 @@ class FineGrainedFP8Layout(Layout):
     def _group(self, weight: TensorInfo, factor: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""
         shape, block = weight.shape, self.block
+        if not self._told and len(factor.shape) > 1:
+            block = (128, 128)
         if weight.dtype == "I8":
+            if self._experts != "fp4":
+                rule = 'I8 weights are packed FP4, which expert_dtype "fp4" says'
+                self.refuse(weight.name, rule, repr(self._experts), _FIX)
             shape, block = (*shape[:-1], 2 * shape[-1] if shape else 0), (1, 32)
         if len(shape) not in (2, 3):
             rule = "a weight has two dims, and stacked experts three"
@@ -163,6 +179,10 @@ class FineGrainedFP8Layout(Layout):
             scale = _widened(scale)
         return assemble(quantizer, group.shape, group.dtype, Parts(codes, scale))
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True unless blocks have another height than 1 or 128."""
+        return group.options is None or group.options[0] in (1, 128)
+
     def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
         """Return True: the layout rounds the product once."""
         return True
@@ -201,9 +221,10 @@ class FineGrainedFP8Writer(Writer):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._blocks: dict[str, list[int] | None] = {}
-        self._has_fp4 = False
-        self._ignored: list[str] = []
+        self._fp4_names: list[str] = []
         self._has_activations = False
+        self._names: dict[str, str] = {}
+        """Weight -> name of its factor."""
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the codes and the factor of a weight or of stacked experts."""
@@ -221,7 +242,18 @@ class FineGrainedFP8Writer(Writer):
         if not name.endswith(".weight") and (tensor.ndim != 3 or block is None):
             rule = "a weight ends in '.weight', and stacked experts have three dims"
             self.refuse(name, rule, f"{tuple(tensor.shape)} named {name!r}")
-        return {name: parts.codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+        factor = self._factor_name(name, f"{name}_scale_inv", tensor)
+        return {name: parts.codes.view(torch.float8_e4m3fn), factor: scale}
+
+    def _factor_name(self, name: str, default: str, tensor: QuantizedTensor) -> str:
+        """Return the name of a factor: in a copy, that of the source."""
+        if name not in self._names:
+            stored = self.copied.tensors if self.copied and not tensor.is_meta else {}
+            names = [name + suffix for suffix in _STACKED]
+            if name.endswith(".weight"):
+                names = [name.removesuffix("weight") + last for last in _FACTORS]
+            self._names[name] = next((n for n in names if n in stored), default)
+        return self._names[name]
 
     def _block_and_factor(
         self, name: str, tensor: QuantizedTensor, parts: Parts
@@ -245,21 +277,15 @@ class FineGrainedFP8Writer(Writer):
     def _fp4(self, name: str, tensor: QuantizedTensor, parts: Parts) -> dict[str, Tensor]:
         if not name.endswith(".weight"):
             self.refuse(name, "an FP4 expert is the 'weight' of a module", name)
-        self._has_fp4 = True
+        self._fp4_names.append(name)
         scale = parts.scale.reshape(*tensor.shape[:-1], -1)
-        return {
-            name: parts.codes.view(torch.int8),
-            f"{name.removesuffix('weight')}scale": scale.view(torch.float8_e8m0fnu),
-        }
+        factor = self._factor_name(name, f"{name.removesuffix('weight')}scale", tensor)
+        return {name: parts.codes.view(torch.int8), factor: scale.view(torch.float8_e8m0fnu)}
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor as it is; the config names the modules of plain 2-D weights."""
-        self._has_activations |= name.endswith(".activation_scale")
-        if name.endswith(".weight") and tensor.ndim == 2:
-            module = name.removesuffix(".weight")
-            if module not in self._ignored:
-                self._ignored.append(module)
-        return {name: tensor}
+        """Return the tensor as it is."""
+        self._has_activations |= name.endswith((".activation_scale", ".qscale_act"))
+        return super().plain(name, tensor)
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``.
@@ -267,7 +293,7 @@ class FineGrainedFP8Writer(Writer):
         Raises:
             CheckpointError: the weights have different block sizes, which one config cannot say.
         """
-        if not self._blocks and not self._has_fp4:
+        if not self._blocks and not self._fp4_names:
             return self.model_config
         blocks = {str(block): block for block in self._blocks.values()}
         if len(blocks) > 1:
@@ -280,10 +306,13 @@ class FineGrainedFP8Writer(Writer):
             "activation_scheme": "static" if static else "dynamic",
             "fmt": "e4m3",
             "weight_block_size": next(iter(blocks.values()), [128, 128]),
-            "modules_to_not_convert": self._ignored,
+            "modules_to_not_convert": self.ignored((*self._blocks, *self._fp4_names)),
         }
-        if self._has_fp4:
+        if self._fp4_names:
             entry["expert_dtype"] = "fp4"
+        said = self.copied.quantization.get("scale_fmt") if self.copied else None
+        if said in ("float", "ue8m0"):
+            entry["scale_fmt"] = said
         return {**self.model_config, "quantization_config": entry}
 
 

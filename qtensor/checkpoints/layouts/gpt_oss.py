@@ -45,7 +45,7 @@ class GptOssLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each pair of blocks and scales."""
-        tensors = self.source.tensors
+        tensors, used = self.source.tensors, set()
         for name, info in tensors.items():
             for blocks, scales in _NAMES:
                 if name.endswith(blocks):
@@ -53,10 +53,12 @@ class GptOssLayout(Layout):
                     if factor is None:
                         rule = f"blocks have {scales[1:]} beside them"
                         self.refuse(name, rule, f"{info.dtype} {list(info.shape)} alone", _FIX)
+                    used |= {name, factor.name}
                     yield self._group(name.removesuffix(blocks), info, factor)
                 elif name.endswith(scales) and name.removesuffix(scales) + blocks not in tensors:
                     rule = f"scales have {blocks[1:]} beside them"
                     self.refuse(name, rule, f"{info.dtype} {list(info.shape)} alone", _FIX)
+        self.refuse_leftovers(used)
 
     def _group(self, name: str, blocks: TensorInfo, scales: TensorInfo) -> Group:
         """Return the group of a weight after checking its shapes."""
@@ -97,7 +99,7 @@ class GptOssWriter(Writer):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self._has_experts = False
+        self._experts: list[str] = []
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the blocks and the scales of stacked experts."""
@@ -112,7 +114,7 @@ class GptOssWriter(Writer):
         parts = rowwise_parts(tensor)
         experts, rows, cols = tensor.shape
         blocks, scales = _NAMES[name.rpartition(".")[2] in _RELEASE]
-        self._has_experts = True
+        self._experts.append(name)
         return {
             name + blocks: parts.codes.reshape(experts, rows, cols // 32, 16),
             name + scales: parts.scale.reshape(experts, rows, cols // 32),
@@ -120,9 +122,9 @@ class GptOssWriter(Writer):
 
     def config(self) -> dict[str, Any]:
         """Return the config with ``quantization_config``."""
-        if not self._has_experts:
+        if not self._experts:
             return self.model_config
-        entry = {"quant_method": METHOD, "modules_to_not_convert": self.plain_modules()}
+        entry = {"quant_method": METHOD, "modules_to_not_convert": self.ignored(self._experts)}
         return {**self.model_config, "quantization_config": entry}
 
 

@@ -1,6 +1,6 @@
-"""Read and write checkpoints of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM load.
+"""Read checkpoints of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM load.
 
-docs/checkpoints.md has the table of algorithms. All factors multiply.
+modelopt_writer.py writes them, and has the table of algorithms. All factors multiply.
 """
 
 from __future__ import annotations
@@ -8,61 +8,33 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable, Writer
-from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
+from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable
+from qtensor.checkpoints.layouts.modelopt_writer import (
+    ALGORITHMS,
+    HF_CONFIG,
+    METHOD,
+    MIXED,
+    PACKED,
+    STACKED,
+    Algorithm,
+    ModelOptWriter,
+)
+from qtensor.checkpoints.nvfp4_factor import from_experts, from_factor
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
-METHOD = "modelopt"
-HF_CONFIG = "hf_quant_config.json"
-MIXED = "MIXED_PRECISION"
-
-
-class Algorithm(NamedTuple):
-    """Describe how the weights of one ``quant_algo`` lie.
-
-    Attributes:
-        name: ``quant_algo`` in upper case.
-        format: the format id: ``"nvfp4"``.
-        size: elements along K that share a factor, or 0.
-    """
-
-    name: str
-    format: str
-    size: int
-
-
-_ALGORITHMS = {
-    name: Algorithm(name, fmt, size)
-    for fmt, size, names in (
-        ("fp8", 0, ("FP8",)),
-        ("fp8_rowwise", 0, ("FP8_PER_CHANNEL_PER_TOKEN",)),
-        ("fp8_blockwise", 128, ("FP8_PB_WO", "FP8_PB_REAL")),
-        ("nvfp4", 16, ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD")),
-        ("nvfp4", 32, ("W4A8_NVFP4_FP8",)),
-        ("mxfp8", 32, ("MXFP8",)),
-        ("mxfp4", 32, ("MXFP4", "W4A8_MXFP4_FP8")),
-    )
-    for name in names
-}
-_WRITTEN = {found.format: found.name for found in reversed(_ALGORITHMS.values())}
-"""Format id -> the first algorithm of it."""
 _BLOCKS = "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)"
-_STACKED = ("fp8", "nvfp4", "mxfp8", "mxfp4")
-"""Formats in which stacked experts occur."""
-_PACKED = ("nvfp4", "mxfp4")
 _FACTORS = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
-_KV = (".k_scale", ".v_scale")
 _OTHERS = ("pre_quant_scale", "output_scale")
 _EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj")
 _FIX = "Check the config against the file, or download the missing shard"
@@ -146,9 +118,9 @@ class ModelOptLayout(Layout):
     def _algorithm(self, module: str, name: str, size: Any) -> Algorithm:
         """Return an algorithm with its group size, after checking both."""
         where = f" of module {module}" if module else ""
-        known = _ALGORITHMS.get(name)
+        known = ALGORITHMS.get(name)
         if known is None:
-            rule = f"the algorithms that are read are {', '.join(_ALGORITHMS)} and {MIXED}"
+            rule = f"the algorithms that are read are {', '.join(ALGORITHMS)} and {MIXED}"
             self.refuse("", rule, f"quant_algo {name!r}{where}", "Export it in one of them")
         if not known.size or size in (None, 0, known.size):
             return known
@@ -206,6 +178,7 @@ class ModelOptLayout(Layout):
         for name in tensors:
             if name.endswith(("weight_scale", "weight_scale_2")) and name not in used:
                 self.refuse(name, "a factor has a weight", "none", _FIX)
+        self.refuse_leftovers(used)
         if scaled:
             text = f"{self.place()}: {scaled} weights have a pre_quant_scale (AWQ). It multiplies "
             warnings.warn(
@@ -228,11 +201,11 @@ class ModelOptLayout(Layout):
         if len(weight.shape) != 2 + stacked:
             rule = "a weight is 2-D and ends in '.weight', and stacked experts are 3-D"
             self.refuse(weight.name, rule, list(weight.shape), "Export the checkpoint again")
-        if stacked and algorithm.format not in _STACKED:
-            rule = f"stacked experts are one of {', '.join(_STACKED)}"
+        if stacked and algorithm.format not in STACKED:
+            rule = f"stacked experts are one of {', '.join(STACKED)}"
             self.refuse(weight.name, rule, algorithm.name, "Export each expert by itself")
         turned = stacked and algorithm.size > 0
-        packed = algorithm.format in _PACKED
+        packed = algorithm.format in PACKED
         what = f"{algorithm.name} weight"
         self.expect(weight, [weight.shape], ["U8" if packed else "F8_E4M3"], what)
         shape = list(weight.shape)
@@ -325,6 +298,16 @@ class ModelOptLayout(Layout):
             self.refuse(group.roles["factor"].name, rule, factor[bad].tolist(), fix)
         return factor
 
+    def rows_apart(self, group: Group) -> bool:
+        """Return True: factors belong to rows, to 128 of them, or to the weight."""
+        return True
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True for MX, and for FP8 in float32, where class D is class P."""
+        if group.options.format.startswith("mx"):
+            return not group.transposed
+        return bool(group.options.format.startswith("fp8")) and dtype == torch.float32
+
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return the dense values: FP8 in the dtype (class D), NVFP4 scales first, MX a product."""
         algorithm, codes, scale = group.options, stored["codes"], stored["scale"]
@@ -338,7 +321,7 @@ class ModelOptLayout(Layout):
             return arithmetic.in_dtype(arithmetic.float8(codes), factors, dtype)
         if group.transposed:
             codes, scale = (t.transpose(1, 2).contiguous() for t in (codes, scale))
-        packed = algorithm.format in _PACKED
+        packed = algorithm.format in PACKED
         elements = arithmetic.e2m1(codes) if packed else arithmetic.float8(codes)
         if algorithm.format == "nvfp4":
             factor = self._factor(group, stored)
@@ -375,125 +358,5 @@ def _group_size(config: Mapping[str, Any]) -> Any:
     sizes = [entry.get("group_size") for entry in entries if isinstance(entry, dict)]
     return next((size for size in sizes if size), None)
 
-
-class ModelOptWriter(Writer):
-    """Write ModelOpt checkpoints, with config.json and hf_quant_config.json.
-
-    Quantized stacked experts are (E, N, K), as they are read, and are stored (E, K, N); FP8 ones
-    are stored as they are.
-    """
-
-    layout = METHOD
-    formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "nvfp4", "mxfp8", "mxfp4")
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self._weights: dict[str, str] = {}
-        """Module -> format id."""
-
-    def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the codes and factors of a weight or of stacked experts."""
-        kind = self._kind(name, tensor)
-        self._weights[name.removesuffix(".weight")] = kind
-        parts, prefix = rowwise_parts(tensor), f"{name}_"
-        codes, scale = parts.codes, parts.scale
-        if not name.endswith(".weight"):
-            prefix = f"{name}_weight_"
-        if kind not in _PACKED:
-            codes = codes.view(torch.float8_e4m3fn)
-        if kind == "nvfp4":
-            scale = scale.view(torch.float8_e4m3fn)
-        if kind.startswith("fp8"):
-            scale = scale if kind == "fp8_blockwise" else scale.flatten()
-            scale = scale.reshape(()) if kind == "fp8" else scale
-        elif tensor.ndim == 3:
-            scale = scale.reshape(*tensor.shape[:2], -1).transpose(1, 2).contiguous()
-            codes = codes.transpose(1, 2).contiguous()
-        stored = {name: codes, f"{prefix}scale": scale}
-        if parts.amax is not None:
-            stored[f"{prefix}scale_2"] = self._factor(name, tensor, parts)
-        return stored
-
-    def _kind(self, name: str, tensor: QuantizedTensor) -> str:
-        """Return the format id of a tensor that the layout holds."""
-        quantizer: Any = tensor.quantizer
-        canonical, spec = quantizer.canonical, quantizer.spec.name
-        self.need_rowwise(name, tensor)
-        if spec == "fp8" and not quantizer.per_tensor:
-            if quantizer.axis != -1:
-                self.refuse(name, "factors belong to rows", canonical)
-            spec = "fp8_rowwise"
-        if spec not in _WRITTEN:
-            self.refuse(name, f"the layout holds {', '.join(self.formats)}", canonical)
-        if spec == "fp8_blockwise" and quantizer.block_scaling_dim != 2:
-            self.refuse(name, "the blocks of FP8 are 128x128", canonical)
-        if quantizer.element.name != ("e2m1" if spec in _PACKED else "e4m3"):
-            self.refuse(name, "the elements of FP8 are e4m3", canonical)
-        stacked = not name.endswith(".weight")
-        if tensor.ndim != 2 + stacked or (stacked and spec not in _STACKED):
-            rule = f"a '.weight' is 2-D; stacked experts are 3-D, one of {', '.join(_STACKED)}"
-            self.refuse(name, rule, f"{spec} {tuple(tensor.shape)} named {name!r}")
-        if spec == "nvfp4" and (quantizer.with_rht or (quantizer.row_scaled and not stacked)):
-            rule = "NVFP4 has one factor for a weight or an expert, and no rotation"
-            self.refuse(name, rule, canonical)
-        return str(spec)
-
-    def _factor(self, name: str, tensor: QuantizedTensor, parts: Parts) -> Tensor:
-        """Return ``weight_scale_2``: (), or (E,) for experts with a factor each."""
-        quantizer: Any = tensor.quantizer
-        factor = factor_of(quantizer, cast(Tensor, parts.amax), parts.factor)
-        each = expert_factors(factor, tensor.shape) if quantizer.row_scaled else factor.reshape(())
-        if each is None or not (each.is_meta or bool(torch.isfinite(each).all())):
-            rule = "a weight, and each expert, has one finite amax"
-            self.refuse(name, rule, "others", "Quantize with one amax an expert, or leave it plain")
-        return each.contiguous()
-
-    def _algorithm(self, module: str) -> str:
-        """Return the ``quant_algo`` of a module."""
-        kind = self._weights[module]
-        if kind != "nvfp4":
-            return _WRITTEN[kind]
-        if f"{module}.pre_quant_scale" in self.plain_dims:
-            return "NVFP4_AWQ"
-        static = any(f"{module}{mark}input_scale" in self.plain_dims for mark in "._")
-        return "NVFP4" if static else "W4A16_NVFP4"
-
-    def _entry(self) -> dict[str, Any]:
-        """Return the keys that both files share."""
-        modules = {module: self._algorithm(module) for module in self._weights}
-        names = set(modules.values())
-        if len(names) == 1:
-            (name,) = names
-            return {"quant_algo": name, "group_size": _ALGORITHMS[name].size or None}
-        layers = {
-            module: {"quant_algo": name, "group_size": _ALGORITHMS[name].size or None}
-            for module, name in modules.items()
-        }
-        return {"quant_algo": MIXED, "group_size": None, "quantized_layers": layers}
-
-    def config(self) -> dict[str, Any]:
-        """Return the config with ``quantization_config``."""
-        if not self._weights:
-            return self.model_config
-        entry = {"quant_method": METHOD, **self._entry(), "ignore": self.plain_modules()}
-        if any(name.endswith(_KV) for name in self.plain_dims):
-            entry["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-        return {**self.model_config, "quantization_config": {**entry, "producer": _PRODUCER}}
-
-    def files(self) -> dict[str, dict[str, Any]]:
-        """Return hf_quant_config.json."""
-        if not self._weights:
-            return {}
-        kv = "FP8" if any(name.endswith(_KV) for name in self.plain_dims) else None
-        entry = {
-            **self._entry(),
-            "kv_cache_quant_algo": kv,
-            "exclude_modules": self.plain_modules(),
-        }
-        return {HF_CONFIG: {"producer": _PRODUCER, "quantization": entry}}
-
-
-_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
-"""Loaders look for this name; the version is the one whose files the tests compare with."""
 
 ModelOptLayout.writer = ModelOptWriter

@@ -16,6 +16,7 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
+from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
 from qtensor.layout import ceil_div
 from qtensor.quantizers import Quantizer
@@ -25,6 +26,17 @@ from qtensor.storage.tensor import QuantizedTensor
 METHOD = "quark"
 _FLOATS = ("F32", "BF16", "F16")
 _CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
+_SECOND = (
+    "weight_2",
+    "weight_scale_scale",
+    "weight_zero_point",
+    *(
+        f"{part}_{kind}_2"
+        for part in ("weight", "input", "output")
+        for kind in ("scale", "zero_point")
+    ),
+)
+"""Last name parts of a second level of factors, and of factors that are not symmetric."""
 _FIX = "Check config.json against the file, or download the missing shard"
 _READ = "fp4, fp6_e2m3 and fp6_e3m2 (per_group 32, e8m0), fp8_e4m3 (per_tensor, per_channel on axis"
 _READ += " 0, per_block)"
@@ -106,7 +118,7 @@ class QuarkLayout(Layout):
         Raises:
             CheckpointError: the scheme is not read, or the config says that the module is dense.
         """
-        module = weight.name.removesuffix(".weight")
+        module = weight.name.removesuffix("weight").removesuffix(".")
         own = self._layers.get(module)
         if own is None:
             fits = (p for p in self._patterns if fnmatch.fnmatchcase(module, p))
@@ -126,24 +138,27 @@ class QuarkLayout(Layout):
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each module that has a factor."""
-        tensors, used = self.source.tensors, set()
+        tensors = self.source.tensors
+        used: set[str] = set()
         for name, weight in tensors.items():
-            if not name.endswith(".weight"):
+            if name.rpartition(".")[2] != "weight":
                 continue
             factor = tensors.get(f"{name}_scale")
-            if factor is None and weight.dtype not in _CODES:
+            if weight.dtype not in _CODES and (factor is None or self._fake):
+                used |= {f"{name}_scale"} if self._fake else set()
                 continue
             scheme = self._scheme_of(weight)
-            for last in ("weight_2", "weight_scale_2", "weight_scale_scale", "weight_zero_point"):
+            for last in _SECOND:
                 if name.removesuffix("weight") + last in tensors:
-                    rule = "weights have one level of symmetric factors"
+                    rule = "weights and activations have one level of symmetric factors"
                     self.refuse(name, rule, last, "Read it with Quark")
             if factor is None:
                 self.refuse(name, "a quantized weight has a weight_scale", "none", _FIX)
-            used.add(factor.name)
+            used |= {name, factor.name}
             yield self._group(weight, factor, scheme)
+        self.refuse_leftovers(used)
         for name, info in tensors.items():
-            if name.endswith(".weight_scale") and name not in used:
+            if name.rpartition(".")[2] == "weight_scale" and name not in used:
                 got = f"a factor {list(info.shape)} without one"
                 self.refuse(name, "each factor has a weight", got, _FIX)
 
@@ -185,6 +200,14 @@ class QuarkLayout(Layout):
         """Return the quantized tensor of a weight; factors of 16 bits are widened."""
         parts = Parts(stored["codes"], stored["scale"])
         return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
+
+    def rows_apart(self, group: Group) -> bool:
+        """Return True unless blocks have another height than 1 or 128."""
+        return group.options.block is None or group.options.block[0] in (1, 128)
+
+    def decodes_as_ours(self, group: Group, dtype: torch.dtype) -> bool:
+        """Return True: the layout rounds the product once."""
+        return True
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:
         """Return code times factor in float32, rounded once to ``dtype`` (class P)."""
@@ -241,6 +264,7 @@ class QuarkWriter(Writer):
     """Write Quark checkpoints."""
 
     layout = METHOD
+    ignore_style = WILDCARD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise (128x128)", "mxfp4", "mxfp6 (packed)")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -294,13 +318,15 @@ class QuarkWriter(Writer):
 
     def _entry(self, scheme: Scheme, modules: list[str]) -> dict[str, Any]:
         """Return the config of the modules of a scheme."""
-        inputs = None
+        inputs = outputs = None
+        if all(f"{module}.output_scale" in self.plain_dims for module in modules):
+            outputs = _tensor_config(Scheme("fp8_e4m3", "per_tensor"))
         if all(f"{module}.input_scale" in self.plain_dims for module in modules):
             inputs = _tensor_config(Scheme("fp8_e4m3", "per_tensor"))
         return {
             "bias": None,
             "input_tensors": inputs,
-            "output_tensors": None,
+            "output_tensors": outputs,
             "target_device": None,
             "weight": _tensor_config(scheme),
         }
@@ -310,24 +336,26 @@ class QuarkWriter(Writer):
         if not self._weights:
             return self.model_config
         ((common, _),) = Counter(self._weights.values()).most_common(1)
-        modules = [module for module, scheme in self._weights.items() if scheme == common]
+        # Loaders look for the factors of the KV cache in the entries of these modules.
+        cache = [m for m in self._weights if f"{m}.output_scale" in self.plain_dims]
+        modules = [m for m, s in self._weights.items() if s == common and m not in cache]
         layers = {
             module: self._entry(scheme, [module])
             for module, scheme in self._weights.items()
-            if scheme != common
+            if scheme != common or module in cache
         }
         entry: dict[str, Any] = {
             "quant_method": METHOD,
             "algo_config": None,
-            "exclude": self.plain_modules(),
+            "exclude": self.ignored(self._weights),
             "export": {
-                "kv_cache_group": [],
+                "kv_cache_group": cache,
                 "min_kv_scale": 0.0,
                 "pack_method": "reorder",
                 "weight_format": "real_quantized",
                 "weight_merge_groups": None,
             },
-            "global_quant_config": self._entry(common, modules),
+            "global_quant_config": self._entry(common, modules or list(self._weights)),
             "kv_cache_quant_config": {},
             "layer_quant_config": layers,
             "layer_type_quant_config": {},

@@ -1,0 +1,175 @@
+"""Write compressed-tensors checkpoints: the tensors, and the entry of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qtensor.checkpoints.buffers import rowwise_parts
+from qtensor.checkpoints.ignoring import REGEX
+from qtensor.checkpoints.layout import DIVISOR, FACTOR, Writer
+from qtensor.checkpoints.nvfp4_factor import divisor_of
+from qtensor.storage.tensor import QuantizedTensor
+
+METHOD = "compressed-tensors"
+FP8, NVFP4, MXFP4, MXFP6, MXFP8 = (
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
+    "mxfp8-quantized",
+)
+
+
+class CompressedTensorsWriter(Writer):
+    """Write compressed-tensors checkpoints."""
+
+    layout = METHOD
+    formats = ("fp8", "fp8_rowwise", "fp8_blockwise", "nvfp4", "mxfp4", "mxfp6 (e2m3)", "mxfp8")
+    input_factors: ClassVar[Mapping[str, Any]] = {
+        "nvfp4": ("input_global_scale", DIVISOR),
+        "": ("input_scale", FACTOR),
+    }
+    factor_shape = (1,)
+    ignore_style = REGEX
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._weights: dict[str, str] = {}
+        """Module -> key of ``_WEIGHTS``."""
+        self._narrow: dict[str, bool] = {}
+        """Module -> True if its FP8 factors are stored in the nominal dtype."""
+
+    def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return weight, weight_scale and so on of the module that ``name`` belongs to."""
+        module, _, last = name.rpartition(".")
+        if last != "weight" or tensor.ndim != 2:
+            rule = "quantized tensors are the 2-D 'weight' of a module"
+            self.refuse(name, rule, f"{tuple(tensor.shape)} named {name!r}")
+        kind = self._kind(name, tensor)
+        codes, scale, amax, factor = rowwise_parts(tensor)
+        self._weights[module] = kind
+        if kind in _FP8_SCHEMES:
+            scale = self._narrowed(module, scale, tensor.dtype)
+        if kind in (*_FP8_SCHEMES, MXFP8):
+            codes = codes.view(torch.float8_e4m3fn)
+            return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
+        stored = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale}
+        if amax is not None:
+            quantizer: Any = tensor.quantizer
+            divisor = divisor_of(quantizer, amax, factor)
+            if not divisor.is_meta and not bool(torch.isfinite(divisor)):
+                fix = "Leave the weight plain"
+                self.refuse(name, "the amax of an NVFP4 weight is not 0", amax.item(), fix)
+            stored[f"{module}.weight_scale"] = scale.view(torch.float8_e4m3fn)
+            stored[f"{module}.weight_global_scale"] = divisor
+        return stored
+
+    def _narrowed(self, module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return factors in the nominal dtype if that is exact, as the origin stores them."""
+        if module not in self._narrow:
+            half = dtype in (torch.bfloat16, torch.float16) and not scale.is_meta
+            self._narrow[module] = half and torch.equal(scale.to(dtype).float(), scale)
+        return scale.to(dtype) if self._narrow[module] else scale
+
+    def _kind(self, name: str, tensor: QuantizedTensor) -> str:
+        """Return the scheme that holds a tensor."""
+        quantizer: Any = tensor.quantizer
+        canonical = quantizer.canonical
+        if not quantizer.rowwise or quantizer.columnwise_value:
+            self.refuse(name, "the layout holds rowwise data", canonical)
+        spec, element = quantizer.spec.name, quantizer.element.name
+        wanted = {"mxfp4": "e2m1", "nvfp4": "e2m1", "mxfp6": "e2m3"}.get(spec, "e4m3")
+        if element != wanted:
+            self.refuse(name, f"the elements of {spec} are {wanted}", canonical)
+        if spec == "fp8":
+            if not quantizer.per_tensor and quantizer.axis != -1:
+                self.refuse(name, "factors belong to rows", canonical)
+            return "tensor" if quantizer.per_tensor else "channel"
+        if spec == "fp8_blockwise":
+            groups = quantizer.block_scaling_dim == 1
+            if groups and tensor.shape[1] % 128:
+                self.refuse(name, "its loader decodes whole groups of 128", tuple(tensor.shape))
+            return "block 1x128" if groups else "block 128x128"
+        if spec == "nvfp4" and (quantizer.row_scaled or quantizer.with_rht):
+            self.refuse(name, "NVFP4 has one factor for the tensor and no rotation", canonical)
+        if spec == "mxfp6" and not quantizer.packed:
+            self.refuse(name, "FP6 codes are packed", canonical, "Quantize with packed=True")
+        return {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp6": MXFP6, "mxfp8": MXFP8}[spec]
+
+    def config(self) -> dict[str, Any]:
+        """Return the config with ``quantization_config``."""
+        if not self._weights:
+            return self.model_config
+        kinds = list(dict.fromkeys(self._weights.values()))
+        groups = {}
+        for i, kind in enumerate(kinds):
+            modules = [module for module, its in self._weights.items() if its == kind]
+            groups[f"group_{i}"] = {
+                "format": _format_of(kind),
+                "targets": ["Linear"] if len(kinds) == 1 else modules,
+                "weights": _WEIGHTS[kind],
+                "input_activations": self._activations(kind, modules),
+                "output_activations": None,
+            }
+        formats = {_format_of(kind) for kind in kinds}
+        entry = {
+            "quant_method": METHOD,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "config_groups": groups,
+            "ignore": self.ignored(self._weights),
+            "kv_cache_scheme": self._kv_scheme(),
+            "quantization_status": "compressed",
+            "version": "0.20.0",
+        }
+        return {**self.model_config, "quantization_config": entry}
+
+    def _kv_scheme(self) -> dict[str, Any] | None:
+        if not any(name.endswith((".k_scale", ".v_scale")) for name in self.plain_dims):
+            return None
+        return {**_args(8, "tensor"), "dynamic": False}
+
+    def _activations(self, kind: str, modules: list[str]) -> dict[str, Any] | None:
+        """Return how activations are quantized; static only if the factors are there."""
+        has = {
+            last: all(f"{module}.{last}" in self.plain_dims for module in modules)
+            for last in ("input_scale", "input_global_scale")
+        }
+        if kind == NVFP4:
+            dynamic = {**_args(4, "tensor_group", group_size=16), "dynamic": "local"}
+            return dynamic if has["input_global_scale"] else None
+        if kind in ("tensor", "channel"):
+            if has["input_scale"]:
+                return {**_args(8, "tensor"), "dynamic": False}
+            return {**_args(8, "token"), "dynamic": True}
+        if kind in _FP8_SCHEMES:
+            return {**_args(8, "group", group_size=128), "dynamic": True}
+        if kind == MXFP8:
+            return {**_WEIGHTS[MXFP8], "dynamic": True}
+        return None
+
+
+def _args(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    """Return quantization arguments as compressed-tensors writes them."""
+    return {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, **more}
+
+
+_FP8_SCHEMES = ("tensor", "channel", "block 128x128", "block 1x128")
+_GROUP: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
+_WEIGHTS: dict[str, dict[str, Any]] = {
+    "tensor": _args(8, "tensor"),
+    "channel": _args(8, "channel"),
+    "block 128x128": _args(8, "block", block_structure=[128, 128]),
+    "block 1x128": _args(8, "group", group_size=128),
+    NVFP4: _args(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"),
+    MXFP4: _args(4, "group", **_GROUP),
+    MXFP6: _args(6, "group", **_GROUP),
+    MXFP8: _args(8, "group", **_GROUP),
+}
+
+
+def _format_of(kind: str) -> str:
+    return FP8 if kind in _FP8_SCHEMES else kind
