@@ -12,6 +12,7 @@ import nightly
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 
 from qtensor.kernels.cpu import native
 
@@ -79,3 +80,11 @@ def native_kernels() -> None:
     own.
     """
     native.library()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two gloo processes, which start at the first call and serve all files of a worker."""
+    group = Ranks(tmp_path_factory.mktemp("gloo"))
+    yield group
+    group.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
+import os
 import pickle
 import time
 import traceback
@@ -15,12 +15,17 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from torch_process import SERVER
 
 PATIENCE = 60
 """Seconds that a collective waits for the other rank; after a failure nobody waits so long."""
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(
+    rank: int, size: int, store: str, connection: Connection, environment: dict[str, str]
+) -> None:
+    os.environ.clear()  # of the server that forked this process
+    os.environ.update(environment)
     torch.set_num_threads(1)
     # The cache on disk would serve graphs that another state of the library has lowered.
     torch._functorch.config.enable_autograd_cache = False
@@ -66,11 +71,11 @@ class Ranks:
 
     def start(self) -> None:
         self.starts += 1
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            args = (rank, self.size, str(self.folder / f"store{self.starts}"), theirs)
-            process = context.Process(target=_serve, args=args, daemon=True)
+            ours, theirs = SERVER.Pipe()
+            store = str(self.folder / f"store{self.starts}")
+            args = (rank, self.size, store, theirs, dict(os.environ))
+            process = SERVER.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

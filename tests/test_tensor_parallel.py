@@ -5,7 +5,7 @@ the unsharded module.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,13 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 import qtensor
 
 EPS = 2.0**-24
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    group = Ranks(tmp_path_factory.mktemp("gloo"))
-    yield group
-    group.stop()
 
 
 def same(got: Result, want: Result, what: str) -> None:

@@ -5,7 +5,6 @@ module, initial values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,13 +29,6 @@ from ranks import Ranks
 from torch import Tensor
 
 import qtensor
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    group = Ranks(tmp_path_factory.mktemp("gloo"))
-    yield group
-    group.stop()
 
 
 def within(recipe: Any, **options: Any) -> Any:

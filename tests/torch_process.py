@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 300
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch"])
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch"])
 # The server's socket lies here. Tests change TMPDIR to folders whose names are too long for one.
 multiprocessing.util.get_temp_dir()
 
@@ -71,7 +71,7 @@ class TorchProcess:
         self._output = tempfile.TemporaryDirectory(prefix="torch-process-")
         variables = dict(os.environ if environment is None else environment)
         where = os.fspath(folder or Path.cwd())
-        self._process = _SERVER.Process(
+        self._process = SERVER.Process(
             target=_run, args=(code, [name, *arguments], variables, where, self._output.name)
         )
         self._process.start()

@@ -35,24 +35,24 @@ def _calls(launch: Any, dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple
     backend.bias_grad_(weight, x)
 
 
-def check(dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int]) -> int:
+def check(dtype: torch.dtype, kinds: tuple[str, ...], shape: tuple[int, int], target: int) -> int:
     """Compile all kernels; returns how many PTX files there were."""
     texts: list[str] = []
 
     def compile_only(kernel: Any, _: int, *args: Any, **constants: Any) -> None:
-        texts.extend(compiled(kernel, args, constants))
+        texts.append(compiled(kernel, args, constants, target))
 
     _calls(compile_only, dtype, kinds, shape)
     _check_rounding(texts, f"{dtype} {kinds}")
     return len(texts)
 
 
-def check_fused(name: str) -> int:
+def check_fused(name: str, target: int) -> int:
     """Compile the kernels that quantize a norm and an activation; return how many PTX files."""
     texts: list[str] = []
 
     def compile_only(kernel: Any, _: int, *args: Any, **constants: Any) -> None:
-        texts.extend(compiled(kernel, args, constants))
+        texts.append(compiled(kernel, args, constants, target))
 
     for module in (*MODULES, "amax", "float8", "mx", "nvfp4"):
         importlib.import_module(f"qtensor.kernels.triton.{module}").launch = compile_only
