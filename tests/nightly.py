@@ -9,6 +9,7 @@ A mark with more rows than its arguments have values is a product: there, each a
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -54,11 +55,19 @@ def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     kept: list[int] = []
     values = [set(cell) for cell in cells]
     missing = set().union(*values)
+
+    def rank(i: int) -> tuple[int, int, int]:
+        return -len(values[i] & missing), sum(taken[v] for v in values[i]), i
+
+    # A cell's rank never falls, so that the first of the heap is the best if its rank is current.
+    heap = [rank(i) for i in range(len(cells))]
+    heapq.heapify(heap)
     while missing:
-        best = min(
-            range(len(cells)),
-            key=lambda i: (-len(values[i] & missing), sum(taken[v] for v in values[i]), i),
-        )
+        best = heap[0][-1]
+        if (current := rank(best)) != heap[0]:
+            heapq.heapreplace(heap, current)
+            continue
+        heapq.heappop(heap)
         kept.append(best)
         taken.update(values[best])
         missing -= values[best]
