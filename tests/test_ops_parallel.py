@@ -96,10 +96,7 @@ def test_a_sequence_parallel_block(ranks: Ranks, recipe: str, way: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    some(["high_precision", "delayed", "current", "mxfp8", "nvfp4"], "delayed", "nvfp4"),
-)
+@pytest.mark.parametrize("recipe", ["high_precision", "delayed", "current", "mxfp8", "nvfp4"])
 def test_compiled_is_eager_bit_for_bit(ranks: Ranks, recipe: str) -> None:
     for sequence_parallel in (False, True):
         eager = ranks.run(sharded_block, sequence_parallel, recipe, "eager")

@@ -73,32 +73,6 @@ def test_the_check_sees_what_is_missing(cells, missing):
     assert gaps(cells) == missing
 
 
-def test_what_some_leaves_out_is_compiled_by_other_tests(request):
-    """The reason `nightly.COMPILED` is true of every cell that has it."""
-    every = nightly.tests(request.config.stash[CELLS])
-    marks = {cell: cell.get_closest_marker("nightly") for cells in every.values() for cell in cells}
-    compiled, left_out = set(), {}
-    for name, cells in every.items():
-        default = values(cell for cell in cells if marks[cell] is None)
-        if "compile" in name.partition("::")[0]:
-            compiled |= {value for _, value in default}
-        wide = [c for c in cells if marks[c] and marks[c].kwargs.get("reason") == nightly.COMPILED]
-        left_out[name] = {value for _, value in values(wide) - default}
-    if not compiled:
-        pytest.skip(reason="the tests that compile are not collected")
-    missing = {name: found - compiled for name, found in left_out.items()}
-    assert {name: found for name, found in missing.items() if found} == {}
-
-
-def test_some_values():
-    rows = nightly.some(["a", "b", "c"], "b")
-    assert [row.values for row in rows] == [("a",), ("b",), ("c",)]
-    assert [row.id for row in rows] == ["a", "b", "c"]
-    assert [bool(row.marks) for row in rows] == [True, False, True]
-    with pytest.raises(AssertionError, match="no such values"):
-        nightly.some(["a"], "d")
-
-
 def kept(*marks):
     """Return the parameters of the cells that the default tier takes, in order of collection."""
     cells = specs(*marks)
