@@ -347,6 +347,7 @@ def needs_model():
         pytest.importorskip(package, reason="the extra 'demo' is not installed")
 
 
+@pytest.mark.nightly(reason="the demo on a small file, and its model, are in the default tier")
 @pytest.mark.slow
 def test_the_real_model(tmp_path, monkeypatch):
     """The main job in two formats, with no way to the network.

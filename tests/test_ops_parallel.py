@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from compile_helpers import Compiled
-from nightly import some
 from ops_cases import WIDTH, data, step
 from ranks import RankError, Ranks
 from torch import Tensor
