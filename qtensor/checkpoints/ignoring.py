@@ -3,7 +3,7 @@
 Configs name such modules in four ways: by their names, or a prefix or the last parts of names; by
 ``re:`` patterns (compressed-tensors); by shell wildcards (ModelOpt, Quark); by bare regular
 expressions (transformers). Loaders create such modules without factors, also modules that the file
-does not have, such as a tied ``lm_head``. A list must therefore be carried, and not made anew.
+does not have, such as a tied ``lm_head``. So a list must be carried over, not rebuilt.
 """
 
 from __future__ import annotations
