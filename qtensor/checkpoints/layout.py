@@ -295,7 +295,8 @@ class Layout(abc.ABC):
         """
         for info, rule in leftovers(self.source.tensors, used):
             fix = (
-                "Check the config against the file, download the missing shard, or export it again"
+                "Check the config against the file, download the missing shard, export it again, "
+                "or leave out layout="
             )
             self.refuse(info.name, rule, f"{info.dtype} of shape {list(info.shape)}", fix)
 
