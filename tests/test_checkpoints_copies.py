@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoint_cases import stored_bytes
+from checkpoint_cases import stored_bytes, weight
 from test_checkpoints_configs import E8M0, FP8, LAYOUTS, fp8, write
 from test_checkpoints_variants import codes, grid
 
@@ -116,3 +116,23 @@ def test_weights_that_are_quantized_anew_have_new_factors(tmp_path):
     with checkpoints.open(tmp_path / "x") as copy:
         assert copy["a.weight"].quantizer.format == "fp8"
         assert copy.stored("a.weight")["scale"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "between", ["qtensor", "torchao", "comfyui", "quark", "compressed-tensors"]
+)
+@pytest.mark.parametrize("layout", ["modelopt", "quark", "compressed-tensors"])
+def test_factors_of_the_kv_cache_keep_their_names_over_another_layout(layout, between, tmp_path):
+    names = {
+        "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+        "quark": ("k_proj.output_scale", "v_proj.output_scale"),
+        "compressed-tensors": ("k_scale", "v_scale"),
+    }[layout]
+    state = {f"m.{name}": torch.tensor(0.5 + i) for i, name in enumerate(names)}
+    state |= {f"m.{p}_proj.weight": weight("fp8") for p in "kv"}
+    checkpoints.save(state, tmp_path / "a", layout=layout)
+    checkpoints.convert(tmp_path / "a", tmp_path / "b", layout=between)
+    checkpoints.convert(tmp_path / "b", tmp_path / "c", layout=layout)
+    back = checkpoints.load_state_dict(tmp_path / "c")
+    assert set(back) == set(state)
+    assert [back[f"m.{name}"].item() for name in names] == [0.5, 1.5]

@@ -405,11 +405,14 @@ def load_state_dict(
         **options: options of the layout, as ``open`` takes them.
 
     Raises:
-        CheckpointError: the checkpoint is not sound, or a tensor cannot be read.
+        CheckpointError: the checkpoint is not sound, a tensor cannot be read, or torch has no such
+            device.
     """
     if rounding not in (None, "origin"):
         fix = 'Pass None or "origin"'
         refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
+    _check_dtype(dtype)
+    _check_device(device)
     state = {}
     with open_checkpoint(path, layout, **options) as checkpoint:
         for name in checkpoint:
@@ -418,6 +421,20 @@ def load_state_dict(
         for name in checkpoint.inner_names() if rounding == "origin" else ():
             state[name] = checkpoint[name].to(device or "cpu")
     return state
+
+
+def _check_dtype(dtype: object) -> None:
+    legal = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype is not None and dtype not in legal:
+        rule = f"dtype is None or one of {', '.join(map(str, legal))}"
+        refuse(Place(), rule, repr(dtype), "Pass torch.bfloat16, for example")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        refuse(Place(), "device is one that torch can use", repr(device), f"{error}", error)
 
 
 def _load(

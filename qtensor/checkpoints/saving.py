@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +60,12 @@ def save(
     Raises:
         CheckpointError: the layout cannot hold a tensor, a file exists, or the disk is full.
     """
+    path = checked_path(path, "path")
     cls = writable(layout, path)
     state = _state_dict(model)
+    if not isinstance(config, Mapping | None):
+        rule = "config is the content of config.json, a mapping"
+        refuse(Place(path), rule, type(config).__name__, "Pass a dict")
     writer = cls(without_quantization(config if config is not None else _config_of(model)))
     if isinstance(model, Checkpoint):
         _check_factors(model, layout)
@@ -109,6 +113,8 @@ def _save_folder(
     index = f"model{INDEX_SUFFIX}"
     if len(shards) > 1:
         texts[index] = index_of(names, shards)
+    for name, value in texts.items():
+        _json_text(os.path.join(folder, name), value)
     try:
         restore(folder)
         os.makedirs(folder, exist_ok=True)
@@ -248,7 +254,7 @@ def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str,
         CheckpointError: the layout cannot hold it, or it is a weight of an open checkpoint that can
             only be read dense: decoding it must be the caller's decision.
     """
-    tensor = state[name].detach()
+    tensor = _with_bytes(name, state[name])
     if isinstance(tensor, QuantizedTensor):
         return writer.encoded(name, tensor)
     if isinstance(state, Checkpoint) and name in state.groups:
@@ -256,6 +262,30 @@ def _encode(writer: Writer, state: Mapping[str, Tensor], name: str) -> dict[str,
         fix = "Save load_state_dict(path), which holds its dense values"
         refuse(Place(state.path, name, writer.layout), rule, state.why_dense(name), fix)
     return writer.plain(name, tensor)
+
+
+def _with_bytes(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, whose memory holds its values.
+
+    Raises:
+        CheckpointError: it has no values, or they do not lie in memory in order.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        fix = "Call the module once, which gives its shape"
+        refuse(Place("", name), "a tensor has a shape and values", "a lazy parameter", fix)
+    parts = tensor.buffers() if isinstance(tensor, QuantizedTensor) else (tensor,)
+    for part in parts:
+        if type(part).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            fix = "Pass plain or quantized tensors; of a DTensor, its full_tensor()"
+            got = type(part).__name__
+            refuse(Place("", name), "a tensor holds its values in memory of its own", got, fix)
+        if part.is_meta or part.layout != torch.strided:
+            got = "one on the meta device" if part.is_meta else str(part.layout)
+            fix = "Load its values first" if part.is_meta else "Call to_dense()"
+            refuse(Place("", name), "a tensor has values, stored densely", got, fix)
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.detach()
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> list[Shard]:
@@ -275,14 +305,26 @@ def _plan(state: Mapping[str, Tensor], writer: Writer, limit: int | None) -> lis
     return shards
 
 
+def _is_text(text: str, encode: Callable[[str], bytes] = str.encode) -> bool:
+    """Return True if a text can be encoded: it has no half of a surrogate pair."""
+    try:
+        encode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_unique(shards: Iterable[Shard]) -> None:
-    """Refuse two stored tensors of one name.
+    """Refuse two stored tensors of one name, and names that no file holds.
 
     Raises:
-        CheckpointError: a name occurs twice.
+        CheckpointError: a name occurs twice, or cannot be written as UTF-8.
     """
     seen: set[str] = set()
     for spec in _specs(shards):
+        if not _is_text(spec.name):
+            rule = "stored names can be written as UTF-8"
+            refuse(Place("", ascii(spec.name)), rule, "half of a character", "Rename it")
         if spec.name in seen:
             got = "two tensors that are stored under it"
             refuse(Place("", spec.name), "stored names are unique", got, "Rename one of them")
@@ -298,13 +340,12 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
     """Write a JSON file under a temporary name, sync and rename it.
 
     Raises:
-        CheckpointError: the disk is full, or the folder is not writable.
+        CheckpointError: a value is not JSON, the disk is full, or the folder is not writable.
     """
-    temporary = f"{path}.tmp"
+    temporary, text = f"{path}.tmp", _json_text(path, value)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
+        with open(temporary, "wb") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -313,6 +354,36 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
         if os.path.exists(temporary):
             os.unlink(temporary)
         refuse(Place(path), "the file must be writable", error, "Free space on the disk", error)
+
+
+def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a JSON file; infinite numbers are written as Python's json does.
+
+    Raises:
+        CheckpointError: a value is not one of JSON.
+    """
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        rule = "the values are texts, numbers, booleans, None, lists and dicts"
+        refuse(Place(path), rule, error, "Change the config", error)
+
+
+def checked_path(path: Any, name: str) -> str:
+    """Return a path as a text.
+
+    Args:
+        path: what the caller passed.
+        name: name of the argument, for the message.
+
+    Raises:
+        CheckpointError: it is not a path, or no file can have that name.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text or not _is_text(text, os.fsencode):
+        fix = "Pass a path; open files are read by checkpoints.open"
+        refuse(Place(), f"{name} is the path of a file or folder", repr(path), fix)
+    return text
 
 
 def _check_free(paths: Iterable[str], overwrite: bool) -> None:
@@ -327,7 +398,7 @@ def _state_dict(model: Any) -> Mapping[str, Tensor]:
     if not isinstance(state, Mapping):
         got = type(model).__name__
         refuse(Place(), "model is a module or a mapping from names to tensors", got, "Pass one")
-    if isinstance(state, dict):
+    if not isinstance(state, Checkpoint):
         for name, tensor in state.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
                 got = f"{type(tensor).__name__} for {name!r}"

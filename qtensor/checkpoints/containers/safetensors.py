@@ -185,8 +185,8 @@ def _header(data: Any, path: str) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def parse_json(text: bytes, place: Place) -> dict[str, Any]:
-    """Return a JSON object of a file.
+def parse_json(text: bytes, place: Place, infinite: bool = False) -> dict[str, Any]:
+    """Return a JSON object of a file; ``infinite`` also allows NaN and Infinity.
 
     Raises:
         CheckpointError: the text is not UTF-8 or JSON, is not an object, or has a name twice.
@@ -203,10 +203,9 @@ def parse_json(text: bytes, place: Place) -> dict[str, Any]:
     def refuse_constant(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
+    constant = None if infinite else refuse_constant
     try:
-        value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
-        )
+        value = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
         if _SURROGATE.search(text):
             # An escape can stand for half a character, which is no text: no file has such a name.
             json.dumps(value, ensure_ascii=False).encode("utf-8")

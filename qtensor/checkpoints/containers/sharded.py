@@ -136,6 +136,9 @@ class ShardedFiles:
 def read_json(path: str) -> dict[str, Any]:
     """Return the JSON object of a file.
 
+    ``Infinity`` and ``NaN`` are read as Python's json writes them: transformers 4 wrote the
+    configs of Mamba models with them.
+
     Raises:
         CheckpointError: the file cannot be read, is over 100 MB, or is not a JSON object.
     """
@@ -147,7 +150,7 @@ def read_json(path: str) -> dict[str, Any]:
             text = file.read(MAX_JSON + 1)
     except OSError as error:
         refuse(place, "the file must be readable", error, "Check the path", error)
-    return parse_json(text, place)
+    return parse_json(text, place, infinite=True)
 
 
 def path_inside(folder: str, name: str, file: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.layout import DIVISOR, DenseOnly, Writer, find_layout
+from qtensor.checkpoints.layout import DIVISOR, DenseOnly, Writer, find_layout, layouts
 from qtensor.quantizers import Quantizer
 
 
@@ -53,9 +54,9 @@ def carry(
     if checkpoint.layout == writer.layout or writer.keeps_names:
         return Carried(name)
     target: Any = find_layout(writer.layout)
-    pairs = zip(checkpoint.reader.kv_factors, target.kv_factors, strict=True)
-    for old, new in pairs:
-        if name == old or name.endswith(f".{old}"):
+    for which, new in enumerate(target.kv_factors):
+        old = _kv_factor(name, which)
+        if old is not None:
             return Carried(name.removesuffix(old) + new, shape=_one(checkpoint, writer, name))
     if last in target.factor_names:
         return Carried(name)
@@ -64,7 +65,27 @@ def carry(
 
 def _is_factor(checkpoint: Checkpoint, name: str) -> bool:
     last = name.rpartition(".")[2]
-    return checkpoint.is_factor(name) or last in checkpoint.reader.input_factors
+    if checkpoint.is_factor(name) or last in checkpoint.reader.input_factors:
+        return True
+    return any(_kv_factor(name, which) is not None for which in range(2))
+
+
+def _kv_factor(name: str, which: int) -> str | None:
+    """Return the end of a name that says "factor of the keys" (0) or "of the values" (1), or None.
+
+    A layout that keeps names holds those of every layout, so all of them are tried.
+    """
+    for end in _kv_ends(which):
+        if name == end or name.endswith(f".{end}"):
+            return end
+    return None
+
+
+@functools.cache
+def _kv_ends(which: int) -> tuple[str, ...]:
+    """Return the names in all layouts, the longest first: others are the ends of it."""
+    ends = {layout.kv_factors[which] for layout in layouts().values()}
+    return tuple(sorted(ends, key=len, reverse=True))
 
 
 def _input_factor(

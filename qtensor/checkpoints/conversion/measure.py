@@ -53,7 +53,7 @@ def error_sums(x: Tensor, decoded: Tensor) -> ErrorSums:
         return ErrorSums()
     error.sub_(values)
     low, high = torch.aminmax(error)
-    return ErrorSums(_square_sum(values), _square_sum(error), max(-low.item(), high.item()))
+    return ErrorSums(_square_sum(values), _square_sum(error), max(high.item(), -low.item()))
 
 
 _PIECE = 1 << 17

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from qtensor.checkpoints.errors import Place, refuse
-from qtensor.checkpoints.saving import parse_size
+from qtensor.checkpoints.saving import checked_path, parse_size
 from qtensor.errors import QTensorError
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
@@ -147,12 +147,7 @@ def make_request(
     Raises:
         CheckpointError: a path or an option is not legal.
     """
-    paths = []
-    for name, path in (("src", src), ("dst", dst)):
-        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            fix = "Pass a path; open files are read by checkpoints.open"
-            refuse(Place(), f"{name} is the path of a file or folder", repr(path), fix)
-        paths.append(os.fspath(path))
+    paths = checked_path(src, "src"), checked_path(dst, "dst")
     known = Options.__annotations__
     for name in options:
         if name not in known:

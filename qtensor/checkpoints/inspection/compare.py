@@ -124,7 +124,7 @@ def _difference(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
     for pair in left.bounds:
         x, y = left.read(*pair), right.read(*pair)
         equal = equal and _equal(x, y)
-        sums.append(error_sums(x, y.to(torch.float32, copy=True)))
+        sums.append(_error_sums(x, y))
     total = combined(sums) if not equal else ErrorSums()
     one.release(name)
     other.release(name)
@@ -163,5 +163,28 @@ def _dtypes(a: Tensor, b: Tensor) -> tuple[torch.dtype | None, torch.dtype | Non
 
 def _equal(x: Tensor, y: Tensor) -> bool:
     """Return True for equal values, NaN equal to NaN."""
-    x, y = x.double(), y.double()
+    if not any(t.is_floating_point() or t.is_complex() for t in (x, y)):
+        a, b = x.to(torch.int64), y.to(torch.int64)
+        # An unsigned number of 64 bits beyond 2^63 becomes a negative one.
+        wrapped = (x.dtype == torch.uint64) != (y.dtype == torch.uint64) and bool((a < 0).any())
+        return torch.equal(a, b) and not wrapped
+    x, y = _real(x, y), _real(y, x)
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+def _real(x: Tensor, other: Tensor) -> Tensor:
+    """Return float64 values; of complex numbers, their two parts."""
+    if x.is_complex() or other.is_complex():
+        return torch.view_as_real(x.to(torch.complex128))
+    return x.double()
+
+
+def _error_sums(x: Tensor, y: Tensor) -> ErrorSums:
+    """Return the error of y: in float32, or in float64 where float32 does not hold the values."""
+    if all(t.is_floating_point() and t.dtype.itemsize <= 4 for t in (x, y)):
+        return error_sums(x, y.to(torch.float32, copy=True))
+    x, y = _real(x, y), _real(y, x)
+    if not x.numel():
+        return ErrorSums()
+    error = (y - x).abs()
+    return ErrorSums(x.square().sum().item(), error.square().sum().item(), error.max().item())

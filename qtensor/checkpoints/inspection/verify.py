@@ -167,7 +167,7 @@ def _tensor_problems(checkpoint: Checkpoint, name: str) -> Iterator[Problem]:
         for text in _quantized_problems(tensor):
             yield Problem(ERROR, name, "", text)
         return
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() and not tensor.is_complex():
         return
     nans = infinities = 0
     values = values_of(checkpoint, name, None)
