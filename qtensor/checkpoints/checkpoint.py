@@ -410,6 +410,8 @@ def load_state_dict(
     if rounding not in (None, "origin"):
         fix = 'Pass None or "origin"'
         refuse(Place(), "rounding is None or 'origin'", repr(rounding), fix)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        refuse(Place(), "dtype is a torch.dtype", repr(dtype), "Pass torch.bfloat16, for example")
     state = {}
     with open_checkpoint(path, layout, **options) as checkpoint:
         for name in checkpoint:
