@@ -80,6 +80,24 @@ def test_dequantize_and_diff(tmp_path):
     assert as_json("diff", NVFP4, tmp_path / "ours", status=1)["counts"]["different"] == 2
 
 
+def test_diff_takes_the_layout_of_each_side(tmp_path):
+    folder = EXAMPLES / "gptoss_mxfp4"
+    alone = tmp_path / "alone.safetensors"  # without its config.json, as the single-file release
+    alone.write_bytes((folder / "model.safetensors").read_bytes())
+    assert "layout" in invoke("diff", folder, alone, status=1).stderr
+    assert as_json("diff", folder, alone, "--layout-b", "gpt-oss")["equal"] is True
+    assert as_json("diff", alone, folder, "--layout-a", "gpt-oss")["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("convert", ("SRC", "DST")), ("dequantize", ("SRC", "DST")), ("diff", ("A", "B"))],
+)
+def test_the_help_names_both_arguments(command, names):
+    usage = next(line for line in invoke(command, "--help").stdout.splitlines() if "Usage" in line)
+    assert [word.strip("{}") for word in usage.split()[-2:]] == list(names)
+
+
 def test_a_problem_has_status_1(tmp_path):
     checkpoints.save({"a.weight": weight("mxfp8")}, tmp_path / "a", layout="fine-grained-fp8")
     path = tmp_path / "a" / "model.safetensors"

@@ -153,6 +153,31 @@ def test_config_and_other_files_are_carried(source, tmp_path):
     assert any("tokenizer.json" in note for note in report.notes)
 
 
+def test_files_beside_a_loose_file_are_not_copied(tmp_path):
+    """A file without a config.json may lie in a folder of downloads."""
+    checkpoints.save({"a.weight": weight("mxfp4")}, tmp_path / "a.gguf", layout="gguf")
+    (tmp_path / "notes.txt").write_text("private")
+    checkpoints.convert(tmp_path / "a.gguf", tmp_path / "out", "qtensor")
+    assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_a_single_file_says_if_it_needs_a_layout(source, tmp_path):
+    ours = checkpoints.convert(source, tmp_path / "a.safetensors", "qtensor", "mxfp4")
+    assert not any("pass layout=" in note for note in ours.notes)
+    assert checkpoints.verify(tmp_path / "a.safetensors").ok
+    other = checkpoints.convert(source, tmp_path / "b.safetensors", CT, "mxfp4")
+    assert any("pass layout=" in note for note in other.notes)
+
+
+def test_messages_name_the_argument(source, tmp_path):
+    with pytest.raises(qtensor.QTensorError, match=r"nvfp4\.$"):
+        checkpoints.convert(source, tmp_path / "out", CT, "mxfp9")
+    with pytest.raises(qtensor.QTensorError, match=r"got 'bf16'\. Pass torch"):
+        checkpoints.load_state_dict(source, dtype="bf16")
+    with pytest.raises(qtensor.QTensorError, match="Pass the folder"):
+        checkpoints.open(source / "config.json")
+
+
 # ---- from quantized weights
 
 

@@ -171,7 +171,7 @@ def test_fusions_of_users(register, builder, expected):
     assert not NegateTwice.calls
     register([Negate, Negate], builder)
     try:
-        # The plan is made anew, though the sequence has one.
+        # The sequence has a plan, and it is created again.
         assert_same(step(sequence, sequence, data(), None), before)
         assert NegateTwice.calls == expected
     finally:

@@ -16,6 +16,9 @@ from qtensor.cli.errors import plain_errors
 Source = Annotated[
     Path, typer.Argument(exists=True, metavar="PATH", help="A file, a folder or an index.")
 ]
+From = Annotated[
+    Path, typer.Argument(exists=True, metavar="SRC", help="A file, a folder or an index.")
+]
 SourceLayout = Annotated[
     str | None,
     typer.Option("--source-layout", metavar="L", help="Layout of the source, if not recognised."),
@@ -73,18 +76,23 @@ def inspect(
 
 
 def convert(
-    src: Source,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder or a .safetensors file.")],
-    layout: Annotated[str, typer.Option(metavar="L", help="Layout of the result.")] = "qtensor",
+    src: From,
+    dst: Annotated[
+        Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors or .gguf file.")
+    ],
+    layout: Annotated[
+        str,
+        typer.Option(metavar="L", help="Layout of the result: compressed-tensors, modelopt, ..."),
+    ] = "qtensor",
     format: Annotated[
         str | None,
         typer.Option(metavar="F", help="Quantize to this format: mxfp8, 'mxfp6(packed=True)', ..."),
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="--format concerns these names alone.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Apply --format only to these names.")
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="--format leaves these names.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Keep these names as they are.")
     ] = None,
     source_layout: SourceLayout = None,
     shard_size: ShardSize = "5GB",
@@ -96,8 +104,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another layout; codes are moved, or quantized with --format.
 
-    A weight that the layout cannot hold is an error without --format. After an interruption, the
-    same command goes on behind the last finished file.
+    A weight that the layout cannot hold is an error without --format. A wrong layout prints the
+    list of layouts. After an interruption, the same command goes on after the last finished file.
     """
     options = _options(source_layout, shard_size, jobs, overwrite, restart)
     options |= {"include": include or None, "exclude": exclude or None}
@@ -116,7 +124,7 @@ def convert(
 
 
 def dequantize(
-    src: Source,
+    src: From,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder or a .safetensors file.")],
     dtype: Annotated[str, typer.Option(metavar="D", help="bf16, f16 or f32.")] = "bf16",
     ours: Annotated[
@@ -147,8 +155,16 @@ def dequantize(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(exists=True, help="A file, a folder or an index.")],
-    b: Annotated[Path, typer.Argument(exists=True, help="The other one.")],
+    a: Annotated[
+        Path, typer.Argument(exists=True, metavar="A", help="A file, a folder or an index.")
+    ],
+    b: Annotated[Path, typer.Argument(exists=True, metavar="B", help="The other one.")],
+    layout_a: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of A, if not recognised.")
+    ] = None,
+    layout_b: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of B, if not recognised.")
+    ] = None,
     every: Every = False,
     as_json: AsJson = False,
 ) -> None:
@@ -156,7 +172,7 @@ def diff(
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
-        comparison = checkpoints.compare(a, b)
+        comparison = checkpoints.compare(a, b, (layout_a, layout_b))
         if as_json:
             _print_json(comparison.to_dict())
         else:

@@ -123,7 +123,7 @@ class Reader:
             fits = tuple(tensor.shape) == wanted
             tensor = ExpertWeights(tensor, turned and (is_transposed(module) or not fits))
         if tuple(tensor.shape) != wanted:
-            fix = "Load the config of the same model, or pass ignore_mismatched_sizes to none"
+            fix = "Load the checkpoint with the config of its own model"
             rule = f"{target}: the weight has the shape of the parameter, {wanted}"
             fail("from_pretrained", rule, tuple(tensor.shape), fix, UnsupportedError)
         return torch.nn.Parameter(tensor, requires_grad=not _is_quantized(tensor))

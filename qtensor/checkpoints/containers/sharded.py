@@ -83,7 +83,8 @@ class ShardedFiles:
         if not isinstance(found, dict) or any(type(file) is not str for file in found.values()):
             got = type(found).__name__
             rule = 'an index has "weight_map": {tensor: file}'
-            refuse(Place(self.path), rule, got, "Export it again")
+            fix = "Pass the folder or the index, or export the checkpoint again"
+            refuse(Place(self.path), rule, got, fix)
         if not found:
             refuse(Place(self.path), "an index names tensors", "none", "Export it again")
         return found

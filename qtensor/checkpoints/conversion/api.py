@@ -127,7 +127,8 @@ def _run(request: Request) -> ConversionReport:
         results = stream.run(dict(zip(names, plan.shards, strict=True)))
         notes = list(plan.notes)
         if single:
-            if writer.files() or "quantization_config" in writer.config():
+            described = writer.metadata(()).keys() - {"format"}  # the header shows the layout
+            if writer.files() or ("quantization_config" in writer.config() and not described):
                 notes.append("a single file has no config.json; pass layout= to open it")
             journal.publish_file()
         else:

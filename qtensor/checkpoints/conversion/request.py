@@ -204,7 +204,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
         found: Any = parse(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
     except (QTensorError, AttributeError, TypeError) as error:
         rule = "format is a format id with options, such as 'mxfp6(packed=True)', or a quantizer"
-        refuse(Place(), rule, repr(fmt), f"Choose another: {error}", error)
+        refuse(Place(), rule, repr(fmt), f"Choose another: {error}".rstrip("."), error)
     if found.needs_scale or found.stochastic_rounding:
         rule = "a conversion gives the same bytes in every run"
         got = f"{found.canonical}, which needs a factor or random numbers"

@@ -223,7 +223,7 @@ class Stream:
 
 
 def copy_other_files(checkpoint: Checkpoint, folder: str, made: Iterable[str]) -> list[str]:
-    """Copy the files of a tokenizer and the like from the folder of a source.
+    """Copy the files of a tokenizer and the like from the folder of a source with a config.json.
 
     Args:
         checkpoint: the source.
@@ -237,8 +237,8 @@ def copy_other_files(checkpoint: Checkpoint, folder: str, made: Iterable[str]) -
         CheckpointError: a file cannot be copied.
     """
     source = checkpoint.folder
-    if source is None:
-        return []
+    if source is None or not os.path.exists(os.path.join(source, "config.json")):
+        return []  # a loose file may lie among files of others
     names = []
     for name in sorted(os.listdir(source)):
         wanted = name.endswith(_CARRIED_FILES) and not name.endswith(".index.json")

@@ -65,8 +65,8 @@ class FineGrainedFP8Layout(Layout):
             fix = "Export the checkpoint in e4m3"
             self.refuse("", "the elements that are read are e4m3", repr(config["fmt"]), fix)
         parts = (config, source.config, source.config.get("text_config"))
-        said = {part.get("expert_dtype") for part in parts if isinstance(part, dict)} - {None}
-        self._experts = "fp4" if "fp4" in said or not said else str(min(map(str, said)))
+        said = {str(part["expert_dtype"]) for part in parts if _says_experts(part)}
+        self._experts = "fp4" if "fp4" in said or not said else min(said)
 
     @classmethod
     def recognises(cls, source: Source) -> bool:
@@ -317,3 +317,8 @@ class FineGrainedFP8Writer(Writer):
 
 
 FineGrainedFP8Layout.writer = FineGrainedFP8Writer
+
+
+def _says_experts(part: Any) -> bool:
+    """Return True if a part of the config has the dtype of the experts."""
+    return isinstance(part, dict) and part.get("expert_dtype") is not None
