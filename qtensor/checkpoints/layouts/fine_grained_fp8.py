@@ -65,7 +65,8 @@ class FineGrainedFP8Layout(Layout):
             fix = "Export the checkpoint in e4m3"
             self.refuse("", "the elements that are read are e4m3", repr(config["fmt"]), fix)
         parts = (config, source.config, source.config.get("text_config"))
-        said = {str(part["expert_dtype"]) for part in parts if _says_experts(part)}
+        dtypes = (part.get("expert_dtype") for part in parts if isinstance(part, dict))
+        said = {str(dtype) for dtype in dtypes if dtype is not None}
         self._experts = "fp4" if "fp4" in said or not said else min(said)
 
     @classmethod
@@ -317,8 +318,3 @@ class FineGrainedFP8Writer(Writer):
 
 
 FineGrainedFP8Layout.writer = FineGrainedFP8Writer
-
-
-def _says_experts(part: Any) -> bool:
-    """Return True if a part of the config has the dtype of the experts."""
-    return isinstance(part, dict) and part.get("expert_dtype") is not None
