@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qtensor.debug.log import ROLES, known_role
+from qtensor.errors import check
 from qtensor.layout import Shape
 from qtensor.library.checks import check_one
 from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
 from qtensor.registry import parse
 
-FORWARD_ROLES = ("input", "weight", "output")
+FORWARD_ROLES = ROLES[:3]
 
 
 class Sink(Protocol):
@@ -68,6 +70,9 @@ class RecordTensorArgs(NamedTuple):
 def _record_fill(_: None, args: RecordTensorArgs) -> None:
     sink = _sink("record_tensor_", args.token)
     check_one("record_tensor_", "ticket", args.ticket, torch.int64)
+    known_role("record_tensor_", args.role)
+    rule = "buffers must hold a plain tensor, or the buffers of a quantized tensor"
+    check(bool(args.buffers), "record_tensor_", rule, "none", "Pass [x] for a plain tensor x")
     site = int(args.ticket)
     if sink is None or not sink.wants(site, args.role):
         return
