@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers_models import transformers  # noqa: F401 - skips where the extra is missing
+from transformers_models import transformers
 
 import qtensor
 from examples import generate as example
@@ -62,11 +62,8 @@ def test_layers_of_a_decode_step_against_float64(name, folder):
     """
     model = example.load(folder, name)
     seen = {}
-    linears = {
-        key: module
-        for key, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and isinstance(module.weight, qtensor.QuantizedTensor)
-    }
+    layers = [(k, m) for k, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    linears = {k: m for k, m in layers if isinstance(m.weight, qtensor.QuantizedTensor)}
     assert len(linears) == 2 * 7
     for key, module in linears.items():
         module.register_forward_hook(lambda _, x, y, key=key: seen.__setitem__(key, (x[0], y)))
