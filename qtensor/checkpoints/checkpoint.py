@@ -365,6 +365,23 @@ def open_checkpoint(path: Path, layout: str | None = None, **options: Any) -> Ch
             raise
 
 
+def open_with_factors(path: Path, layout: str | None = None) -> Checkpoint:
+    """Open a checkpoint so that each weight has all of its factors, as conversion needs it.
+
+    Layouts differ from ``open_checkpoint`` where they store a factor that their own loader applies
+    to the product, as GGUF does: here it is part of the weight.
+
+    Raises:
+        CheckpointError: the checkpoint is not sound, or its layout is not read.
+    """
+    checkpoint = open_checkpoint(path, layout)
+    options = checkpoint.reader.conversion_options
+    if not options:
+        return checkpoint
+    checkpoint.close()
+    return open_checkpoint(path, layout, **options)
+
+
 @contextmanager
 def _without_collections() -> Iterator[None]:
     """Suspend Python's cyclic collector, which would take half the time of opening.
