@@ -207,16 +207,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
         Args:
             name: a logical name.
-            dtype: dtype of the result; by default the nominal dtype of a weight. A plain tensor is
-                returned as stored, or converted if a dtype is given.
+            dtype: bfloat16, float16, float32 or float64; by default the nominal dtype of a weight.
+                A plain tensor is returned as stored, or converted if a dtype is given.
 
         Returns:
             A plain tensor of the logical shape.
 
         Raises:
-            CheckpointError: the weight cannot be decoded.
+            CheckpointError: the weight cannot be decoded, or the dtype is none of these.
             KeyError: no such name.
         """
+        _check_dtype(dtype)
         group = self.groups.get(name)
         if group is None:
             tensor = self._plain(name)
