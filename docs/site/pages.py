@@ -1,8 +1,8 @@
 """Choose the pages of the documentation site; mkdocs calls the functions ``on_*``.
 
-The pages keep the paths that they have in the repository, so a link between two Markdown files works
-in both places. The pages of the API are written here: one for each public module, with the names of
-its ``__all__``. A public name without a docstring stops the build.
+The pages keep the paths that they have in the repository, so a link between two Markdown files
+works in both places. The pages of the API are written here: one for each public module, with the
+names of its ``__all__``. A public name without a docstring stops the build.
 """
 
 from __future__ import annotations
