@@ -72,7 +72,7 @@ class Weights:
 
     name: str
     bits: float
-    """Of a code, without factors."""
+    """Bits of a code, without factors."""
     nbytes: int
     bind: Any
     """``bind(x, threads)`` returns the call that takes the next copy each time."""

@@ -65,11 +65,11 @@ class Run:
     name: str
     """"float32", "bfloat16" or the format of the weights, and whether the code is compiled."""
     megabytes: float
-    """Of all parameters: weights, factors, embeddings and norms."""
+    """Megabytes of all parameters: weights, factors, embeddings and norms."""
     prompt_seconds: float
-    """From the call to the first new token, compilation included."""
+    """Seconds from the call to the first new token, compilation included."""
     tokens_per_second: float
-    """After the first two new tokens, which include compilation."""
+    """Speed after the first two new tokens, which include compilation."""
     tokens: Tensor
     """(batch, new tokens) integers."""
 

@@ -1,4 +1,4 @@
-"""benchmarks.decode and benchmarks.generation: bandwidth, peers, rows, files; no time is asserted."""
+"""benchmarks.decode and benchmarks.generation: peers, rows, files. No time is asserted."""
 
 import dataclasses
 import json
