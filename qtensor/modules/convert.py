@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from torch.nn import functional
 
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
-from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
+from qtensor.functional.sharded import is_dtensor, local_part
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.linear import Linear, LinearBase
+from qtensor.modules.parameters import FLOATING, stored_canonical
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -97,6 +100,11 @@ def convert_(
     layers = _find(model, (nn.Linear, QuantizedModule))
     owners = _owners(model)
     obstacles = {m: _convert_obstacle(m, places, request, owners) for m, places in layers.items()}
+    if _fully_sharded(model):
+        # fully_shard writes gathered weights into the layers that it has seen.
+        for m, why in obstacles.items():
+            if not why and not isinstance(m, QuantizedModule) and is_dtensor(m.weight):
+                obstacles[m] = "fully_shard has sharded its weight; call convert_ before"
     swapped, skipped = [], []
     for module, places in layers.items():
         if obstacles[module]:
@@ -260,11 +268,21 @@ def _plain_obstacle(module: Any) -> str:
     return ""
 
 
+def _fully_sharded(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` manages a part of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    return any(isinstance(module, kind) for module in model.modules())
+
+
 def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
-    """Return the reason for which the recipe cannot read a weight (N, K), or ""."""
+    """Return the reason for which the recipe cannot read a weight (N, K), or "".
+
+    Of a DTensor, each rank reads its own part.
+    """
     stored = stored_canonical(weight)
-    kind = type(weight)
-    if not stored and kind is not nn.Parameter:
+    kind, weight = type(weight), local_part(weight)
+    if not stored and not (kind is nn.Parameter or type(weight) is Tensor):
         return f"its weight is a {kind.__name__}"
     if weight.dtype not in FLOATING:
         return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
