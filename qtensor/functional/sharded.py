@@ -165,7 +165,7 @@ def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) 
             rule = "a weight must be Shard(0), Shard(1) or Replicate() on each dim of its mesh"
             fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
     columns: Any = [tuple([row[i] for row in rows]) for i in range(6)]
-    return Layout(*columns, summed=tuple(summed))
+    return Layout._make([*columns, tuple(summed)])
 
 
 def _check_meshes(label: str, input: Any, tensors: Sequence[Any]) -> None:
