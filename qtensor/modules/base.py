@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.autocasting import active_recipe
-from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
-from qtensor.functional.delayed_wgrad import backward_dw
+from qtensor.autocasting import LastRegion, active_recipe, layer_recipe, recalls, restored
+from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
@@ -21,7 +20,6 @@ from qtensor.functional.parallel import check_input
 from qtensor.functional.plan import (
     LinearPlan,
     alignment,
-    is_requantization_safe,
     linear_plan,
     stored_weight_plan,
     weight_label,
@@ -29,8 +27,9 @@ from qtensor.functional.plan import (
 from qtensor.functional.sharded import is_dtensor, local_part, localize, part_of
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
-from qtensor.modules.options import Call, LinearOptions
+from qtensor.modules.options import Call, LinearOptions, check_original_input
 from qtensor.modules.parameters import FLOATING, follows_calls, stored_canonical
+from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 
@@ -50,6 +49,7 @@ class QuantizedModule(nn.Module):
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
         self._roles: dict[str, str] = {}
+        self._last_region = LastRegion()
         self.name = name
         self.recipe = recipe
         self.quantized_params = False
@@ -113,7 +113,11 @@ class QuantizedModule(nn.Module):
         if like.is_meta:
             return DelayedState.without_data(groups)
         state = self._delayed(weight)
-        return state.begin(self._recipe_key(), module, name, self.training, groups)
+        key = self._recipe_key()
+        if not torch.compiler.is_compiling() and recalls(self._last_region):
+            with restored(self._last_region.state):
+                return state.begin(key, module, name, self.training, groups)
+        return state.begin(key, module, name, self.training, groups)
 
     def _layer_options(self, weight: str) -> LinearOptions:
         """Return the options of the layer whose state is stored as ``weight``."""
@@ -126,6 +130,8 @@ class QuantizedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Pickles of earlier versions have none.
+        self._last_region = LastRegion()
         for weight, layer_state in self._states.items():
             self._own_state(weight, layer_state)
 
@@ -192,7 +198,10 @@ class QuantizedModule(nn.Module):
     def _recipe_key(self) -> str:
         recipe = self.recipe
         # Reads `_key`, not the property `key`: Dynamo would guard each step of the property.
-        return active_recipe(None if recipe is None else recipe._key)
+        own = None if recipe is None else recipe._key
+        if torch.compiler.is_compiling():
+            return active_recipe(own)
+        return layer_recipe(own, self._last_region, self)
 
     def _in_one_op(self, input: Tensor, weight: str, w: Tensor, b: Tensor | None) -> Tensor | None:
         """Return the output (..., N), computed as one op; None if that op cannot compute the layer.
@@ -315,7 +324,7 @@ class QuantizedModule(nn.Module):
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
-            self._check_original_input(plan)
+            check_original_input(self.label, plan)
         if call.seeds is not None:
             args.seeds = call.seeds
         elif any(plan.stochastic):
@@ -403,17 +412,6 @@ class QuantizedModule(nn.Module):
                     "Pad them, or run the layer under qtensor.autocast(enabled=False)",
                 )
 
-    def _check_original_input(self, plan: LinearPlan) -> None:
-        if plan.backward_override is None and not is_requantization_safe(plan.input):
-            fail(
-                f"{self.label} input",
-                "save_original_input quantizes the input again in backward, which must give the "
-                "same bytes",
-                plan.input,
-                "Build the module with save_original_input=False for this recipe",
-                UnsupportedError,
-            )
-
     def _wgrad(self, weight: Any, state: LinearState, options: LinearOptions) -> Wgrad:
         if options.delay_wgrad_compute:
             return Wgrad(token=state.token, key=state.key)
@@ -423,7 +421,9 @@ class QuantizedModule(nn.Module):
                 f"{weight_label(options.module, options.name)}",
                 "fuse_wgrad_accumulation adds to weight.main_grad",
                 "none",
-                "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
+                "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32). Under "
+                "fully_shard, which computes with a gathered copy of the weight, build the layer "
+                "with fuse_wgrad_accumulation=False",
             )
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
         # An alias, so that the caller may change main_grad between forward and backward.
@@ -482,9 +482,9 @@ class QuantizedModule(nn.Module):
         """Set the initial values (N, K) of a weight; quantize them with ``quantized_params``."""
         old = getattr(self, weight)
         if not self.quantized_params:
-            with torch.no_grad():
-                old.copy_(values)
+            set_values(old, values)
             return
+        check_not_sharded(self.label, old)
         stored = self._quantized_parameter(values, self.recipe, options)
         parameter = nn.Parameter(stored, requires_grad=old.requires_grad)
         setattr(self, weight, parameter)
@@ -492,6 +492,5 @@ class QuantizedModule(nn.Module):
             parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
 
     def _backward_dw(self, weight: str, options: LinearOptions) -> None:
-        backward_dw(
-            getattr(self, weight), self._states[weight].key, options.fuse_wgrad_accumulation
-        )
+        key, fused = self._states[weight].key, options.fuse_wgrad_accumulation
+        backward_dw(self.label, getattr(self, weight), key, fused)

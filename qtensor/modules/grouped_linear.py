@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
-from qtensor.functional.delayed_wgrad import backward_dw
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.main_grad import reporting
@@ -23,8 +22,9 @@ from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
 from qtensor.library.ragged import is_partition
 from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import make_parallel, one_dtype
-from qtensor.modules.options import LinearOptions, check_features
+from qtensor.modules.options import LinearOptions, check_features, check_original_input
 from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -163,10 +163,12 @@ class GroupedLinear(QuantizedModule):
                     self.init_method(values)
                 if bias is not None:
                     bound = 1 / math.sqrt(self.in_features)
-                    nn.init.uniform_(bias, -bound, bound)
+                    drawn = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+                    set_values(bias, nn.init.uniform_(drawn, -bound, bound))
                 if not self.quantized_params:
-                    weight.copy_(values)
+                    set_values(weight, values)
                     continue
+            check_not_sharded(self.label, weight)
             stored = self._quantized_parameter(values, self.recipe, self._options)
             setattr(self, f"weight{i}", nn.Parameter(stored, requires_grad=weight.requires_grad))
 
@@ -259,7 +261,7 @@ class GroupedLinear(QuantizedModule):
         args.dtype = input.dtype
         args.save_original_input = self._options.save_original_input
         if args.save_original_input and wanted:
-            self._check_original_input(plan)
+            check_original_input(self.label, plan)
         if any(plan.stochastic):
             args.seeds = self._seeds(input, self._states["weight"].draws, plan)
         if any(plan.delayed):
@@ -379,7 +381,7 @@ class GroupedLinear(QuantizedModule):
         key = self._states["weight"].key
         for weight in self._parameters_of("weight"):
             if weight.requires_grad:
-                backward_dw(weight, key, self._options.fuse_wgrad_accumulation)
+                backward_dw(self.label, weight, key, self._options.fuse_wgrad_accumulation)
             else:
                 take_postponed(key)
 

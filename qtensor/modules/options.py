@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import UnsupportedError, check, fail
 from qtensor.functional.parallel import Parallel
+from qtensor.functional.plan import LinearPlan, is_requantization_safe
 
 
 class Call(NamedTuple):
@@ -63,3 +64,20 @@ def check_features(label: str, **sizes: int) -> None:
     for name, size in sizes.items():
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
         check(right, label, f"{name} must be a positive integer", repr(size), "Fix the size")
+
+
+def check_original_input(label: str, plan: LinearPlan) -> None:
+    """Refuse ``save_original_input`` if backward would quantize the input to other bytes.
+
+    Raises:
+        UnsupportedError: the input's quantizer draws random numbers or needs a factor.
+    """
+    if plan.backward_override is None and not is_requantization_safe(plan.input):
+        fail(
+            f"{label} input",
+            "save_original_input quantizes the input again in backward, which must give the "
+            "same bytes",
+            plan.input,
+            "Build the module with save_original_input=False for this recipe",
+            UnsupportedError,
+        )
