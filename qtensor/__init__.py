@@ -139,6 +139,7 @@ _LAZY = {
     "convert_": "qtensor.modules.convert",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
+    "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
     "optim": "qtensor.optim",
@@ -154,7 +155,9 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(_LAZY[name])
     # The global makes the next access skip this function.
     value = globals()[name] = (
-        module if name in ("checkpoints", "ops", "optim", "recipes") else getattr(module, name)
+        module
+        if name in ("checkpoints", "distributed", "ops", "optim", "recipes")
+        else getattr(module, name)
     )
     return value
 
