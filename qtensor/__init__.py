@@ -34,7 +34,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import checkpoints, debug, ops, recipes
+    from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -100,6 +100,7 @@ __all__ = [
     "formats",
     "gemm",
     "ops",
+    "optim",
     "quantize",
     "quantizer",
     "recipes",
@@ -140,8 +141,10 @@ _LAZY = {
     "debug": "qtensor.debug",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
+    "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "optim": "qtensor.optim",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
@@ -154,7 +157,9 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(_LAZY[name])
     # The global makes the next access skip this function.
     value = globals()[name] = (
-        module if name in ("checkpoints", "debug", "ops", "recipes") else getattr(module, name)
+        module
+        if name in ("checkpoints", "debug", "distributed", "ops", "optim", "recipes")
+        else getattr(module, name)
     )
     return value
 

@@ -66,7 +66,7 @@ class Layer(NamedTuple):
     module: nn.Module
     weights: tuple[str, ...]
     method: str
-    """The method that is replaced: "forward", or "_linear" of qtensor's own layers."""
+    """The method that is replaced: "forward", or "_local_linear" of qtensor's own layers."""
 
     def label(self, weight: str) -> str:
         """Return the name under which a weight is recorded."""
@@ -75,7 +75,7 @@ class Layer(NamedTuple):
     def labels(self) -> tuple[str, ...]:
         """Return the names of the layer in records: its own, and those of several weights."""
         labels = [self.label(weight) for weight in self.weights]
-        own = () if self.method == "_linear" else (self.name,)
+        own = () if self.method == "_local_linear" else (self.name,)
         return tuple(dict.fromkeys([*own, *labels]))
 
 
@@ -115,7 +115,7 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             yield Layer(name, module, (), "forward")
         elif isinstance(module, QuantizedModule) and not isinstance(module, GroupedLinear):
             inside |= set(module.modules())
-            yield Layer(name, module, tuple(module._states), "_linear")
+            yield Layer(name, module, tuple(module._states), "_local_linear")
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]
@@ -135,7 +135,7 @@ def replace_method(module: nn.Module, method: str, state: Recorded | Counted) ->
     attribute, function = "_counted", counting_forward
     if isinstance(state, Recorded):
         attribute = "_recorded"
-        function = recording_linear if method == "_linear" else recording_forward
+        function = recording_linear if method == "_local_linear" else recording_forward
     if attribute in own:
         rule = "a model has one recording at a time"
         fix = "Leave the other `with` block first"
@@ -193,21 +193,24 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def recording_linear(
-    self: Any, input: Any, weight: str, bias: str, options: Any, call: Any
+    self: Any, input: Any, weight: str, w: Any, bias: Any, options: Any, call: Any
 ) -> Tensor:
-    """Run ``QuantizedModule._linear``, and record the operands as its GEMMs see them."""
+    """Run ``QuantizedModule._local_linear``, and record the operands as its GEMMs see them.
+
+    ``w`` is the part (N, K) of the weight that this rank computes with.
+    """
     state: Recorded = self._recorded
-    site, compute = state.weights[weight], type(self)._linear
+    site, compute = state.weights[weight], type(self)._local_linear
     if _is_idle(site):
-        return compute(self, input, weight, bias, options, call)
-    w, training = getattr(self, weight), torch.is_grad_enabled()
+        return compute(self, input, weight, w, bias, options, call)
+    training = torch.is_grad_enabled()
     dgrad, wgrad = training and input.requires_grad, training and w.requires_grad
     plan = self._plan(dgrad, wgrad, weight, options)
     texts = site.formats
     if texts is None:
         texts = {"input": plan.input, "weight": plan.weight, "grad_output": plan.grad_output}
     x = _watch(input, "grad_input", site, texts)
-    out = compute(self, x, weight, bias, options, call)
+    out = compute(self, x, weight, w, bias, options, call)
     scales: list[Tensor | None] = [None, None, None]
     if any(plan.delayed) and site.formats is None:
         # The call has computed the factors of this step; a later step replaces them.
