@@ -11,6 +11,7 @@ from formats import BY_NAME
 from torch import Tensor
 
 import qtensor
+import qtensor.debug  # noqa: F401 - defines the ops of recordings
 from qtensor.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.registry import parse
 
@@ -386,6 +387,12 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"history": torch.zeros(4, 5), "amax": [torch.ones(1), torch.ones(2)], "first": 1},
     },
     "record_gradient_amax_": _record_gradient,
+    "record_tensor_": lambda make: {
+        **{"buffers": [make.floats(make.rows, 32)], "stored": "", "shape": [make.rows, 32]},
+        **{"role": "output", "quantizer": "mxfp8"},
+        **{"ticket": torch.tensor([-1]), "token": torch.tensor([-1])},
+    },
+    "begin_recorded_forward_": lambda make: {"token": torch.tensor([-1])},
     "advance_step_": lambda make: {
         **{"step": torch.zeros(1, dtype=torch.int64), "forward_only": False},
         "counter": make.maybe(torch.zeros(1, dtype=torch.int64)),
