@@ -54,13 +54,16 @@ class FewRows:
     ) -> str | None:
         """Write ``out`` (..., N); or return why these tensors cannot be taken."""
         left, weight = rows_of_both(self.problem, a, b)
+        factor = None
         if left.quantizer is None:
-            x, factor = a[0].reshape(rows_cols(left.shape)), None
-            x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+            x = a[0].reshape(rows_cols(left.shape))
+            if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+                x = x.contiguous()
         else:
-            x, factor = decoded(left, torch.float32)
-            if x is None:
+            values, factor = decoded(left, torch.float32)
+            if values is None:
                 return "no kernel decodes the left operand"
+            x = values
         added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
         if native.linear_(weight, Rows(x, factor), added, out, few=True):
             return None
