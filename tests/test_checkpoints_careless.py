@@ -111,6 +111,17 @@ def test_infinite_numbers_of_a_config_stay(tmp_path):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["time_step_limit"][1] > 1e300
 
 
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn, 3])
+def test_a_dtype_that_dense_does_not_give(dtype, tmp_path):
+    """Plain tensors too: torch would raise a TypeError, or cast to integers."""
+    state = {"a.weight": weight("mxfp8"), "b": torch.ones(3)}
+    checkpoints.save(state, tmp_path / "a")
+    with checkpoints.open(tmp_path / "a") as checkpoint:
+        for name in state:
+            with pytest.raises(CheckpointError, match=r"dtype is None or one of.*bfloat16"):
+                checkpoint.dense(name, dtype)
+
+
 PAIRS = {
     "int64": ([2**53], [2**53 + 1], torch.int64),
     "uint64": ([2**63], [2**63 + 1], torch.uint64),

@@ -1,6 +1,8 @@
 """``qtensor inspect | convert | dequantize | diff | verify``: output, JSON and exit status."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 
@@ -128,6 +130,63 @@ def test_a_wrong_call_has_status_2(args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     invoke(*args, status=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_name_options_of_the_command(plain, tmp_path):
+    """The library names its arguments, such as overwrite=True, which a command does not have."""
+    out, nvfp4 = tmp_path / "out", (EXAMPLES / "ct_nvfp4", tmp_path / "new")
+    out.mkdir()
+    (out / "notes").mkdir()
+    moved = invoke("convert", *nvfp4, "--layout", "fine-grained-fp8", status=1).stderr
+    assert "pass --format." in moved
+    assert "pass --overwrite." in invoke("convert", plain, out, status=1).stderr
+    assert "--overwrite replaces" in invoke("convert", plain, out, "--overwrite", status=1).stderr
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes((EXAMPLES / "gptoss_mxfp4" / "model.safetensors").read_bytes())
+    for args, option in (
+        (("inspect", alone), "--layout"),
+        (("convert", alone, tmp_path / "new"), "--source-layout"),
+        (("dequantize", alone, tmp_path / "new"), "--source-layout"),
+        (("diff", alone, plain), "--layout-a or --layout-b"),
+    ):
+        text = invoke(*args, status=1).stderr
+        assert f"leave out {option}." in text or f"Pass {option}, or" in text
+        assert not re.search(r"\b[a-z]+=", text)
+
+
+@pytest.mark.parametrize(
+    "args", [("inspect", ""), ("verify", ""), ("diff", NVFP4, ""), ("convert", NVFP4, "")]
+)
+def test_an_empty_path_is_not_the_current_folder(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(NVFP4)
+    invoke(*args, status=2)
+
+
+def run(command, **options):
+    """Run the program itself, with the output to a file or a pipe."""
+    code = "import sys; from qtensor.cli import main; sys.argv[0] = 'qtensor'; main()"
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, command)], text=True, **options)
+
+
+def test_an_output_that_is_full_is_one_line():
+    with open("/dev/full", "w") as full:
+        process = run(("inspect", NVFP4), stdout=full, stderr=subprocess.PIPE)
+        errors = process.communicate()[1]
+    assert process.returncode == 1
+    assert errors == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_pipe_whose_reader_ends_ends_the_program(tmp_path):
+    """As ``qtensor inspect --all PATH | head -1``: no traceback, and status 141 in a shell."""
+    state = {f"{'long' * 20}.{i}": torch.zeros(1) for i in range(2000)}
+    checkpoints.save(state, tmp_path / "many", layout="plain")
+    command = ("inspect", tmp_path / "many", "--all")
+    process = run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "many" in process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == -signal.SIGPIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
 
 
 def test_a_bar_shows_the_rate_on_a_terminal(plain, tmp_path):

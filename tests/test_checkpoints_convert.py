@@ -17,8 +17,8 @@ from checkpoint_cases import (
 import qtensor
 from qtensor import checkpoints
 from qtensor.checkpoints import CheckpointError
+from qtensor.checkpoints.checkpoint import open_with_factors
 from qtensor.checkpoints.conversion import rows
-from qtensor.checkpoints.conversion.api import open_for_conversion
 
 CONFIG = {"model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": True}
 CT, FINE = "compressed-tensors", "fine-grained-fp8"
@@ -212,7 +212,7 @@ def test_codes_and_factors_are_moved(old, new, fmt, tmp_path):
 @pytest.mark.parametrize("example", READ, ids=lambda example: example.folder)
 def test_examples_become_our_layout_and_plain_tensors(example, tmp_path):
     """Moved weights are the ones of ``open``; decoded ones are the values of the origin."""
-    with open_for_conversion(example.path) as source:
+    with open_with_factors(example.path) as source:
         report = checkpoints.dequantize(example.path, tmp_path / "plain")
         with checkpoints.open(tmp_path / "plain") as plain:
             # The states of Transformer Engine's modules pass through, and are its mark.

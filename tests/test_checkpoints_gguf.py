@@ -140,7 +140,7 @@ def test_the_tensor_factor(sidecar, factor, tmp_path):
     product = exact(want) * factor
     with write(tmp_path, tensors) as checkpoint:
         assert list(checkpoint) == ["a.weight", sidecar, "a.input_scale"]
-        assert f"without {sidecar}" in repr(checkpoint.table())
+        assert "without its factor .scale" in repr(checkpoint.table())
         assert_same_values(checkpoint.dense("a.weight"), exact(want))
         assert_same_values(checkpoint["a.weight"].dequantize(), exact(want))
         assert_same_values(checkpoint.dense("a.weight times scale"), product)
@@ -175,6 +175,40 @@ def test_factors_of_experts(tmp_path):
     with checkpoints.open(tmp_path / "copy.gguf", fold_scale=True) as copy:
         assert_same_values(copy["ffn_exps.weight"].dequantize(), product)
         assert_same_bytes(copy.stored("ffn_exps.weight")["factor"], factors)
+
+
+def test_diff_and_inspect_read_a_weight_with_its_factor(tmp_path):
+    """As a conversion does; the tensor of the factor is still shown by its name."""
+    blocks, want = nvfp4(2, 128)
+    tensors = [
+        ("a.weight", (2, 128), NVFP4, raw(blocks)),
+        ("a.scale", (1,), F32, raw(torch.tensor([0.0071234]))),
+        ("b.weight", (2, 128), NVFP4, raw(blocks)),
+        ("b.scale", (1,), F32, raw(torch.tensor([3.0]))),
+    ]
+    write(tmp_path, tensors).close()
+    path = tmp_path / "x.gguf"
+    checkpoints.dequantize(path, tmp_path / "dense", dtype="f32")
+    for pair in ((path, tmp_path / "dense"), (tmp_path / "dense", path)):
+        assert checkpoints.compare(*pair).counts() == {"equal values": 2}
+    found = checkpoints.inspect_tensor(path, "a.weight")
+    assert found.maximum == (exact(want) * torch.tensor(0.0071234)).max().item()
+    assert list(found.stored) == ["codes", "factor"]
+    assert checkpoints.inspect_tensor(path, "a.scale").maximum == torch.tensor(0.0071234).item()
+    assert checkpoints.inspect_tensor(path, "b.weight times scale").maximum == 3 * want.max()
+    kinds = {kind.kind: kind.tensors for kind in checkpoints.inspect(path).kinds}
+    assert kinds == {"nvfp4": 2, "plain": 2}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_verify_finds_a_factor_that_is_none(value, tmp_path):
+    tensors = [
+        ("a.weight", (1, 64), NVFP4, raw(nvfp4(1, 64)[0])),
+        ("a.scale", (1,), F32, raw(torch.tensor([value]))),
+    ]
+    write(tmp_path, tensors).close()
+    problems = checkpoints.verify(tmp_path / "x.gguf").problems
+    assert any("tensor factors are finite" in problem.text for problem in problems)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])

@@ -1,7 +1,9 @@
 """Conversions that are interrupted, run out of disk space, or must not hold much memory."""
 
 import errno
+import itertools
 import json
+import math
 import mmap
 import os
 import signal
@@ -18,7 +20,7 @@ from qtensor.checkpoints.containers import safetensors
 from qtensor.checkpoints.conversion import journal
 
 OPTIONS = {"format": "mxfp8", "shard_size": 40_000}
-WORK, JOURNAL = ".out.converting", ".out.converting.json"
+WORK, JOURNAL = ".out.converting", ".out.converting.jsonl"
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ def test_another_request_or_source_begins_anew(source, want, tmp_path):
 
 def test_a_damaged_journal_begins_anew(source, want, tmp_path):
     out = tmp_path / "out"
-    for text in ("{", "[]", '{"about": 1}', '{"shards": {}}'):
+    for text in ("{", "[]", '{"about": 1}', '{"about": 1}\n{"x": {}}\n', "", "\n\n"):
         with pytest.raises(Stop):
             convert(source, out, progress=stop_after(3))
         (tmp_path / JOURNAL).write_text(text)
@@ -174,6 +176,48 @@ def test_a_damaged_journal_begins_anew(source, want, tmp_path):
         assert files_of(out) == want
         for path in out.iterdir():
             path.unlink()
+
+
+@pytest.mark.parametrize("cut", [1, 40, -1, -40])
+def test_half_a_line_of_the_journal_is_not_read(cut, source, want, tmp_path):
+    """A kill while the third shard is recorded: two are kept, and what follows is complete."""
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        convert(source, out, progress=stop_after(4))
+    *lines, last = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    (tmp_path / JOURNAL).write_bytes(b"".join(lines) + last[:cut])
+    with pytest.raises(Stop):
+        convert(source, out, progress=stop_after(4))
+    again = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
+    assert again == [*lines, last]
+    assert convert(source, out).resumed_shards == 3
+    assert files_of(out) == want
+
+
+def test_the_journal_grows_by_a_line_for_each_file(source, tmp_path):
+    """Writing all of it again after each file takes the square of their number."""
+    sizes, lines = [], []
+
+    def progress(state):
+        data = (tmp_path / JOURNAL).read_bytes()
+        sizes.append((tmp_path / JOURNAL).stat().st_ino)
+        lines.append(data)
+
+    convert(source, tmp_path / "out", progress=progress)
+    assert len(set(sizes)) == 1
+    for before, after in itertools.pairwise(lines):
+        assert after.startswith(before)
+        assert after.count(b"\n") == before.count(b"\n") + 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_of_a_config_that_are_not_finite_keep_the_journal(value, source, tmp_path):
+    path = source / "config.json"
+    path.write_text(json.dumps({"model_type": "mamba", "limits": [0.0, value]}))
+    with pytest.raises(Stop):
+        convert(source, tmp_path / "out", progress=stop_after(3))
+    assert convert(source, tmp_path / "out").resumed_shards == 2
 
 
 # ---- the old or the new checkpoint

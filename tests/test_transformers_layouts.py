@@ -143,3 +143,11 @@ def test_transformers_refuses_our_config_for_its_own_methods(method, tmp_path):
     assert isinstance(own, QTensorConfig)
     with pytest.raises(ValueError, match="already registered"):
         transformers.quantizers.auto.register_quantization_config(method)(QTensorConfig)
+
+
+def test_the_config_of_a_file_says_what_to_pass(tmp_path):
+    """transformers says that its name is not a valid JSON file, or asks the hub for it."""
+    path = tmp_path / "m.gguf"
+    checkpoints.save({"blk.0.ffn_up.weight": torch.zeros(2, 2)}, path, layout="gguf")
+    with pytest.raises(qtensor.QTensorError, match=r"a config.json.*m\.gguf.*Pass the"):
+        pretrained_config(path)

@@ -207,16 +207,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
         Args:
             name: a logical name.
-            dtype: dtype of the result; by default the nominal dtype of a weight. A plain tensor is
-                returned as stored, or converted if a dtype is given.
+            dtype: bfloat16, float16, float32 or float64; by default the nominal dtype of a weight.
+                A plain tensor is returned as stored, or converted if a dtype is given.
 
         Returns:
             A plain tensor of the logical shape.
 
         Raises:
-            CheckpointError: the weight cannot be decoded.
+            CheckpointError: the weight cannot be decoded, or the dtype is none of these.
             KeyError: no such name.
         """
+        _check_dtype(dtype)
         group = self.groups.get(name)
         if group is None:
             tensor = self._plain(name)
@@ -363,6 +364,23 @@ def open_checkpoint(path: Path, layout: str | None = None, **options: Any) -> Ch
         except BaseException:
             container.close()
             raise
+
+
+def open_with_factors(path: Path, layout: str | None = None) -> Checkpoint:
+    """Open a checkpoint so that each weight has all of its factors, as conversion needs it.
+
+    Layouts differ from ``open_checkpoint`` where they store a factor that their own loader applies
+    to the product, as GGUF does: here it is part of the weight.
+
+    Raises:
+        CheckpointError: the checkpoint is not sound, or its layout is not read.
+    """
+    checkpoint = open_checkpoint(path, layout)
+    options = checkpoint.reader.conversion_options
+    if not options:
+        return checkpoint
+    checkpoint.close()
+    return open_checkpoint(path, layout, **options)
 
 
 @contextmanager

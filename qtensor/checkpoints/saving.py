@@ -342,10 +342,19 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: a value is not JSON, the disk is full, or the folder is not writable.
     """
-    temporary, text = f"{path}.tmp", _json_text(path, value)
+    write_bytes(path, _json_text(path, value))
+
+
+def write_bytes(path: str, data: bytes) -> None:
+    """Write a file under a temporary name, sync and rename it.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder is not writable.
+    """
+    temporary = f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from qtensor.cli import checkpoints
-from qtensor.cli.errors import plain_errors
+from qtensor.cli.errors import plain_errors, written_output
 
 app = typer.Typer(
     name="qtensor",
@@ -175,4 +175,5 @@ def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
 
 def main() -> None:
     """Run the command line."""
-    app()
+    with written_output():
+        app()

@@ -11,13 +11,29 @@ from typing import Annotated, Any
 
 import typer
 
-from qtensor.cli.errors import plain_errors
+from qtensor.cli.errors import in_options, plain_errors
+
+
+def _path(text: str) -> Path:
+    """Return a path; pathlib reads an empty one as the current folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+def _existing(text: str) -> Path:
+    """Return the path of a file or folder that exists."""
+    path = _path(text)
+    if not path.exists():
+        raise typer.BadParameter(f"path {text!r} does not exist")
+    return path
+
 
 Source = Annotated[
-    Path, typer.Argument(exists=True, metavar="PATH", help="A file, a folder or an index.")
+    Path, typer.Argument(parser=_existing, metavar="PATH", help="A file, a folder or an index.")
 ]
 From = Annotated[
-    Path, typer.Argument(exists=True, metavar="SRC", help="A file, a folder or an index.")
+    Path, typer.Argument(parser=_existing, metavar="SRC", help="A file, a folder or an index.")
 ]
 SourceLayout = Annotated[
     str | None,
@@ -78,7 +94,10 @@ def inspect(
 def convert(
     src: From,
     dst: Annotated[
-        Path, typer.Argument(metavar="DST", help="A folder, or a .safetensors or .gguf file.")
+        Path,
+        typer.Argument(
+            parser=_path, metavar="DST", help="A folder, or a .safetensors or .gguf file."
+        ),
     ],
     layout: Annotated[
         str,
@@ -109,7 +128,7 @@ def convert(
     """
     options = _options(source_layout, shard_size, jobs, overwrite, restart)
     options |= {"include": include or None, "exclude": exclude or None}
-    with plain_errors():
+    with plain_errors("--source-layout"):
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
         from qtensor.checkpoints.conversion.request import checked_format  # noqa: PLC0415
         from qtensor.checkpoints.saving import parse_size, writable  # noqa: PLC0415
@@ -125,7 +144,10 @@ def convert(
 
 def dequantize(
     src: From,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="A folder or a .safetensors file.")],
+    dst: Annotated[
+        Path,
+        typer.Argument(parser=_path, metavar="DST", help="A folder or a .safetensors file."),
+    ],
     dtype: Annotated[str, typer.Option(metavar="D", help="bf16, f16 or f32.")] = "bf16",
     ours: Annotated[
         bool, typer.Option("--ours", help="Decode by qtensor's arithmetic, not the origin's.")
@@ -140,7 +162,7 @@ def dequantize(
 ) -> None:
     """Write a checkpoint of plain weights, decoded as their origin does to the last bit."""
     options = _options(source_layout, shard_size, jobs, overwrite, restart)
-    with plain_errors():
+    with plain_errors("--source-layout"):
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
         from qtensor.checkpoints.conversion.request import checked_dtype  # noqa: PLC0415
         from qtensor.checkpoints.saving import parse_size  # noqa: PLC0415
@@ -156,9 +178,9 @@ def dequantize(
 
 def diff(
     a: Annotated[
-        Path, typer.Argument(exists=True, metavar="A", help="A file, a folder or an index.")
+        Path, typer.Argument(parser=_existing, metavar="A", help="A file, a folder or an index.")
     ],
-    b: Annotated[Path, typer.Argument(exists=True, metavar="B", help="The other one.")],
+    b: Annotated[Path, typer.Argument(parser=_existing, metavar="B", help="The other one.")],
     layout_a: Annotated[
         str | None, typer.Option(metavar="L", help="Layout of A, if not recognised.")
     ] = None,
@@ -169,7 +191,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: equal bytes, equal values, SQNR. The status is 1 if they differ."""
-    with plain_errors():
+    with plain_errors("--layout-a or --layout-b"):
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
         comparison = checkpoints.compare(a, b, (layout_a, layout_b))
@@ -198,7 +220,7 @@ def verify(
         if as_json:
             _print_json(found.to_dict())
         else:
-            typer.echo(repr(found))
+            typer.echo(in_options(repr(found)))
     if not found.ok:
         raise typer.Exit(1)
 
@@ -229,7 +251,7 @@ def _usage_errors() -> Any:
         try:
             yield
         except QTensorError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(in_options(str(error))) from error
 
     return context()
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from qtensor.checkpoints import Comparison, ConversionReport, Summary, TensorSummary
 from qtensor.checkpoints import Progress as State
 from qtensor.checkpoints.inspection.compare import DIFFERENT, difference_words
+from qtensor.cli.errors import in_options
 from qtensor.demo.render import make_console
 
 FEW = 20
@@ -118,7 +119,7 @@ def show_report(report: ConversionReport, every: bool) -> None:
         console.print(table)
     _listed(console, "not carried", list(report.not_carried.items()), every)
     for note in report.notes:
-        _line(console, f"note: {note}")
+        _line(console, f"note: {in_options(note)}")
     if report.resumed_shards:
         _line(console, f"{_count(report.resumed_shards, 'file')} of an interrupted run kept")
     counts = ", ".join(f"{n:,} {action}" for action, n in report.counts().items())

@@ -298,7 +298,17 @@ def pretrained_config(
 
     Returns:
         A ``PreTrainedConfig``.
+
+    Raises:
+        QTensorError: the path is that of a file.
     """
+    if os.path.isfile(path):
+        fix = (
+            "Pass the folder. A GGUF file has no config.json, and its weights have the names of "
+            "llama.cpp: read it with qtensor.checkpoints.open"
+        )
+        rule = "path is a folder with a config.json, or the name of a repository"
+        fail("pretrained_config", rule, f"the file {os.fspath(path)!r}", fix)
     config = AutoConfig.from_pretrained(path, **kwargs)
     config.quantization_config = quantization_config or QTensorConfig()
     text = config.get_text_config(decoder=True)

@@ -13,7 +13,7 @@ from qtensor.layout import Shape
 from qtensor.library.define import watched
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
 from qtensor.registry import QuantizerLike, parse
-from qtensor.storage.assignment import install
+from qtensor.storage import assignment, coalesced
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,
@@ -29,7 +29,8 @@ from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
 
-install()
+assignment.install()
+coalesced.install()
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 

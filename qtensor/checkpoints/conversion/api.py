@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX
 from qtensor.checkpoints.conversion.journal import Journal, check_replaceable, source_identity
 from qtensor.checkpoints.conversion.plan import Plan, PlannedShard, make_plan
@@ -114,7 +114,7 @@ def _run(request: Request) -> ConversionReport:
     size = None if single or writer_class.suffix != ".safetensors" else request.shard_size
     if request.overwrite and os.path.lexists(request.dst) and not single:
         check_replaceable(request.dst)
-    with open_for_conversion(request.src, request.source_layout) as checkpoint:
+    with open_with_factors(request.src, request.source_layout) as checkpoint:
         config = without_quantization(checkpoint.config)
         writer = writer_class(config)
         writer.follow(checkpoint.source, checkpoint.layout)
@@ -135,20 +135,6 @@ def _run(request: Request) -> ConversionReport:
             notes += _finish_folder(checkpoint, writer, journal, names, plan.shards)
             journal.publish_folder()
     return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
-
-
-def open_for_conversion(src: PathLike, layout: str | None = None) -> Checkpoint:
-    """Open a checkpoint so that each weight has all of its factors.
-
-    Raises:
-        CheckpointError: the source is not sound.
-    """
-    checkpoint = open_checkpoint(src, layout)
-    options = checkpoint.reader.conversion_options
-    if not options:
-        return checkpoint
-    checkpoint.close()
-    return open_checkpoint(src, layout, **options)
 
 
 def _finish_folder(

@@ -1,8 +1,9 @@
 """Keep the finished files of a conversion over an interruption, and publish the whole at once.
 
 While a conversion to ``dst`` runs, its files lie in the folder ``.NAME.converting`` beside it, and
-``.NAME.converting.json`` lists the finished ones with size and SHA-256. A later call with the same
-request and source takes over those that still match.
+``.NAME.converting.jsonl`` lists the finished ones with size and SHA-256: a line of JSON for the
+request and the source, and a line for each file. A later call with the same first line takes over
+the files that still match.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from qtensor.checkpoints.containers.safetensors import sync_folder
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
 from qtensor.checkpoints.publishing import exchange
-from qtensor.checkpoints.saving import write_json
+from qtensor.checkpoints.saving import write_bytes
 
 _LIBRARY_FILES = (
     ".safetensors",
@@ -53,8 +54,9 @@ class Journal:
         self.dst = os.path.abspath(dst)
         parent, name = os.path.split(self.dst)
         self.folder = os.path.join(parent, f".{name}.converting")
-        self._path = f"{self.folder}.json"
-        self._about = json.loads(json.dumps(about))
+        self._path = f"{self.folder}.jsonl"
+        # Texts are compared: a NaN in the config of the source is not equal to itself.
+        self._head = _line({"about": about})
         self.shards: dict[str, dict[str, Any]] = {}
         """File name -> {"bytes", "sha256", "tensors"}."""
         self._found = self._read() if resume else {}
@@ -63,19 +65,28 @@ class Journal:
             if not self._found:
                 self.discard()
             os.makedirs(self.folder, exist_ok=True)
+            self._remove_unfinished()
         except OSError as error:
             refuse(Place(self.dst), "the folder must be writable", error, "Check the path", error)
-        self._remove_unfinished()
+        # Half a line, if any, goes: more lines will follow.
+        lines = (_line({name: entry}) for name, entry in self._found.items())
+        write_bytes(self._path, b"".join([self._head, *lines]))
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of an interrupted call with the same request, or none."""
+        """Return the entries of an interrupted call with the same request, or none.
+
+        A kill while a line is written leaves a part of it, which does not count.
+        """
+        found: dict[str, dict[str, Any]] = {}
         try:
-            with open(self._path, encoding="utf-8") as file:
-                found = json.load(file)
-            same = found["about"] == self._about
-            return dict(found["shards"]) if same else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+            with open(self._path, "rb") as file:
+                if file.readline() != self._head:
+                    return {}
+                for line in file:
+                    found.update(json.loads(line))
+        except (OSError, ValueError, TypeError):
+            pass
+        return found
 
     def _remove_unfinished(self) -> None:
         for name in os.listdir(self.folder):
@@ -103,7 +114,14 @@ class Journal:
         """Record a file that was written, synced and renamed in the work folder."""
         size = os.path.getsize(os.path.join(self.folder, name))
         self.shards[name] = {"bytes": size, "sha256": sha256, "tensors": tensors}
-        write_json(self._path, {"about": self._about, "shards": self.shards})
+        try:
+            with open(self._path, "ab") as file:
+                file.write(_line({name: self.shards[name]}))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            fix = "Free space on the disk"
+            refuse(Place(self._path), "the file must be writable", error, fix, error)
 
     def discard(self) -> None:
         """Remove the work folder and the journal."""
@@ -145,6 +163,10 @@ class Journal:
         except OSError as error:
             fix = f"The result is complete in {self.folder!r}; rename it, or run again"
             refuse(Place(self.dst), "the result must be renamed", error, fix, error)
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 
 def check_replaceable(folder: str) -> None:

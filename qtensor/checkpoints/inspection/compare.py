@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.conversion.report import aligned, json_number
 from qtensor.checkpoints.inspection.summary import values_of
@@ -87,7 +87,8 @@ def compare(a: Any, b: Any, layouts: tuple[str | None, str | None] = (None, None
     """Return how two checkpoints differ, in bounded memory.
 
     Weights that are quantized in both are compared by our arithmetic in float32. Where one of them
-    is plain, the other is decoded as its origin does, to the dtype of the plain one.
+    is plain, the other is decoded as its origin does, to the dtype of the plain one. A factor that
+    a file stores beside a weight, as GGUF does, is part of the weight, as in a conversion.
 
     Args:
         a: a file, a folder, an index or an open file.
@@ -97,7 +98,7 @@ def compare(a: Any, b: Any, layouts: tuple[str | None, str | None] = (None, None
     Raises:
         CheckpointError: a checkpoint is not sound, or a tensor cannot be read.
     """
-    with open_checkpoint(a, layouts[0]) as one, open_checkpoint(b, layouts[1]) as other:
+    with open_with_factors(a, layouts[0]) as one, open_with_factors(b, layouts[1]) as other:
         names = dict.fromkeys([*one, *other])
         return Comparison(
             one.path, other.path, tuple(_difference(name, one, other) for name in names)

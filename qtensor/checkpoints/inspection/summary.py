@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint
+from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, open_with_factors
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.conversion.report import json_number
 from qtensor.checkpoints.conversion.rows import (
@@ -206,6 +206,8 @@ class TensorSummary:
 def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSummary:
     """Return a description of one tensor: where it lies, its range and its first blocks.
 
+    A weight is shown with all of its factors, as a conversion reads it.
+
     Args:
         path: a file, a folder, an index or an open file.
         name: the logical name.
@@ -214,7 +216,11 @@ def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSum
     Raises:
         CheckpointError: there is no such tensor, or it cannot be read.
     """
-    with open_checkpoint(path, layout) as checkpoint:
+    checkpoint = open_with_factors(path, layout)
+    if name not in checkpoint and checkpoint.reader.conversion_options:
+        checkpoint.close()
+        checkpoint = open_checkpoint(path, layout)  # the name may be that of a factor
+    with checkpoint:
         if name not in checkpoint:
             close = [known for known in checkpoint if name in known][:3]
             fix = f"Similar ones: {', '.join(close)}" if close else "List them without --tensor"

@@ -95,7 +95,8 @@ def verify(path: Any, layout: str | None = None) -> Verification:
         return Verification(str(path), error.layout, 0, 0, (problem,))
     with checkpoint:
         hashed, problems = _checksums(checkpoint)
-        for name in checkpoint:
+        # A GGUF weight times its factor is a group that the mapping does not list.
+        for name in dict.fromkeys([*checkpoint, *checkpoint.groups]):
             try:
                 problems += _tensor_problems(checkpoint, name)
             except CheckpointError as error:

@@ -96,12 +96,12 @@ class GGUFLayout(Layout):
             if factor is None:
                 yield group
                 continue
-            scheme = f"{kind}, times {factor.name}"
+            scheme = f"{kind}, times its factor .scale"
             folded = group._replace(roles={"codes": info, "factor": factor}, scheme=scheme)
             if self._fold:
                 yield folded
             else:
-                yield group._replace(scheme=f"{kind}, without {factor.name}")
+                yield group._replace(scheme=f"{kind}, without its factor .scale")
                 yield folded._replace(name=name + FOLDED, listed=False)
 
     def _sidecar(self, group: Group) -> TensorInfo | None:

@@ -1,0 +1,281 @@
+"""DistributedDataParallel on two ranks with weights that are stored quantized, frozen or trained.
+
+A rank is a microbatch: the oracle is one process that takes the mean of the ranks' gradients, so
+that the bytes of all parameters are equal after several steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from formats import BY_NAME, FORMATS, FormatCase, assert_same_bytes, assert_same_tensor
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import RECIPES
+
+import qtensor
+
+STORED = ["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "small_buckets": {"bucket_cap_mb": 0.01},
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+}
+STEPS = 3
+State = dict[str, Tensor]
+
+
+def same_state(got: State, want: State, what: str) -> None:
+    assert got.keys() == want.keys(), what
+    for key, value in want.items():
+        if isinstance(value, qtensor.QuantizedTensor):
+            assert_same_tensor(got[key], value)
+        else:
+            assert_same_bytes(got[key], value, f"{what}: {key}")
+
+
+def parameters(model: nn.Module) -> State:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def mean_gradient(model: nn.Module) -> None:
+    """Make the sum of two microbatches' gradients their mean; DDP divides before it adds."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= 2
+
+
+def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(64, 64, generator=g) * (1 + 3 * rank), torch.randn(64, 32, generator=g)
+
+
+# ---- weights that are trained --------------------------------------------------------------------
+
+
+def model_of(recipe: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    stored = {"quantized_params": True, "recipe": RECIPES[recipe]()}
+    return nn.Sequential(
+        qtensor.Linear(64, 96, **stored), nn.ReLU(), qtensor.Linear(96, 32, **stored)
+    )
+
+
+def backward(run: Any, recipe: str, number: int, rank: int, **options: Any) -> None:
+    x, target = batch(number, rank)
+    torch.manual_seed(10 * number + rank)
+    with qtensor.autocast(recipe=RECIPES[recipe](), **options):
+        nn.functional.mse_loss(run(x), target).backward()
+
+
+def train(recipe: str, options: str, optimizer: str, backend: str) -> tuple[State, State]:
+    rank = dist.get_rank()
+    model = model_of(recipe, seed=rank)  # the ranks differ
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    run = DistributedDataParallel(call, **OPTIONS[options])
+    before, step = parameters(model), OPTIMIZERS[optimizer](model.parameters())
+    for number in range(STEPS):
+        step.zero_grad()
+        backward(run, recipe, number, rank, amax_reduction_group=dist.group.WORLD)
+        step.step()
+    return before, parameters(model)
+
+
+def train_alone(recipe: str, optimizer: str) -> tuple[State, State]:
+    model = model_of(recipe, seed=0)
+    before, step = parameters(model), OPTIMIZERS[optimizer](model.parameters())
+    for number in range(STEPS):
+        step.zero_grad()
+        with qtensor.autocast(recipe=RECIPES[recipe]()):  # both microbatches are one step
+            for rank in range(2):
+                backward(model, recipe, number, rank)
+        mean_gradient(model)
+        step.step()
+    return before, parameters(model)
+
+
+# torch's optimizer of compiled DDP refuses buckets that are smaller than its first one.
+@pytest.mark.parametrize(
+    ("options", "backend"), [*((name, "") for name in OPTIONS), ("plain", "aot_eager")]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", STORED)
+def test_stored_weights_train_as_in_one_process(
+    ranks: Ranks, recipe: str, options: str, optimizer: str, backend: str
+) -> None:
+    """The ranks begin with different weights, so that rank 0's bytes must have arrived."""
+    before, after = train_alone(recipe, optimizer)
+    for rank, (start, end) in enumerate(ranks.run(train, recipe, options, optimizer, backend)):
+        same_state(start, before, f"rank {rank}, before")
+        same_state(end, after, f"rank {rank}, after")
+        assert isinstance(end["0.weight"], qtensor.QuantizedTensor)
+        assert not torch.equal(end["0.weight"], start["0.weight"])
+
+
+def accumulate(recipe: str) -> list[State]:
+    """Two backward passes a step, of which the first does not communicate."""
+    rank = dist.get_rank()
+    model = model_of(recipe, seed=rank)
+    run = DistributedDataParallel(model)
+    step = OPTIMIZERS["SGD"](model.parameters())
+    with run.no_sync():
+        backward(run, recipe, 0, rank)
+    local = {name: p.grad.clone() for name, p in model.named_parameters()}
+    backward(run, recipe, 1, rank)
+    step.step()
+    return [local, parameters(model)]
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_no_sync(ranks: Ranks, recipe: str) -> None:
+    model, sums = model_of(recipe, seed=0), []
+    for rank in range(2):
+        model.zero_grad()
+        backward(model, recipe, 0, rank)
+        first = {name: p.grad.clone() for name, p in model.named_parameters()}
+        backward(model, recipe, 1, rank)
+        sums.append((first, [p.grad / 2 for p in model.parameters()]))
+    for p, a, b in zip(model.parameters(), sums[0][1], sums[1][1], strict=True):
+        p.grad = a + b
+    OPTIMIZERS["SGD"](model.parameters()).step()
+    for rank, (local, after) in enumerate(ranks.run(accumulate, recipe)):
+        same_state(local, sums[rank][0], f"rank {rank}, gradients of its own")
+        same_state(after, parameters(model), f"rank {rank}")
+
+
+def join_uneven(recipe: str) -> State:
+    """Rank 0 has one batch, rank 1 has two; join shadows the collectives of the missing one."""
+    rank = dist.get_rank()
+    model = model_of(recipe, seed=rank)
+    run = DistributedDataParallel(model)
+    step = OPTIMIZERS["SGD"](model.parameters())
+    with run.join():
+        for number in range(1 + rank):
+            step.zero_grad()
+            backward(run, recipe, number, rank)
+            step.step()
+    return parameters(model)
+
+
+def test_join(ranks: Ranks) -> None:
+    """After ``join``, torch broadcasts the model of the rank that worked longest."""
+    model = model_of("mxfp8", seed=0)
+    step = OPTIMIZERS["SGD"](model.parameters())
+    for number in range(2):
+        step.zero_grad()
+        for rank in range(number, 2):
+            backward(model, "mxfp8", number, rank)
+        mean_gradient(model)  # by two ranks, even where one has joined
+        step.step()
+    for rank, after in enumerate(ranks.run(join_uneven, "mxfp8")):
+        same_state(after, parameters(model), f"rank {rank}")
+
+
+# ---- a frozen base -------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a quantized weight, and a trained product of low rank beside it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.a = nn.Parameter(torch.randn(8, weight.shape[1]) / 8)
+        self.b = nn.Parameter(torch.zeros(weight.shape[0], 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + x @ self.a.t() @ self.b.t()
+
+
+def adapted(case: FormatCase, options: dict[str, Any], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    weights = [case.quantize(torch.randn(*shape), **options) for shape in ((128, 64), (32, 128))]
+    return nn.Sequential(Adapted(weights[0]), nn.ReLU(), Adapted(weights[1]))
+
+
+class Broadcasts(TorchDispatchMode):
+    """Count the bytes of ``c10d.broadcast_`` by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.broadcast_.default:
+            for t in args[0] if args[0][0].dtype != torch.int64 else ():  # the shapes, for a check
+                self.bytes[t.dtype] = self.bytes.get(t.dtype, 0) + t.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def adapt(case: str, options: dict[str, Any]) -> tuple[dict[torch.dtype, int], State]:
+    rank = dist.get_rank()
+    model = adapted(BY_NAME[case], options, seed=rank)
+    with Broadcasts() as seen:
+        run = DistributedDataParallel(model)
+    step = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    for number in range(STEPS):
+        step.zero_grad()
+        x, target = batch(number, rank)
+        nn.functional.mse_loss(run(x), target).backward()
+        step.step()
+    return seen.bytes, parameters(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"columnwise": True}], ids=["rowwise", "both"])
+@pytest.mark.parametrize("case", FORMATS, ids=lambda c: c.name)
+def test_the_bytes_of_rank_0_travel(
+    ranks: Ranks, case: FormatCase, options: dict[str, Any]
+) -> None:
+    """Codes and scales are broadcast once, in their own dtypes, and nothing is dequantized."""
+    model = adapted(case, options, seed=0)
+    want: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        for t in p.buffers() if isinstance(p, qtensor.QuantizedTensor) else [p]:
+            want[t.dtype] = want.get(t.dtype, 0) + t.nbytes
+    step = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    for number in range(STEPS):
+        step.zero_grad()
+        for rank in range(2):
+            x, target = batch(number, rank)
+            nn.functional.mse_loss(model(x), target).backward()
+        mean_gradient(model)
+        step.step()
+    for rank, (sent, after) in enumerate(ranks.run(adapt, case.name, options)):
+        assert sent == want
+        same_state(after, parameters(model), f"rank {rank}")
+
+
+def formats_that_differ() -> str:
+    case = BY_NAME["mxfp8" if dist.get_rank() == 0 else "mxfp4"]
+    model = adapted(case, {}, seed=0)
+    with contextlib.suppress(qtensor.QTensorError):
+        DistributedDataParallel(model)
+        return "no error"
+    try:
+        DistributedDataParallel(model)
+    except qtensor.QTensorError as error:
+        return str(error)
+    return "only once"
+
+
+def test_ranks_with_other_formats_are_refused(ranks: Ranks) -> None:
+    """Every rank raises, so that none waits for bytes of another layout."""
+    messages = ranks.run(formats_that_differ)
+    for rank, message in enumerate(messages):
+        start = rf"broadcast of parameters (rank {rank}): all ranks must quantize the parameters"
+        assert message.startswith(start), message
+        assert f"ranks [{1 - rank}] differ" in message
+    assert "mxfp8 (128, 64)" in messages[0]
+    assert "mxfp4 (128, 64)" in messages[1]
