@@ -18,6 +18,7 @@ from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, path_inside, re
 from qtensor.checkpoints.conversion.journal import digest
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.summary import values_of
+from qtensor.checkpoints.modes import in_memory
 from qtensor.formats import Slot
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -81,12 +82,16 @@ class Verification:
         return "\n".join(lines)
 
 
+@in_memory
 def verify(path: Any, layout: str | None = None) -> Verification:
     """Read every tensor of a checkpoint and return its problems; none of them raises.
 
     Args:
         path: a file, a folder, an index or an open file.
         layout: name of the layout; by default it is recognised.
+
+    Raises:
+        CheckpointError: the caller is in a mode without data, such as ``FakeTensorMode``.
     """
     try:
         checkpoint = open_checkpoint(path, layout)
