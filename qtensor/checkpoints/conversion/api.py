@@ -138,13 +138,14 @@ def _run(request: Request) -> ConversionReport:
                 notes.append("a single file has no config.json; pass layout= to open it")
             journal.publish_file()
         else:
-            notes += _finish_folder(checkpoint, writer, journal, names, plan.shards)
+            notes += _finish_folder(checkpoint, request.src, writer, journal, names, plan.shards)
             journal.publish_folder()
     return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
 
 
 def _finish_folder(
     checkpoint: Checkpoint,
+    src: str,
     writer: Writer,
     journal: Journal,
     names: list[str],
@@ -158,7 +159,7 @@ def _finish_folder(
         texts[f"model{INDEX_SUFFIX}"] = index
     for name, value in texts.items():
         write_json(os.path.join(journal.folder, name), value)
-    copied = copy_other_files(checkpoint, journal.folder, texts)
+    copied = copy_other_files(checkpoint, src, journal.folder, texts)
     return [f"copied from the source: {', '.join(copied)}"] if copied else []
 
 

@@ -78,7 +78,8 @@ class Verification:
         ]
         errors = sum(problem.severity == ERROR for problem in self.problems)
         verdict = "ok" if self.ok else f"{errors} error{'s' * (errors != 1)}"
-        lines.append(f"{verdict}: {self.tensors} tensors, {self.files_hashed} checksums")
+        sums = f"{self.files_hashed} compared" if self.files_hashed else "none recorded"
+        lines.append(f"{verdict}: {self.tensors} tensors; checksums of files: {sums}")
         return "\n".join(lines)
 
 
