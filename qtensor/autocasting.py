@@ -101,6 +101,84 @@ def active_recipe(own: str | None = None) -> str:
     return HIGH_PRECISION if own is None else own
 
 
+class LastRegion:
+    """The region of a layer's last forward, for a checkpoint that computes the layer again.
+
+    ``torch.utils.checkpoint`` calls the layer in the backward pass, often outside of every region.
+    It hands on the state of ``torch.autocast`` and of random generators, but not ours.
+
+    Attributes:
+        state: the region of the last forward that recorded a graph. A reentrant checkpoint records
+            none, so that without any graph it is the region of the last forward.
+        is_ambiguous: since the last recomputation, forwards ran under several recipes, so that
+            nobody knows which of them is computed again.
+        was_used: a recomputation has read the state, so that the next forward begins anew.
+    """
+
+    __slots__ = ("has_graph", "is_ambiguous", "state", "was_used")
+
+    def __init__(self) -> None:
+        self.state: State = _OUTSIDE
+        self.is_ambiguous, self.was_used, self.has_graph = False, True, False
+
+    def __reduce__(self) -> tuple[type[LastRegion], tuple[()]]:
+        # The copy of a layer has had no forward.
+        return LastRegion, ()
+
+    def note(self, state: State) -> None:
+        """Store the region of a forward."""
+        if torch.is_grad_enabled():
+            if self.was_used:
+                self.is_ambiguous = self.was_used = False
+            elif state[0] != self.state[0]:
+                self.is_ambiguous = True
+            self.state, self.has_graph = state, True
+        elif not self.has_graph:
+            self.state = state
+
+
+def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
+    """Return the key of the active recipe as ``active_recipe`` does, for one layer in eager code.
+
+    In a backward pass outside of every region, the recipe is that of the layer's last forward.
+
+    Args:
+        own: key of the layer's own recipe, which applies outside every region.
+        last: the region of the layer's last forward, which this function updates.
+        layer: its ``label`` names it in the error.
+
+    Raises:
+        QTensorError: the layer is computed again, and its forwards ran under several recipes.
+    """
+    key = _ACTIVE.key
+    if key is not None:
+        last.note((key, _ACTIVE.group, _ACTIVE.step))
+        return key
+    if torch._C._current_graph_task_id() == -1:
+        last.note(_OUTSIDE)
+    else:
+        key = _inherited()[0]
+        if key is None:
+            last.was_used = True
+            key = last.state[0]
+            if last.is_ambiguous:
+                fail(
+                    layer.label,
+                    "a checkpoint computes the layer again outside of qtensor.autocast, so that "
+                    "its forwards since the last backward pass must share one recipe",
+                    "several recipes",
+                    "Use qtensor.checkpoint, or run the backward pass inside of the region",
+                )
+        if key is not None:
+            return key
+    return HIGH_PRECISION if own is None else own
+
+
+def recalls(last: LastRegion) -> bool:
+    """Return whether the code that runs now is a recomputation under ``last``."""
+    return last.state[0] is not None and is_outside() and torch._C._current_graph_task_id() != -1
+
+
 def active_group() -> str | None:
     """Return the name of the process group over which maxima are reduced, or None."""
     return _ACTIVE.group if _ACTIVE.key is not None else _inherited()[1]

@@ -5,26 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qtensor.library.gemm import GEMM
 from qtensor.library.gradient import GEMM_ACCUMULATE, take_postponed
 
 
-def backward_dw(weight: Any, key: int, into_main_grad: bool) -> None:
-    """Compute the oldest postponed weight gradient of the layer ``key`` and accumulate it.
+def delayed_wgrad(dtype: torch.dtype, key: int) -> Tensor:
+    """Return the oldest postponed weight gradient (N, K) of the layer ``key``.
 
     Raises:
         QTensorError: none is postponed.
     """
-    pair = take_postponed(key)
     with torch.no_grad():
-        if into_main_grad:
-            overwrite = bool(getattr(weight, "overwrite_main_grad", False))
+        gradient: Tensor = GEMM(*take_postponed(key), "NT", dtype)
+    return gradient
+
+
+def accumulate(weight: Any, key: int, into_main_grad: bool) -> None:
+    """Add the oldest postponed weight gradient of a layer to ``weight.grad`` or ``main_grad``.
+
+    Raises:
+        QTensorError: none is postponed.
+    """
+    if into_main_grad:
+        pair = take_postponed(key)
+        overwrite = bool(getattr(weight, "overwrite_main_grad", False))
+        with torch.no_grad():
             GEMM_ACCUMULATE(weight.main_grad, *pair, "NT", overwrite)
-            weight.grad_added_to_main_grad = True
-            return
-        grad = GEMM(*pair, "NT", weight.dtype)
-        if weight.grad is None:
-            weight.grad = grad
-        else:
-            weight.grad.add_(grad)
+        weight.grad_added_to_main_grad = True
+        return
+    grad = delayed_wgrad(weight.dtype, key)
+    if weight.grad is None:
+        weight.grad = grad
+    else:
+        weight.grad.add_(grad)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.autocasting import active_recipe
-from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, fail
-from qtensor.functional.delayed_wgrad import backward_dw
+from qtensor.autocasting import LastRegion, active_recipe, layer_recipe, recalls, restored
+from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs, Wgrad
 from qtensor.functional.main_grad import reporting
@@ -21,38 +20,18 @@ from qtensor.functional.parallel import check_input
 from qtensor.functional.plan import (
     LinearPlan,
     alignment,
-    is_requantization_safe,
     linear_plan,
     stored_weight_plan,
     weight_label,
 )
+from qtensor.functional.sharded import is_dtensor, local_part, localize, part_of
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
-from qtensor.modules.options import Call, LinearOptions
+from qtensor.modules.options import Call, LinearOptions, check_original_input
+from qtensor.modules.parameters import FLOATING, follows_calls, stored_canonical
+from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
-from qtensor.storage.base import QuantizedTensorStorage
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def follows_calls() -> bool:
-    """Return whether Dynamo compiles this call; it does not while it exports a program."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-
-
-def stored_canonical(parameter: Any) -> str:
-    """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
-    return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
-
-
-def activation_dtype(input: Tensor) -> Tensor:
-    """Return the input, converted to the dtype of ``torch.autocast`` if that is enabled."""
-    device = input.device.type
-    # torch.autocast does not know the meta device, and raises there.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return input.to(torch.get_autocast_dtype(device))
-    return input
 
 
 class QuantizedModule(nn.Module):
@@ -70,6 +49,7 @@ class QuantizedModule(nn.Module):
         self._stored: dict[str, str] = {}
         self._states: dict[str, LinearState] = {}
         self._roles: dict[str, str] = {}
+        self._last_region = LastRegion()
         self.name = name
         self.recipe = recipe
         self.quantized_params = False
@@ -133,7 +113,11 @@ class QuantizedModule(nn.Module):
         if like.is_meta:
             return DelayedState.without_data(groups)
         state = self._delayed(weight)
-        return state.begin(self._recipe_key(), module, name, self.training, groups)
+        key = self._recipe_key()
+        if not torch.compiler.is_compiling() and recalls(self._last_region):
+            with restored(self._last_region.state):
+                return state.begin(key, module, name, self.training, groups)
+        return state.begin(key, module, name, self.training, groups)
 
     def _layer_options(self, weight: str) -> LinearOptions:
         """Return the options of the layer whose state is stored as ``weight``."""
@@ -146,6 +130,8 @@ class QuantizedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Pickles of earlier versions have none.
+        self._last_region = LastRegion()
         for weight, layer_state in self._states.items():
             self._own_state(weight, layer_state)
 
@@ -212,17 +198,20 @@ class QuantizedModule(nn.Module):
     def _recipe_key(self) -> str:
         recipe = self.recipe
         # Reads `_key`, not the property `key`: Dynamo would guard each step of the property.
-        return active_recipe(None if recipe is None else recipe._key)
+        own = None if recipe is None else recipe._key
+        if torch.compiler.is_compiling():
+            return active_recipe(own)
+        return layer_recipe(own, self._last_region, self)
 
-    def _in_one_op(self, input: Tensor, weight: str, bias: str) -> Tensor | None:
+    def _in_one_op(self, input: Tensor, weight: str, w: Tensor, b: Tensor | None) -> Tensor | None:
         """Return the output (..., N), computed as one op; None if that op cannot compute the layer.
 
-        Each call of a compiled program checks everything that this function reads.
+        Each call of a compiled program checks everything that this function reads. ``weight`` is
+        the name of the weight ``w`` (N, K); ``b`` is the bias (N,).
         """
         roles = self._roles[weight]
         if not roles or self._stored[weight]:
             return None
-        w = getattr(self, weight)
         training = torch.is_grad_enabled()
         dgrad, wgrad = training and input.requires_grad, training and w.requires_grad
         key = self._recipe_key()
@@ -232,7 +221,6 @@ class QuantizedModule(nn.Module):
             return None
         if input.ndim == 0 or input.shape[-1] != columns or input.device != w.device:
             return None
-        b = getattr(self, bias) if bias else None
         if not layer.takes_state:
             return LINEAR(input, w, b, layer.text)[0]
         module, _, name = roles.partition("/")
@@ -258,13 +246,35 @@ class QuantizedModule(nn.Module):
             options: the options of the layer.
             call: the options of this call; None for the defaults.
         """
+        w = getattr(self, weight)
+        b = getattr(self, bias) if bias else None
+        if not (is_dtensor(w) or is_dtensor(input)):
+            return self._local_linear(input, weight, w, b, options, call)
+        self._check_features(input, w.shape[1])
+        biases = [] if b is None else [b]
+        own = localize(self.label, input, [w], biases, sequence=options.splits_sequence)
+        if options.fuse_wgrad_accumulation:
+            own.refuse_summed_wgrad(self.label)
+        options = options._replace(parallel=own.parallel, placements=w.placements)
+        b = own.biases[0] if biases else None
+        return own.whole(self._local_linear(own.input, weight, own.weights[0], b, options, call))
+
+    def _local_linear(
+        self,
+        input: Tensor,
+        weight: str,
+        w: Tensor,
+        b: Tensor | None,
+        options: LinearOptions,
+        call: Call | None,
+    ) -> Tensor:
+        """Return the result of ``_linear`` for a weight ``w`` (N, K) and a bias ``b`` (N,)."""
         if call is None:
-            out = self._in_one_op(input, weight, bias) if follows_calls() else None
+            one_op = options.parallel is None and follows_calls()
+            out = self._in_one_op(input, weight, w, b) if one_op else None
             if out is not None:
                 return out
             call = Call()
-        w = getattr(self, weight)
-        b = getattr(self, bias) if bias else None
         state = self._states[weight]
         training = torch.is_grad_enabled()
         args = LinearFwdArgs(
@@ -314,7 +324,7 @@ class QuantizedModule(nn.Module):
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
         if options.save_original_input and args.weight_requires_grad:
-            self._check_original_input(plan)
+            check_original_input(self.label, plan)
         if call.seeds is not None:
             args.seeds = call.seeds
         elif any(plan.stochastic):
@@ -323,7 +333,7 @@ class QuantizedModule(nn.Module):
             args.delayed = self._begin_delayed(input, weight, options.module, options.name)
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         if scheduled and args.weight_requires_grad:
-            args.wgrad = self._wgrad(args.weight, state, options)
+            args.wgrad = self._wgrad(getattr(self, weight), state, options)
 
     def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
         """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
@@ -390,6 +400,8 @@ class QuantizedModule(nn.Module):
         if not (rows % plan.multiple or columns % plan.multiple):
             return
         part = "" if options.parallel is None else ", of each rank's part,"
+        if options.placements:
+            part = f", of each rank's part ({part_of(options.placements)}),"
         for role, canonical in (("input", plan.input), ("weight", plan.weight)):
             multiple = alignment(canonical)
             if rows % multiple or columns % multiple:
@@ -400,17 +412,6 @@ class QuantizedModule(nn.Module):
                     "Pad them, or run the layer under qtensor.autocast(enabled=False)",
                 )
 
-    def _check_original_input(self, plan: LinearPlan) -> None:
-        if plan.backward_override is None and not is_requantization_safe(plan.input):
-            fail(
-                f"{self.label} input",
-                "save_original_input quantizes the input again in backward, which must give the "
-                "same bytes",
-                plan.input,
-                "Build the module with save_original_input=False for this recipe",
-                UnsupportedError,
-            )
-
     def _wgrad(self, weight: Any, state: LinearState, options: LinearOptions) -> Wgrad:
         if options.delay_wgrad_compute:
             return Wgrad(token=state.token, key=state.key)
@@ -420,11 +421,13 @@ class QuantizedModule(nn.Module):
                 f"{weight_label(options.module, options.name)}",
                 "fuse_wgrad_accumulation adds to weight.main_grad",
                 "none",
-                "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
+                "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32). Under "
+                "fully_shard, which computes with a gathered copy of the weight, build the layer "
+                "with fuse_wgrad_accumulation=False",
             )
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
         # An alias, so that the caller may change main_grad between forward and backward.
-        return Wgrad(main_grad=main_grad.data, overwrite=overwrite)
+        return Wgrad(main_grad=local_part(main_grad).data, overwrite=overwrite)
 
     def _use_workspace(self, args: LinearFwdArgs, state: LinearState, call: Call) -> None:
         """Use the quantized weight of an earlier microbatch, or store that of this call."""
@@ -479,9 +482,9 @@ class QuantizedModule(nn.Module):
         """Set the initial values (N, K) of a weight; quantize them with ``quantized_params``."""
         old = getattr(self, weight)
         if not self.quantized_params:
-            with torch.no_grad():
-                old.copy_(values)
+            set_values(old, values)
             return
+        check_not_sharded(self.label, old)
         stored = self._quantized_parameter(values, self.recipe, options)
         parameter = nn.Parameter(stored, requires_grad=old.requires_grad)
         setattr(self, weight, parameter)
@@ -489,6 +492,5 @@ class QuantizedModule(nn.Module):
             parameter._high_precision_init_val = values.detach().cpu()  # type: ignore[attr-defined]
 
     def _backward_dw(self, weight: str, options: LinearOptions) -> None:
-        backward_dw(
-            getattr(self, weight), self._states[weight].key, options.fuse_wgrad_accumulation
-        )
+        key, fused = self._states[weight].key, options.fuse_wgrad_accumulation
+        backward_dw(self.label, getattr(self, weight), key, fused)

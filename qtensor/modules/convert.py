@@ -13,9 +13,13 @@ from torch.nn import functional
 
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
-from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.in_place import is_held, plain_class, with_base
 from qtensor.modules.linear import Linear, LinearBase
+from qtensor.modules.parameters import FLOATING, stored_canonical
+from qtensor.modules.sharded import is_sharded
+from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -63,6 +67,8 @@ def convert_(
     A new layer holds the same ``Parameter`` objects as the old one, so that optimizers, tied
     weights and checkpoints stay valid. Hooks, the training mode and other attributes are kept too.
     The ``name`` of a new layer is its path in the model. A layer of qtensor only gets the recipe.
+    In a model that ``fully_shard`` or ``parallelize_module`` has sharded, each layer stays the same
+    object and changes its class, because torch remembers the object.
     If ``convert_`` raises an error, the model is unchanged.
 
     Args:
@@ -96,7 +102,8 @@ def convert_(
     request = Request(recipe, filter_fn, quantized_params)
     layers = _find(model, (nn.Linear, QuantizedModule))
     owners = _owners(model)
-    obstacles = {m: _convert_obstacle(m, places, request, owners) for m, places in layers.items()}
+    held = is_held(model)
+    obstacles = {m: _convert_obstacle(m, p, request, owners, held) for m, p in layers.items()}
     swapped, skipped = [], []
     for module, places in layers.items():
         if obstacles[module]:
@@ -106,8 +113,9 @@ def convert_(
             module.recipe = recipe
             note = "was converted; recipe set"
         else:
-            note = ""
-            new = _quantized_layer(module, places[0].name, recipe)
+            note = "sharded; the same object with another class" if held else ""
+            swap = _become_quantized if held else _quantized_layer
+            new = swap(module, places[0].name, recipe)
             _put(places, new)
             module = new
         if _wants_quantized_weight(module, request):
@@ -139,7 +147,8 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
     _check_root("revert_", model, Linear)
     layers = _find(model, QuantizedModule)
     owners = _owners(model)
-    obstacles = {m: _revert_obstacle(m, p, filter_fn, owners) for m, p in layers.items()}
+    held = is_held(model)
+    obstacles = {m: _revert_obstacle(m, p, filter_fn, owners, held) for m, p in layers.items()}
     swapped, skipped = [], []
     plain: dict[Any, nn.Parameter] = {}
     for module, places in layers.items():
@@ -147,7 +156,7 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
             skipped.append(_report(module, places, obstacles[module]))
             continue
         stored = module._stored["weight"]
-        new = _plain_layer(module, plain)
+        new = _become_plain(module) if held else _plain_layer(module, plain)
         _put(places, new)
         note = f"weight dequantized from {stored.partition('(')[0]}" if stored else ""
         swapped.append(_report(new, places, note))
@@ -225,7 +234,7 @@ def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) 
 
 
 def _convert_obstacle(
-    module: Any, places: list[Place], request: Request, owners: dict[Tensor, Any]
+    module: Any, places: list[Place], request: Request, owners: dict[Tensor, Any], held: bool
 ) -> str:
     """Return the reason for which ``convert_`` skips a layer; "" if it converts the layer."""
     if filtered := _filtered(module, places, request.filter_fn):
@@ -240,13 +249,15 @@ def _convert_obstacle(
         if obstacle := _weight_obstacle(getattr(module, weight), name, request):
             return obstacle
     if _wants_quantized_weight(module, request, name):
+        if held:
+            return "its weight is sharded; convert with quantized_params before fully_shard"
         return _tie_obstacle(module, owners)
     return ""
 
 
 def _plain_obstacle(module: Any) -> str:
     """Return the reason for which a plain layer cannot be replaced, or ""."""
-    if type(module) is not nn.Linear:
+    if plain_class(module) is not nn.Linear:
         return f"{type(module).__name__} is a subclass of nn.Linear, with a forward of its own"
     values = vars(module)
     if values["_parameters"].keys() != {"weight", "bias"}:
@@ -264,7 +275,7 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
     """Return the reason for which the recipe cannot read a weight (N, K), or ""."""
     stored = stored_canonical(weight)
     kind = type(weight)
-    if not stored and kind is not nn.Parameter:
+    if not stored and kind is not nn.Parameter and not is_sharded(weight):
         return f"its weight is a {kind.__name__}"
     if weight.dtype not in FLOATING:
         return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
@@ -304,12 +315,16 @@ def _tie_obstacle(module: Any, owners: dict[Tensor, Any]) -> str:
 
 
 def _revert_obstacle(
-    module: Any, places: list[Place], filter_fn: Filter | None, owners: dict[Tensor, Any]
+    module: Any,
+    places: list[Place],
+    filter_fn: Filter | None,
+    owners: dict[Tensor, Any],
+    held: bool,
 ) -> str:
     """Return the reason for which ``revert_`` skips a layer; "" if it reverts the layer."""
     if filtered := _filtered(module, places, filter_fn):
         return filtered
-    if type(module) is not Linear:
+    if plain_class(module) is not Linear:
         return f"{type(module).__name__} has no counterpart in torch.nn"
     options = module._options
     asked = {
@@ -323,6 +338,8 @@ def _revert_obstacle(
     if "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None:
         return "its forward was replaced or compiled on the layer itself"
     if module._stored["weight"]:
+        if held:
+            return "its weight is sharded and stored quantized"
         holders = owners[module.weight]
         foreign = [name for owner, name in holders if type(owner) is not Linear]
         if foreign:
@@ -348,6 +365,26 @@ def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
     new.weight, new.bias = old.weight, old.bias
     new.quantized_params = isinstance(old.weight, QuantizedTensorStorage)
     return new
+
+
+def _become_quantized(old: Any, name: str, recipe: Recipe | None) -> Linear:
+    """Turn a sharded ``nn.Linear`` into a ``Linear``, and return it."""
+    rows, columns = old.weight.shape
+    made = vars(Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name))
+    for key in _fields_of(Linear) - _fields_of(nn.Linear):
+        vars(old)[key] = made[key]
+    old._states, old._stored = {}, {"weight": "", "bias": ""}
+    old.__class__ = with_base(type(old), nn.Linear, Linear)
+    old._own_state("weight", LinearState(old.weight.device))
+    return old
+
+
+def _become_plain(old: Any) -> Any:
+    """Turn a sharded ``Linear`` back into an ``nn.Linear``, and return it."""
+    old.__class__ = with_base(type(old), Linear, nn.Linear)
+    for key in _fields_of(Linear) - _fields_of(nn.Linear):
+        del vars(old)[key]
+    return old
 
 
 def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:

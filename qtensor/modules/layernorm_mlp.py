@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from qtensor.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.modules.base import (
-    QuantizedModule,
-    activation_dtype,
-)
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import (
     Output,
     make_parallel,
@@ -26,6 +23,8 @@ from qtensor.modules.linear import (
 )
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
+from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
 
@@ -184,8 +183,9 @@ class LayerNormMLP(Normed, QuantizedModule):
                     self.init_method(values)
                 if bias is not None:
                     bound = 1 / math.sqrt(shape[1])
-                    drawn = nn.init.uniform_(bias.new_empty(shape[0]), -bound, bound)
-                    bias.copy_(self._own_part(drawn, bias.shape, count))
+                    drawn = torch.empty(shape[0], dtype=bias.dtype, device=bias.device)
+                    nn.init.uniform_(drawn, -bound, bound)
+                    set_values(bias, self._own_part(drawn, bias.shape, count))
             self._set_weight(
                 f"{layer}_weight", self._own_part(values, weight.shape, count), options
             )

@@ -13,11 +13,10 @@ from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
-from qtensor.modules.base import (
-    QuantizedModule,
-    activation_dtype,
-)
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
+from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe
@@ -218,8 +217,8 @@ class LinearBase(QuantizedModule):
                 self.init_method(values)
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features)
-                bias = nn.init.uniform_(self.bias.new_empty(self.out_features), -bound, bound)
-                self.bias.copy_(self._own_part(bias))
+                bias = torch.empty(self.out_features, dtype=self.bias.dtype, device=device)
+                set_values(self.bias, self._own_part(nn.init.uniform_(bias, -bound, bound)))
         self._set_weight("weight", self._own_part(values), self._options)
 
     def _own_part(self, whole: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.errors import UnsupportedError, check, fail
 from qtensor.functional.parallel import Parallel
+from qtensor.functional.plan import LinearPlan, is_requantization_safe
 
 
 class Call(NamedTuple):
@@ -28,7 +29,13 @@ class Call(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The constructor options of a linear layer that its calls need, as plain values."""
+    """The constructor options of a linear layer that its calls need, as plain values.
+
+    Attributes:
+        splits_sequence: set by parallel styles: a layer of DTensors gathers and splits activations
+            along dim 0 itself, as ``sequence_parallel`` does.
+        placements: of a weight that is a DTensor; () for a plain weight. Set in each call.
+    """
 
     module: str = "linear"
     name: str = ""
@@ -36,6 +43,8 @@ class LinearOptions(NamedTuple):
     save_original_input: bool = False
     delay_wgrad_compute: bool = False
     fuse_wgrad_accumulation: bool = False
+    splits_sequence: bool = False
+    placements: tuple[Any, ...] = ()
 
 
 def one_op_roles(options: LinearOptions) -> str:
@@ -55,3 +64,20 @@ def check_features(label: str, **sizes: int) -> None:
     for name, size in sizes.items():
         right = isinstance(size, int) and not isinstance(size, bool) and size > 0
         check(right, label, f"{name} must be a positive integer", repr(size), "Fix the size")
+
+
+def check_original_input(label: str, plan: LinearPlan) -> None:
+    """Refuse ``save_original_input`` if backward would quantize the input to other bytes.
+
+    Raises:
+        UnsupportedError: the input's quantizer draws random numbers or needs a factor.
+    """
+    if plan.backward_override is None and not is_requantization_safe(plan.input):
+        fail(
+            f"{label} input",
+            "save_original_input quantizes the input again in backward, which must give the "
+            "same bytes",
+            plan.input,
+            "Build the module with save_original_input=False for this recipe",
+            UnsupportedError,
+        )

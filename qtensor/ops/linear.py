@@ -23,6 +23,7 @@ from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
 from qtensor.modules.linear import LinearBase
 from qtensor.modules.options import Call
+from qtensor.modules.sharded import set_values
 from qtensor.ops.handover import UNROUNDED, Request, Unrounded
 from qtensor.ops.operation import (
     BackwardContext,
@@ -65,8 +66,8 @@ class BasicLinear(LinearBase, BasicOperation):
         in_features: K.
         out_features: N.
         **options: options of ``qtensor.Linear``, except ``bias`` and ``return_bias``: device,
-        params_dtype, recipe, name, init_method, quantized_params, parallel_mode, tp_group,
-        sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input.
+            params_dtype, recipe, name, init_method, quantized_params, parallel_mode, tp_group,
+            sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input.
 
     Raises:
         QTensorError: the arguments do not fit.
@@ -308,8 +309,9 @@ class Linear(FusedOperation):
     def _reset_bias(self) -> None:
         bound = 1 / self.linear.in_features**0.5
         with torch.no_grad():
-            whole = nn.init.uniform_(self.bias.new_empty(self.linear.out_features), -bound, bound)
-            self.bias.copy_(self.linear._own_part(whole))
+            bias, size = self.bias, self.linear.out_features
+            whole = torch.empty(size, dtype=bias.dtype, device=bias.device)
+            set_values(bias, self.linear._own_part(nn.init.uniform_(whole, -bound, bound)))
 
     @property
     def weight(self) -> nn.Parameter:
