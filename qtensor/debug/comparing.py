@@ -118,8 +118,8 @@ def compare(
     """Return how the outputs of two models and of their layers differ.
 
     Both models run without gradients, in the modes that they have (call ``eval()`` before), from
-    the same random state. Compiled models run in eager mode. The outputs of the layers of ``model_a``
-    for one batch are kept on the CPU until ``model_b`` has run.
+    the same random state. Compiled models run in eager mode. The outputs of the layers of
+    ``model_a`` for one batch are kept on the CPU until ``model_b`` has run.
 
     Args:
         model_a: the model to compare with, for example in high precision.
