@@ -170,8 +170,9 @@ def _shard_dim_alltoall(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _size_of(group: Any) -> int:
+    name: Any = group
     if isinstance(group, str):
-        return torch.distributed.distributed_c10d._get_group_size_by_name(group)
+        return torch.distributed.distributed_c10d._get_group_size_by_name(name)
     return int(group.size())
 
 
