@@ -34,7 +34,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import checkpoints, ops, optim, recipes
+    from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -91,6 +91,7 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "convert_",
+    "debug",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -137,6 +138,7 @@ _LAZY = {
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",
     "convert_": "qtensor.modules.convert",
+    "debug": "qtensor.debug",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "distributed": "qtensor.distributed",
@@ -156,7 +158,7 @@ def __getattr__(name: str) -> Any:
     # The global makes the next access skip this function.
     value = globals()[name] = (
         module
-        if name in ("checkpoints", "distributed", "ops", "optim", "recipes")
+        if name in ("checkpoints", "debug", "distributed", "ops", "optim", "recipes")
         else getattr(module, name)
     )
     return value
