@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
+    from qtensor.weights import SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -84,6 +85,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "SearchResult",
     "TensorProto",
     "UnsupportedError",
     "__version__",
@@ -100,10 +102,12 @@ __all__ = [
     "gemm",
     "ops",
     "quantize",
+    "quantize_",
     "quantizer",
     "recipes",
     "record_amax_",
     "revert_",
+    "search",
     "to_tensor_proto",
 ]
 
@@ -140,9 +144,12 @@ _LAZY = {
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "quantize_": "qtensor.weights",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
+    "search": "qtensor.weights",
+    "SearchResult": "qtensor.weights",
 }
 
 
