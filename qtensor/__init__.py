@@ -34,7 +34,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import checkpoints, ops, recipes
+    from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -91,6 +91,7 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "convert_",
+    "debug",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -99,6 +100,7 @@ __all__ = [
     "formats",
     "gemm",
     "ops",
+    "optim",
     "quantize",
     "quantizer",
     "recipes",
@@ -136,10 +138,13 @@ _LAZY = {
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",
     "convert_": "qtensor.modules.convert",
+    "debug": "qtensor.debug",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
+    "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "optim": "qtensor.optim",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
@@ -152,7 +157,9 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(_LAZY[name])
     # The global makes the next access skip this function.
     value = globals()[name] = (
-        module if name in ("checkpoints", "ops", "recipes") else getattr(module, name)
+        module
+        if name in ("checkpoints", "debug", "distributed", "ops", "optim", "recipes")
+        else getattr(module, name)
     )
     return value
 

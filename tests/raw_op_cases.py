@@ -11,6 +11,7 @@ from formats import BY_NAME
 from torch import Tensor
 
 import qtensor
+import qtensor.debug  # noqa: F401 - defines the ops of recordings
 from qtensor.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.registry import parse
 
@@ -159,7 +160,7 @@ def _dequantize_inplace(make: Maker) -> Arguments:
 def _gemm(make: Maker) -> Arguments:
     layout, n = make.random.choice(("TN", "NN", "NT")), make.random.choice((32, 48))
     operands = make.pair(layout, make.rows, n, make.columns)
-    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products")
+    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "few_rows")
     return {
         **operands,
         "layout": layout,
@@ -401,6 +402,12 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"history": torch.zeros(4, 5), "amax": [torch.ones(1), torch.ones(2)], "first": 1},
     },
     "record_gradient_amax_": _record_gradient,
+    "record_tensor_": lambda make: {
+        **{"buffers": [make.floats(make.rows, 32)], "stored": "", "shape": [make.rows, 32]},
+        **{"role": "output", "quantizer": "mxfp8"},
+        **{"ticket": torch.tensor([-1]), "token": torch.tensor([-1])},
+    },
+    "begin_recorded_forward_": lambda make: {"token": torch.tensor([-1])},
     "advance_step_": lambda make: {
         **{"step": torch.zeros(1, dtype=torch.int64), "forward_only": False},
         "counter": make.maybe(torch.zeros(1, dtype=torch.int64)),

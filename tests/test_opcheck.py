@@ -26,6 +26,7 @@ from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
 
 import qtensor
+import qtensor.debug  # noqa: F401 - defines the ops of recordings
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -332,6 +333,20 @@ def activation_quantize(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(2, 3, 40), "gelu", args[7]), rest
 
 
+def record_tensor_(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    number = torch.tensor([-1])
+    x = ordinary((33, 40))
+    yield ([x], "", [33, 40], "input", q.canonical, number.clone(), number.clone()), {}
+    buffers = buffers_of(case, q, (33, 40))
+    args = (buffers, q.canonical, [33, 40], "weight", "", number.clone(), number)
+    yield args, {"scale": case.call().get("scale")}
+
+
+def begin_recorded_forward_(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([-1]),), {}
+
+
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
@@ -362,6 +377,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::record_amax_": record_amax_,
     "qtensor::record_gradient_amax_": record_gradient_amax_,
     "qtensor::advance_step_": advance_step_,
+    "qtensor::record_tensor_": record_tensor_,
+    "qtensor::begin_recorded_forward_": begin_recorded_forward_,
     "qtensor::norm": norm,
     "qtensor::norm_backward": norm_backward,
     "qtensor::bias_grad": bias_grad,
@@ -386,6 +403,7 @@ WITHOUT_FORMAT = {
         "record_amax_",
         "record_gradient_amax_",
         "advance_step_",
+        "begin_recorded_forward_",
         "draw_seeds_",
         "report_accumulated_",
         "listed_sizes",

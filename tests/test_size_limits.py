@@ -19,6 +19,9 @@ _BYTES = "each parameter is one number of the contract; a bundle would be built 
 REASONS: dict[str, str] = {
     "qtensor/cli/checkpoints.py::convert": _COMMAND,
     "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
+    "qtensor/debug/recording.py::record": (
+        "options of a recording, each with a default, as keywords of one public call"
+    ),
     "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
     "qtensor/storage/compute.py::gemm": (
         "the public product: two operands and what to do with them, by name"

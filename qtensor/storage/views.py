@@ -139,7 +139,11 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[1], torch.dtype):
         rule = "the bytes of a quantized tensor are in its inner buffers"
-        fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
+        fix = (
+            "View an inner buffer instead. accelerate's disk_offload stores plain arrays: call "
+            "disk_offload of qtensor.integrations.offload"
+        )
+        fail("view.dtype", rule, args[1], fix, UnsupportedError)
     return view_tensor(args[0], args[1])
 
 

@@ -123,6 +123,11 @@ class Journal:
             fix = "Free space on the disk"
             refuse(Place(self._path), "the file must be writable", error, fix, error)
 
+    def abandon(self) -> None:
+        """Remove everything if a failed call leaves nothing for the next one to take over."""
+        if not self.shards and not self._found:
+            self.discard()
+
     def discard(self) -> None:
         """Remove the work folder and the journal."""
         shutil.rmtree(self.folder, ignore_errors=True)
