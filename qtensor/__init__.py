@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
+from qtensor.dtensor import install_rules
 from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
 from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
@@ -123,7 +124,10 @@ for _name in (
     importlib.import_module(f"qtensor.library.{_name}")
 # C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
 importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
-del _name, OBSERVERS, parse
+# DTensor has to know our ops, if it is there; else the first use of a quantized tensor beside it
+# tells it.
+install_rules()
+del _name, OBSERVERS, install_rules, parse
 
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
