@@ -262,7 +262,7 @@ def _plan_product(
         return None
     builder = Builder()
     addresses: list[Address] = []
-    matrices = []
+    matrices: list[ProgramMatrix | Source] = []
     for buffers, quantizer, shape, sources in (left, right):
         matrix = _matrix(builder, buffers, quantizer, shape)
         if matrix is None and len(matrices) == 1 and layout in _OTHER_LAYOUT:
