@@ -20,7 +20,7 @@ CT = "compressed-tensors"
 )
 def test_options_of_another_type(option, tmp_path):
     checkpoints.save({"a.weight": torch.randn(64, 64)}, tmp_path / "a")
-    with pytest.raises(CheckpointError, match="shell patterns|progress is a function"):
+    with pytest.raises(CheckpointError, match=r"shell patterns|progress is a function"):
         checkpoints.convert(tmp_path / "a", tmp_path / "b", format="mxfp8", **option)
     assert not (tmp_path / "b").exists()
 
