@@ -22,7 +22,12 @@ PATIENCE = 60
 
 
 def _serve(
-    rank: int, size: int, store: str, connection: Connection, environment: dict[str, str]
+    rank: int,
+    size: int,
+    store: str,
+    patience: int,
+    connection: Connection,
+    environment: dict[str, str],
 ) -> None:
     os.environ.clear()  # of the server that forked this process
     os.environ.update(environment)
@@ -34,7 +39,7 @@ def _serve(
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=PATIENCE),
+        timeout=datetime.timedelta(seconds=patience),
     )
     while True:
         message = connection.recv_bytes()
@@ -63,8 +68,8 @@ class Ranks:
     for the one that failed, and new ones serve the next call.
     """
 
-    def __init__(self, folder: Path, size: int = 2) -> None:
-        self.folder, self.size = folder, size
+    def __init__(self, folder: Path, size: int = 2, patience: int = PATIENCE) -> None:
+        self.folder, self.size, self.patience = folder, size, patience
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.starts = 0
@@ -74,7 +79,7 @@ class Ranks:
         for rank in range(self.size):
             ours, theirs = SERVER.Pipe()
             store = str(self.folder / f"store{self.starts}")
-            args = (rank, self.size, store, theirs, dict(os.environ))
+            args = (rank, self.size, store, self.patience, theirs, dict(os.environ))
             process = SERVER.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -97,7 +102,7 @@ class Ranks:
     def _collect(self) -> dict[int, tuple[bool, Any]]:
         """Return answers by rank; after a failure the other ranks get two seconds."""
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + 5 * PATIENCE
+        deadline = time.monotonic() + 5 * self.patience
         while len(answers) < self.size and time.monotonic() < deadline:
             for rank, connection in enumerate(self.connections):
                 if rank in answers or not connection.poll(0.005):

@@ -1,0 +1,167 @@
+"""Write docs/distributed_matrix.md: which feature of torch's engine works with which format.
+
+Two processes with gloo run every cell of ``distributed_matrix_cells.SECTIONS``. docs/
+distributed_matrix.json holds the outcomes for programs. ``--check`` writes nothing and fails if
+the files are out of date, ``--only TEXT`` prints the outcomes of some features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+for folder in ("tests", "docs"):  # the started processes read this path
+    if str(ROOT / folder) not in sys.path:
+        sys.path.insert(0, str(ROOT / folder))
+
+import distributed_matrix_cells as table  # noqa: E402 - see above
+from ranks import RankError, Ranks  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "distributed_matrix.md"
+RESULTS = ROOT / "docs" / "distributed_matrix.json"
+PATIENCE = 20
+"""Seconds that a rank waits for the other."""
+
+Outcome = tuple[str, str]
+Outcomes = dict[str, dict[str, dict[str, Outcome]]]
+"""feature -> mode -> format or recipe -> (pass, error or fail, reason)."""
+
+
+def run_cell(ranks: Ranks, feature: str, mode: str, column: str) -> Outcome:
+    """Run a cell on both ranks, and restart them after a failure.
+
+    A cell passes, or is an error, only if it does so on every rank.
+    """
+    try:
+        found = ranks.run(table.run_cell, feature, mode, column)
+    except RankError as error:  # a rank is gone, or waits for the other without end
+        return "fail", " ".join(str(error).split())[:300]
+    kinds = {kind for kind, _ in found}
+    if kinds == {"pass"} or kinds == {"error"}:
+        return found[0]
+    ranks.stop(kill=True)
+    wrong = [f"rank {rank}: {kind} {text}" for rank, (kind, text) in enumerate(found)]
+    failed = [text for kind, text in found if kind == "fail" and "Timed out" not in text]
+    return "fail", failed[0] if len(failed) == table.SIZE else "; ".join(wrong)
+
+
+def run(cells: Iterable[tuple[str, str, str]], echo: bool = False) -> Outcomes:
+    """Return the outcome of every cell."""
+    outcomes: Outcomes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder), table.SIZE, PATIENCE)
+        try:
+            for feature, mode, column in cells:
+                outcome = run_cell(ranks, feature, mode, column)
+                outcomes.setdefault(feature, {}).setdefault(mode, {})[column] = outcome
+                if echo:
+                    print(feature, mode, column, *outcome, sep=" | ", file=sys.stderr, flush=True)
+        finally:
+            ranks.stop(kill=True)
+    return outcomes
+
+
+def render(outcomes: Outcomes) -> str:
+    """Return the document."""
+    reasons: list[str] = []
+    lines = [
+        "# Distributed matrix",
+        "",
+        "This page tells which features of `torch.distributed` work with which format or recipe. "
+        "`python docs/generate_distributed_matrix.py` writes it after running every cell on two "
+        "processes with gloo. Do not edit it. [distributed.md](distributed.md) explains the "
+        "features.",
+        "",
+        "- **pass**: every rank has the bytes of one process. Quantized tensors stay quantized.",
+        "- **error**: every rank raises a `QTensorError`. The number stands for its text, below.",
+        "- **fail**: another value, another exception, or a rank that waits in vain.",
+        "",
+        "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
+        "layers. Under `aot_eager`, the block (or the call) is compiled.",
+        "",
+    ]
+    for title, rows in table.SECTIONS.items():
+        lines += [f"## {title}", ""]
+        columns = rows[0].columns
+        lines += [f"| feature | mode | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+        for row in rows:
+            for mode in row.modes:
+                words = [_word(outcomes[row.name][mode][c], reasons) for c in columns]
+                lines.append(f"| {row.name} | {mode} | {' | '.join(words)} |")
+        lines.append("")
+    lines += ["## Reasons", ""]
+    lines += [f"{number}. {_escape(text)}" for number, text in enumerate(reasons, 1)]
+    lines += ["", "## Count", "", *_count(outcomes), ""]
+    return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    return f"`{text.replace('`', chr(39))}`"
+
+
+def _word(outcome: Outcome, reasons: list[str]) -> str:
+    kind, text = outcome
+    if kind == "pass":
+        return kind
+    if text not in reasons:
+        reasons.append(text)
+    return f"{'**fail**' if kind == 'fail' else kind} {reasons.index(text) + 1}"
+
+
+def _count(outcomes: Outcomes) -> list[str]:
+    lines = ["| section | pass | error | fail |", "|---|---:|---:|---:|"]
+    total: Counter[str] = Counter()
+    for title, rows in table.SECTIONS.items():
+        found = Counter(
+            kind for row in rows for mode in outcomes[row.name].values() for kind, _ in mode.values()
+        )
+        total += found
+        lines.append(f"| {title} | {found['pass']} | {found['error']} | {found['fail']} |")
+    return [*lines, f"| all | {total['pass']} | {total['error']} | {total['fail']} |"]
+
+
+def as_json(outcomes: Outcomes) -> str:
+    """Return the outcomes as text: ``pass``, or the kind and the reason."""
+    words: dict[str, Any] = {
+        feature: {
+            mode: {column: ": ".join(filter(None, outcome)) for column, outcome in cells.items()}
+            for mode, cells in modes.items()
+        }
+        for feature, modes in outcomes.items()
+    }
+    return json.dumps(words, indent=1) + "\n"
+
+
+def main() -> int:
+    """Write the files, or compare them with ``--check``, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    parser.add_argument("--only", metavar="TEXT", help="run features whose name contains TEXT")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.only is not None:
+        run((c for c in table.cells() if arguments.only in c[0]), echo=True)
+        return 0
+    outcomes = run(table.cells(), echo=not arguments.check)
+    files = {DOCUMENT: render(outcomes), RESULTS: as_json(outcomes)}
+    stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
+    if not arguments.check:
+        for path, text in files.items():
+            path.write_text(text)
+    elif stale:
+        names = ", ".join(f"docs/{path.name}" for path in stale)
+        print(f"{names}: out of date. Run: python docs/generate_distributed_matrix.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
