@@ -27,7 +27,7 @@ from qtensor.functional.plan import (
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
 from qtensor.modules.options import Call, LinearOptions, check_original_input
-from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
+from qtensor.modules.sharded import backward_dw, check_not_sharded, is_sharded, set_values
 from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
@@ -42,7 +42,8 @@ def follows_calls() -> bool:
 
 def stored_canonical(parameter: Any) -> str:
     """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
-    return parameter._quantizer.canonical if isinstance(parameter, QuantizedTensorStorage) else ""
+    part = parameter.detach().to_local() if is_sharded(parameter) else parameter
+    return part._quantizer.canonical if isinstance(part, QuantizedTensorStorage) else ""
 
 
 def activation_dtype(input: Tensor) -> Tensor:

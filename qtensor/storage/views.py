@@ -12,6 +12,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
+from qtensor.storage.flat import flat_view
 from qtensor.storage.rebuild import Handler, with_buffers
 from qtensor.storage.write import inherit_note, note_part, plain
 
@@ -56,6 +57,9 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
     sliced = with_buffers(t, buffers, shape, quantizer=quantizer)
+    if start == 0 and dim == 0 and getattr(t, "_shards", None) is not None:
+        # fully_shard takes the rows of a shard from its padded form.
+        sliced._shards = t._shards
     if start == 0 and end == total:
         return inherit_note(sliced, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
@@ -140,7 +144,30 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[1], torch.dtype):
         rule = "the bytes of a quantized tensor are in its inner buffers"
         fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
-    return view_tensor(args[0], args[1])
+    t, shape = args
+    if len(shape) == 1 and t.ndim > 1 and shape[0] in (-1, t.numel()) and _only_whole(t):
+        return flat_view(t)
+    return view_tensor(t, shape)
+
+
+def _only_whole(t: Any) -> bool:
+    """Return whether the blocks of ``t`` have no 1-D form."""
+    return isinstance(t, torch.Tensor) and (t._quantizer.columnwise or t._quantizer.two_dimensional)
+
+
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle as_strided for the strides of a contiguous tensor, which fully_shard asks for."""
+    t, size, stride = args[0], tuple(args[1]), tuple(args[2])
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if offset in (None, 0) and size[1:] == tuple(t.shape[1:]) and stride == tuple(t.stride()):
+        return slice_tensor(t, 0, 0, size[0])
+    fail(
+        f"as_strided[{t._quantizer.format}]",
+        "it can only keep the strides and take the first rows",
+        f"size {size}, stride {stride}, offset {offset} of {tuple(t.shape)}",
+        "Use slices and views, or dequantize first",
+        UnsupportedError,
+    )
 
 
 def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,6 +290,7 @@ VIEWS: dict[str, Handler] = {
     "reshape": _view,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
+    "as_strided": _as_strided,
     "t": _t,
     "transpose": _permute,
     "permute": _permute,
