@@ -19,7 +19,7 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_T
 CPP_SOURCES = $(wildcard qtensor/kernels/cpu/src/*.h qtensor/kernels/cpu/src/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs-check check-kernels bench overhead wheel clean
+.PHONY: help demo test test-all lint format docs docs-check check-kernels bench overhead wheel clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-all    run all tests: the default tier and the wide tier (tests/nightly.py)"
 	@echo "make lint        ruff, import-linter, mypy, codespell, clang-format"
 	@echo "make format      let ruff and clang-format rewrite the files"
+	@echo "make docs        the documentation site, in site/; a broken link or a missing docstring fails"
 	@echo "make docs-check  are the generated documents up to date?"
 	@echo "make check-kernels  nvcc's front end over every GEMM (minutes; CHECK_ARGS=\"--arch sm_90a\")"
 	@echo "make bench       speed beside peers: all benchmarks, and the plot (BENCH_ARGS=--quick: 3 minutes)"
@@ -58,6 +59,11 @@ format: $(VENV)/.dev.stamp
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
+# The variable silences an advertisement of mkdocs-material for its successor.
+docs: $(VENV)/.dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html, or run: python3 -m http.server --directory site  (for the search)"
+
 docs-check: $(VENV)/.dev.stamp
 	$(BIN)/python docs/generate_op_matrix.py --check
 
@@ -74,7 +80,7 @@ wheel: $(VENV)/.demo.stamp
 	$(BIN)/python scripts/build_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site qtensor.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find qtensor tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.venv.stamp:

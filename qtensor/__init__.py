@@ -138,6 +138,7 @@ _LAZY = {
     "convert_": "qtensor.modules.convert",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
+    "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
     "recipes": "qtensor.recipes",
@@ -152,7 +153,9 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(_LAZY[name])
     # The global makes the next access skip this function.
     value = globals()[name] = (
-        module if name in ("checkpoints", "ops", "recipes") else getattr(module, name)
+        module
+        if name in ("checkpoints", "distributed", "ops", "recipes")
+        else getattr(module, name)
     )
     return value
 

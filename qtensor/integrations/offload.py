@@ -90,3 +90,6 @@ def disk_offload(
     checkpoints.save(plain, folder, overwrite=overwrite)
     weights = StoredWeights(state, os.path.abspath(folder))
     return accelerate.cpu_offload(model, execution_device, state_dict=weights, **options)
+
+
+__all__ = ["StoredWeights", "disk_offload"]

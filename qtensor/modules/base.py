@@ -24,35 +24,14 @@ from qtensor.functional.plan import (
     stored_weight_plan,
     weight_label,
 )
+from qtensor.functional.sharded import is_dtensor, local_part, localize, part_of
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
 from qtensor.modules.options import Call, LinearOptions, check_original_input
-from qtensor.modules.sharded import backward_dw, check_not_sharded, is_sharded, set_values
+from qtensor.modules.parameters import FLOATING, follows_calls, stored_canonical
+from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
-from qtensor.storage.base import QuantizedTensorStorage
-
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def follows_calls() -> bool:
-    """Return whether Dynamo compiles this call; it does not while it exports a program."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-
-
-def stored_canonical(parameter: Any) -> str:
-    """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
-    part = parameter.detach().to_local() if is_sharded(parameter) else parameter
-    return part._quantizer.canonical if isinstance(part, QuantizedTensorStorage) else ""
-
-
-def activation_dtype(input: Tensor) -> Tensor:
-    """Return the input, converted to the dtype of ``torch.autocast`` if that is enabled."""
-    device = input.device.type
-    # torch.autocast does not know the meta device, and raises there.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return input.to(torch.get_autocast_dtype(device))
-    return input
 
 
 class QuantizedModule(nn.Module):
@@ -224,15 +203,15 @@ class QuantizedModule(nn.Module):
             return active_recipe(own)
         return layer_recipe(own, self._last_region, self)
 
-    def _in_one_op(self, input: Tensor, weight: str, bias: str) -> Tensor | None:
+    def _in_one_op(self, input: Tensor, weight: str, w: Tensor, b: Tensor | None) -> Tensor | None:
         """Return the output (..., N), computed as one op; None if that op cannot compute the layer.
 
-        Each call of a compiled program checks everything that this function reads.
+        Each call of a compiled program checks everything that this function reads. ``weight`` is
+        the name of the weight ``w`` (N, K); ``b`` is the bias (N,).
         """
         roles = self._roles[weight]
         if not roles or self._stored[weight]:
             return None
-        w = getattr(self, weight)
         training = torch.is_grad_enabled()
         dgrad, wgrad = training and input.requires_grad, training and w.requires_grad
         key = self._recipe_key()
@@ -242,7 +221,6 @@ class QuantizedModule(nn.Module):
             return None
         if input.ndim == 0 or input.shape[-1] != columns or input.device != w.device:
             return None
-        b = getattr(self, bias) if bias else None
         if not layer.takes_state:
             return LINEAR(input, w, b, layer.text)[0]
         module, _, name = roles.partition("/")
@@ -268,13 +246,35 @@ class QuantizedModule(nn.Module):
             options: the options of the layer.
             call: the options of this call; None for the defaults.
         """
+        w = getattr(self, weight)
+        b = getattr(self, bias) if bias else None
+        if not (is_dtensor(w) or is_dtensor(input)):
+            return self._local_linear(input, weight, w, b, options, call)
+        self._check_features(input, w.shape[1])
+        biases = [] if b is None else [b]
+        own = localize(self.label, input, [w], biases, sequence=options.splits_sequence)
+        if options.fuse_wgrad_accumulation:
+            own.refuse_summed_wgrad(self.label)
+        options = options._replace(parallel=own.parallel, placements=w.placements)
+        b = own.biases[0] if biases else None
+        return own.whole(self._local_linear(own.input, weight, own.weights[0], b, options, call))
+
+    def _local_linear(
+        self,
+        input: Tensor,
+        weight: str,
+        w: Tensor,
+        b: Tensor | None,
+        options: LinearOptions,
+        call: Call | None,
+    ) -> Tensor:
+        """Return the result of ``_linear`` for a weight ``w`` (N, K) and a bias ``b`` (N,)."""
         if call is None:
-            out = self._in_one_op(input, weight, bias) if follows_calls() else None
+            one_op = options.parallel is None and follows_calls()
+            out = self._in_one_op(input, weight, w, b) if one_op else None
             if out is not None:
                 return out
             call = Call()
-        w = getattr(self, weight)
-        b = getattr(self, bias) if bias else None
         state = self._states[weight]
         training = torch.is_grad_enabled()
         args = LinearFwdArgs(
@@ -333,7 +333,7 @@ class QuantizedModule(nn.Module):
             args.delayed = self._begin_delayed(input, weight, options.module, options.name)
         scheduled = options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         if scheduled and args.weight_requires_grad:
-            args.wgrad = self._wgrad(args.weight, state, options)
+            args.wgrad = self._wgrad(getattr(self, weight), state, options)
 
     def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
         """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
@@ -400,6 +400,8 @@ class QuantizedModule(nn.Module):
         if not (rows % plan.multiple or columns % plan.multiple):
             return
         part = "" if options.parallel is None else ", of each rank's part,"
+        if options.placements:
+            part = f", of each rank's part ({part_of(options.placements)}),"
         for role, canonical in (("input", plan.input), ("weight", plan.weight)):
             multiple = alignment(canonical)
             if rows % multiple or columns % multiple:
@@ -425,7 +427,7 @@ class QuantizedModule(nn.Module):
             )
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
         # An alias, so that the caller may change main_grad between forward and backward.
-        return Wgrad(main_grad=main_grad.data, overwrite=overwrite)
+        return Wgrad(main_grad=local_part(main_grad).data, overwrite=overwrite)
 
     def _use_workspace(self, args: LinearFwdArgs, state: LinearState, call: Call) -> None:
         """Use the quantized weight of an earlier microbatch, or store that of this call."""

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
-from qtensor.modules.base import FLOATING, QuantizedModule, stored_canonical
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.in_place import is_held, plain_class, with_base
 from qtensor.modules.linear import Linear, LinearBase
+from qtensor.modules.parameters import FLOATING, stored_canonical
 from qtensor.modules.sharded import is_sharded
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer

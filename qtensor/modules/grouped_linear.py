@@ -15,13 +15,15 @@ from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
+from qtensor.functional.sharded import is_dtensor, localize
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
 from qtensor.library.ragged import is_partition
-from qtensor.modules.base import QuantizedModule, activation_dtype
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import make_parallel, one_dtype
 from qtensor.modules.options import LinearOptions, check_features, check_original_input
+from qtensor.modules.parameters import activation_dtype
 from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
@@ -207,7 +209,13 @@ class GroupedLinear(QuantizedModule):
         """
         input = activation_dtype(input)
         biases = self._parameters_of("bias") if self.use_bias else ()
-        args = self._args(input, m_splits, () if self.return_bias else biases)
+        weights, added = self._parameters_of("weight"), () if self.return_bias else biases
+        own = None
+        if is_dtensor(weights[0]) or is_dtensor(input):
+            self._check_features(input, weights[0].shape[1])
+            own = localize(self.label, input, weights, added, grouped=True)
+            input, weights, added = own.input, tuple(own.weights), tuple(own.biases)
+        args = self._args(input, m_splits, weights, added)
         if is_first_microbatch is not None and args.plan.weight:
             self._use_group_workspaces(args, is_first_microbatch, skip_weight_update)
         state = self._states["weight"]
@@ -215,23 +223,31 @@ class GroupedLinear(QuantizedModule):
         if workspace:
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
-            state.workspace_shape = tuple(self.weight0.shape)
+            state.workspace_shape = tuple(weights[0].shape)
         self._record_groups(amaxes, args.plan)
         if args.wgrad is not None and args.wgrad.main_grads:
             out = reporting(out, state.report)
+        if own is not None:
+            out = own.whole(out)
         return (out, list(biases)) if self.return_bias else out
 
     def _args(
-        self, input: Tensor, m_splits: Sequence[int] | Tensor, biases: tuple[Any, ...]
+        self,
+        input: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        weights: tuple[Any, ...],
+        biases: tuple[Any, ...],
     ) -> GroupedFwdArgs:
         """Return the arguments of ``run_grouped_linear`` for a call of this layer."""
-        weights = self._parameters_of("weight")
         training = torch.is_grad_enabled()
         wanted = [i for i, w in enumerate(weights) if training and w.requires_grad]
         dgrad = training and input.requires_grad
         key = self._recipe_key()
         plan = self._grouped_plan(key, dgrad, bool(wanted))
-        self._check_input(input, weights[0], plan, self._options)
+        options, whole = self._options, self.weight0
+        if is_dtensor(whole):
+            options = options._replace(placements=whole.placements)  # type: ignore[attr-defined]
+        self._check_input(input, weights[0], plan, options)
         args = GroupedFwdArgs(input, weights, biases, self._splits(input, m_splits), dgrad)
         args.wanted = tuple(wanted)
         args.bias_requires_grad = training and any([b.requires_grad for b in biases])
@@ -341,7 +357,7 @@ class GroupedLinear(QuantizedModule):
         valid = (
             state.workspace is not None
             and covers(state.workspace_quantizer, args.plan.weight)
-            and state.workspace_shape == tuple(self.weight0.shape)
+            and state.workspace_shape == tuple(args.weights[0].shape)
         )
         if valid:
             args.weight_workspace = state.workspace

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from qtensor.errors import fail
-from qtensor.modules.base import activation_dtype
 from qtensor.modules.linear import LinearBase, Output
 from qtensor.modules.normed import Normed
+from qtensor.modules.parameters import activation_dtype
 
 
 class LayerNormLinear(Normed, LinearBase):

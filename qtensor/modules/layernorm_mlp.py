@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from qtensor.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.modules.base import (
-    QuantizedModule,
-    activation_dtype,
-)
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import (
     Output,
     make_parallel,
@@ -26,6 +23,7 @@ from qtensor.modules.linear import (
 )
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
+from qtensor.modules.parameters import activation_dtype
 from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe

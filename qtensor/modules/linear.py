@@ -13,11 +13,9 @@ from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.functional.output import output_canonical
 from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
-from qtensor.modules.base import (
-    QuantizedModule,
-    activation_dtype,
-)
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
+from qtensor.modules.parameters import activation_dtype
 from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer

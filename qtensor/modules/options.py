@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +29,13 @@ class Call(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The constructor options of a linear layer that its calls need, as plain values."""
+    """The constructor options of a linear layer that its calls need, as plain values.
+
+    Attributes:
+        splits_sequence: set by parallel styles: a layer of DTensors gathers and splits activations
+            along dim 0 itself, as ``sequence_parallel`` does.
+        placements: of a weight that is a DTensor; () for a plain weight. Set in each call.
+    """
 
     module: str = "linear"
     name: str = ""
@@ -37,6 +43,8 @@ class LinearOptions(NamedTuple):
     save_original_input: bool = False
     delay_wgrad_compute: bool = False
     fuse_wgrad_accumulation: bool = False
+    splits_sequence: bool = False
+    placements: tuple[Any, ...] = ()
 
 
 def one_op_roles(options: LinearOptions) -> str:

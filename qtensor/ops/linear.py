@@ -66,8 +66,8 @@ class BasicLinear(LinearBase, BasicOperation):
         in_features: K.
         out_features: N.
         **options: options of ``qtensor.Linear``, except ``bias`` and ``return_bias``: device,
-        params_dtype, recipe, name, init_method, quantized_params, parallel_mode, tp_group,
-        sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input.
+            params_dtype, recipe, name, init_method, quantized_params, parallel_mode, tp_group,
+            sequence_parallel, fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input.
 
     Raises:
         QTensorError: the arguments do not fit.

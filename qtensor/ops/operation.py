@@ -130,7 +130,7 @@ class FusibleOperation(nn.Module):
         num_extra_inputs: number of tensors that a call takes in addition to its input.
         num_extra_outputs: number of tensors that a call returns in addition to its output.
         op_is_split, fuser_is_split: form of the forward that the class defines: split (True),
-        single (False) or none (None).
+            single (False) or none (None).
     """
 
     _index: int | None = None
@@ -227,8 +227,8 @@ class BasicOperation(FusibleOperation, is_base=True):
             input: (..., K), a tensor, or a ``Quantized`` if ``input_request`` asked for one.
             *args: unused.
             **kwargs: ``next_op_input_request``, the format that the next operation requests for its
-            input, and the items that ``forward_kwargs`` returned. ``ops.produce(y, request)``
-            fulfils the request; a plain tensor is allowed too.
+                input, and the items that ``forward_kwargs`` returned. ``ops.produce(y, request)``
+                fulfils the request; a plain tensor is allowed too.
         """
         self._missing("op_forward_compute and op_forward_save_ctx, or op_forward")
 

@@ -133,7 +133,7 @@ class Sequential(nn.Sequential):
 
         Args:
             *inputs: inputs as for a call; only shapes, dtypes and ``requires_grad`` matter. Without
-            inputs, an example input of 1024 rows is used.
+                inputs, an example input of 1024 rows is used.
 
         Returns:
             A ``SequenceExplanation``; its ``repr`` is a table.

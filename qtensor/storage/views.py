@@ -145,13 +145,14 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = "the bytes of a quantized tensor are in its inner buffers"
         fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
     t, shape = args
-    if len(shape) == 1 and t.ndim > 1 and shape[0] in (-1, t.numel()) and _only_whole(t):
+    # Literally view(-1), which fully_shard calls; flatten() names the size, and is refused.
+    if tuple(shape) == (-1,) and t.ndim > 1 and _has_no_flat_form(t):
         return flat_view(t)
     return view_tensor(t, shape)
 
 
-def _only_whole(t: Any) -> bool:
-    """Return whether the blocks of ``t`` have no 1-D form."""
+def _has_no_flat_form(t: Any) -> bool:
+    """Return whether the blocks of ``t`` do not run along one dim."""
     return isinstance(t, torch.Tensor) and (t._quantizer.columnwise or t._quantizer.two_dimensional)
 
 

@@ -1,0 +1,236 @@
+"""Benchmark of products of a few rows with a quantized weight: the decoding of text on a CPU.
+
+``python -m benchmarks.decode [--quick] [--sizes 14336x4096] [--output DIR]`` measures every format
+for 1, 4, 16 and 32 rows with one thread and with all, compared with bfloat16 and with the kernels
+of torch and onnxruntime for 8 and 4 bits. ``benchmarks.generation`` measures whole models.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import qtensor
+from benchmarks import bandwidth, cases, decode_peers, floor, machine, suite
+from benchmarks.decode_peers import Way
+from benchmarks.report import Column, Report, Row
+from benchmarks.settings import Settings, parse
+from benchmarks.suite import Call
+from benchmarks.timer import Timing, measure
+
+TITLE = "Few rows times a quantized weight on a CPU"
+TEXT = (
+    "`F.linear(x, w)` with x (M, K) in bfloat16 and a weight (N, K), as decoding text one token at "
+    "a time computes it. The heading of a table names N x K, the threads and M. Each call takes "
+    "the next of several weights, together {megabytes} MB, so that none is in the cache. Median "
+    "microseconds, all rows of a table in turns. *read GB/s*: a loop that adds up the words of the "
+    "same fp8 weights. *share*: the time of reading the codes and factors at that bandwidth / the "
+    "time of the call. *x bf16* and others: the other's time / that of the row; above 1 the row is "
+    "faster. {peers}."
+)
+READ = "read"
+BITS = {"fp8": 8, "fp8_rowwise": 8, "fp8_blockwise": 8, "mxfp8": 8, "mxfp6": 6, "mxfp4": 4}
+SIZES = {False: ((14336, 4096), (4096, 4096)), True: ((1024, 1024),)}
+"""(N, K), by whether the run is quick."""
+ROWS = {False: (1, 4, 16, 32), True: (1, 4)}
+COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
+"""Bytes of all copies of a weight together: several times the last cache level."""
+SECONDS = {False: 0.25, True: 0.02}
+"""For each function of a table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is measured in turns."""
+
+    shape: tuple[int, int]
+    """(N, K) of the weights."""
+    rows: int
+    threads: int
+
+    @property
+    def labels(self) -> Row:
+        """The columns that name the table."""
+        plural = "" if self.threads == 1 else "s"
+        return {
+            "size": cases.size_name(self.shape),
+            "threads": f"{self.threads} thread{plural}",
+            "tokens": f"M = {self.rows}",
+        }
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Copies of a weight in one format."""
+
+    name: str
+    bits: float
+    """Bits of a code, without factors."""
+    nbytes: int
+    bind: Any
+    """``bind(x, threads)`` returns the call that takes the next copy each time."""
+
+
+def quantizers(quick: bool) -> list[Any]:
+    """Return the formats of weights; a delayed scale makes the same codes as ``fp8``."""
+    found = [qtensor.quantizer(n) for n in qtensor.formats() if n != "fp8_delayed"]
+    if quick:
+        return found
+    packed = qtensor.quantizer("mxfp6", packed=True)
+    square = qtensor.quantizer("fp8_blockwise", block_scaling_dim=2)
+    return [*found, packed, square]
+
+
+def our_weights(quantizer: Any, shape: tuple[int, int], total: int) -> tuple[Weights, list[Tensor]]:
+    """Return copies of a random weight in a format, and their codes.
+
+    Args:
+        quantizer: the format.
+        shape: (N, K).
+        total: bytes of all copies together; there are at least two.
+    """
+    dense = cases.random_input(shape, torch.bfloat16)
+    first = qtensor.quantize(dense, quantizer)
+    count = max(2, -(-total // first.nbytes))
+    copies: list[Any] = [first, *(qtensor.quantize(dense, quantizer) for _ in range(count - 1))]
+
+    def bind(x: Tensor, threads: int) -> Call:
+        return bandwidth.in_turn([partial(F.linear, x, q) for q in copies])
+
+    width = BITS.get(quantizer.format, 4)
+    return Weights(quantizer.canonical, width, first.nbytes, bind), [q.buffers()[0] for q in copies]
+
+
+def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
+    """Return copies of a random weight of a peer; the arguments are those of ``our_weights``."""
+    generator = torch.Generator().manual_seed(0)
+    first = way.make(*shape, generator)
+    count = max(2, -(-total // first.nbytes))
+    copies = [first, *(way.make(*shape, generator) for _ in range(count - 1))]
+
+    def bind(x: Tensor, threads: int) -> Call:
+        return bandwidth.in_turn([weight.bind(x, threads) for weight in copies])
+
+    return Weights(way.name, way.bits, first.nbytes, bind)
+
+
+def tables(shape: tuple[int, int], settings: Settings) -> Iterator[Table]:
+    """Yield the tables of a size: one thread, then all; few rows first."""
+    for threads in dict.fromkeys((1, settings.threads)):
+        for rows in ROWS[settings.quick]:
+            yield Table(shape, rows, threads)
+
+
+def measure_table(table: Table, weights: Sequence[Weights], read: Call, quick: bool) -> list[Row]:
+    """Measure all weights of a size in turns.
+
+    Args:
+        table: size, rows of x and threads.
+        weights: of all formats and peers.
+        read: reads codes of ``weights[0]``.
+        quick: whether to take little time.
+
+    Returns:
+        One row for each of ``weights``.
+    """
+    x = cases.random_input((table.rows, table.shape[1]), torch.bfloat16)
+    functions = {READ: read} | {w.name: w.bind(x, table.threads) for w in weights}
+    with suite.silent(), torch.no_grad():
+        timings = measure(functions, threads=table.threads, seconds=SECONDS[quick])
+    return rows_of(table, weights, timings)
+
+
+def rows_of(table: Table, weights: Sequence[Weights], timings: Mapping[str, Timing]) -> list[Row]:
+    """Return the rows of a table from the timings of ``read`` and of all weights."""
+    codes = table.shape[0] * table.shape[1]
+    read_gbs = floor.gbs(codes, timings[READ].median_us)
+    rows = []
+    for w in weights:
+        us = timings[w.name].median_us
+        row = table.labels | {
+            "case": w.name,
+            "bits": 8 * w.nbytes / codes,
+            "us": us,
+            "quartiles_us": [timings[w.name].low_us, timings[w.name].high_us],
+            "least_us": timings[w.name].least_us,
+            "bytes": w.nbytes,
+            "read_gbs": read_gbs,
+            "gbs": floor.gbs(w.nbytes, us),
+            "share": floor.share(w.nbytes, us, read_gbs),
+        }
+        for other in weights:
+            comparable = other.name == "bf16" or other.bits == w.bits
+            if other.name in _PEERS and comparable and other.name != w.name:
+                row[suite.key(other.name, "ratio")] = timings[other.name].median_us / us
+        rows.append(row)
+    return rows
+
+
+_PEERS = frozenset(way.name for way in decode_peers.WAYS)
+
+
+def columns(peers: Sequence[Way]) -> list[Column]:
+    """Return the columns; ratios come last."""
+    return [
+        Column("case", "weight"),
+        Column("bits", "bits a value", 2),
+        Column("us", "us", 0),
+        Column("read_gbs", "read GB/s", 1),
+        Column("gbs", "GB/s", 1),
+        Column("share", "share", 0, percent=True),
+        *(Column(suite.key(way.name, "ratio"), f"x {way.name}", 2) for way in peers),
+    ]
+
+
+def collect(settings: Settings, peers: Sequence[Way]) -> list[Row]:
+    """Measure all sizes; the weights of one size are in memory at a time."""
+    rows = []
+    total = COPIES_BYTES[settings.quick]
+    for shape in SIZES[settings.quick]:
+        if settings.sizes and cases.size_name(shape) not in settings.sizes:
+            continue
+        first, codes = our_weights(qtensor.quantizer("fp8"), shape, total)
+        others = [q for q in quantizers(settings.quick) if q.canonical != first.name]
+        weights = [first, *(our_weights(q, shape, total)[0] for q in others)]
+        weights += [peer_weights(way, shape, total) for way in peers]
+        for table in tables(shape, settings):
+            if not settings.out_of_time():
+                rows += measure_table(table, weights, bandwidth.read_call(codes), settings.quick)
+    return rows
+
+
+def document(rows: Sequence[Row], settings: Settings, name: str = "decode") -> Report:
+    """Return the report of measured rows."""
+    peers, versions, absent = decode_peers.ways()
+    named = "; ".join(f"*{way.name}*: {way.text}" for way in peers)
+    text = TEXT.format(megabytes=COPIES_BYTES[settings.quick] >> 20, peers=named)
+    mode = " Quick run: few repeats, for orientation only." if settings.quick else ""
+    missing = [f"{way}, {reason}" for way, reason in absent.items()]
+    return Report(
+        name,
+        TITLE,
+        text + mode,
+        machine.environment(settings.threads, versions),
+        tuple(columns(peers)),
+        ("size", "threads", "tokens"),
+        tuple(rows),
+        (*missing, decode_peers.LLAMA_CPP),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write the results."""
+    settings = parse("decode", __doc__, arguments)
+    rows = collect(settings, decode_peers.ways()[0])
+    return suite.finish(document(rows, settings), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Other ways to multiply a few rows with a weight in 16, 8 or 4 bits on a CPU.
+
+Their weights are random codes: the time does not depend on the values. Each of them says how many
+bytes a weight has, factors included.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUP = 32
+"""Elements that share a factor in the 4-bit and 8-bit weights with blocks."""
+LLAMA_CPP = (
+    "llama.cpp: its Python package is published as source and brings no prebuilt library; not built"
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight (N, K) of a peer."""
+
+    nbytes: int
+    values: Tensor
+    """(N, K) float32: the values of its codes, for a test."""
+    bind: Callable[[Tensor, int], Callable[[], Any]]
+    """``bind(x, threads)`` takes (M, K) bfloat16 and returns the call that multiplies."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A peer's kernel."""
+
+    name: str
+    bits: int
+    make: Callable[[int, int, torch.Generator], Weight]
+    """(N, K, generator) -> a random weight."""
+    text: str
+
+
+def _dense(n: int, k: int, generator: torch.Generator) -> Weight:
+    weight = torch.randn(n, k, generator=generator).bfloat16()
+    return Weight(weight.nbytes, weight.float(), lambda x, threads: lambda: F.linear(x, weight))
+
+
+def _torch_int8(n: int, k: int, generator: torch.Generator) -> Weight:
+    codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
+    scales = (torch.rand(n, generator=generator) + 0.5).bfloat16()
+    multiply = torch.ops.aten._weight_int8pack_mm.default
+    return Weight(
+        codes.nbytes + scales.nbytes,
+        codes.float() * scales.float()[:, None],
+        lambda x, threads: lambda: multiply(x, codes, scales),
+    )
+
+
+def _torch_int4(n: int, k: int, generator: torch.Generator) -> Weight:
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.int32)
+    scales = (torch.rand(k // GROUP, n, generator=generator) + 0.5).bfloat16()
+    pairs = torch.stack([scales, torch.zeros_like(scales)], -1)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return Weight(
+        packed.nbytes + pairs.nbytes,
+        (codes - 8).float() * scales.float().T.repeat_interleave(GROUP, 1),
+        lambda x, threads: lambda: multiply(x, packed, GROUP, pairs),
+    )
+
+
+def _onnxruntime(bits: int) -> Callable[[int, int, torch.Generator], Weight]:
+    def make(n: int, k: int, generator: torch.Generator) -> Weight:
+        codes = torch.randint(0, 1 << bits, (n, k), generator=generator, dtype=torch.uint8)
+        scales = torch.rand(n, k // GROUP, generator=generator) + 0.5
+        packed = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+        model = _matmul_nbits(n, k, bits, packed.numpy(), scales.numpy())
+        values = (codes.float() - (1 << (bits - 1))) * scales.repeat_interleave(GROUP, 1)
+        return Weight(packed.nbytes + scales.nbytes, values, lambda x, t: _session(model, x, n, t))
+
+    return make
+
+
+def _matmul_nbits(n: int, k: int, bits: int, packed: Any, scales: Any) -> bytes:
+    """Return a model of one ``MatMulNBits`` that may compute in 8-bit integers, its fastest way."""
+    onnx: Any = importlib.import_module("onnx")
+    helper, kinds = onnx.helper, onnx.TensorProto
+    blob = packed.reshape(n, k // GROUP, GROUP * bits // 8)
+    node = helper.make_node(
+        "MatMulNBits",
+        ["x", "codes", "scales"],
+        ["y"],
+        domain="com.microsoft",
+        **{"K": k, "N": n, "bits": bits, "block_size": GROUP, "accuracy_level": 4},
+    )
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", kinds.FLOAT, ["m", k])],
+        [helper.make_tensor_value_info("y", kinds.FLOAT, ["m", n])],
+        [
+            onnx.numpy_helper.from_array(blob, "codes"),
+            onnx.numpy_helper.from_array(scales.reshape(-1), "scales"),
+        ],
+    )
+    sets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model: bytes = helper.make_model(graph, opset_imports=sets, ir_version=10).SerializeToString()
+    return model
+
+
+def _session(model: bytes, x: Tensor, n: int, threads: int) -> Callable[[], Any]:
+    runtime: Any = importlib.import_module("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    # Threads that wait busily would slow down whatever is measured next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    x, y = x.float(), torch.empty(x.shape[0], n)
+    for bind, name, t in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
+        bind(name, "cpu", 0, "float32", list(t.shape), t.data_ptr())
+
+    def call() -> Tensor:
+        session.run_with_iobinding(binding)
+        return y if x is not None else x  # keeps x alive
+
+    return call
+
+
+WAYS = (
+    Way("bf16", 16, _dense, "`F.linear`"),
+    Way("torch int8", 8, _torch_int8, "`_weight_int8pack_mm`, a factor for each row"),
+    Way("torch int4", 4, _torch_int4, f"`_weight_int4pack_mm_for_cpu`, groups of {GROUP}"),
+    Way("onnxruntime 8", 8, _onnxruntime(8), "`MatMulNBits`, accuracy_level 4, float32 x"),
+    Way("onnxruntime 4", 4, _onnxruntime(4), "`MatMulNBits`, accuracy_level 4, float32 x"),
+)
+
+
+def ways() -> tuple[list[Way], dict[str, str], dict[str, str]]:
+    """Return the ways that can run here, versions by library, and missing ones with the reason."""
+    found, versions, absent = [], {}, {}
+    for way in WAYS:
+        try:
+            if way.name.startswith("onnxruntime"):
+                importlib.import_module("onnx")
+                runtime: Any = importlib.import_module("onnxruntime")
+                versions["onnxruntime"] = runtime.__version__
+            generator = torch.Generator().manual_seed(0)
+            way.make(64, 2 * GROUP, generator).bind(torch.zeros(1, 2 * GROUP).bfloat16(), 1)()
+        except (ImportError, AttributeError, RuntimeError) as error:
+            absent[way.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        else:
+            found.append(way)
+    return found, versions, absent

@@ -1,0 +1,129 @@
+"""Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+torch's own ``ColwiseParallel`` and ``RowwiseParallel`` take ``qtensor.Linear``, which is a
+``torch.nn.Linear``, but no other layer of qtensor. These styles have the same arguments and take
+all of them. They leave the exchange of activations to the layer, which knows the recipe: it sums a
+row-wise output with one reduce-scatter where the output is split, also if the layer has a bias.
+``SequenceParallel``, ``PrepareModuleInput`` and the other styles of torch serve layers of qtensor
+as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallel,
+)
+
+from qtensor.errors import UnsupportedError, fail
+from qtensor.modules.grouped_linear import GroupedLinear
+from qtensor.modules.layernorm_linear import LayerNormLinear
+from qtensor.modules.linear import LinearBase
+
+_MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
+"""Placements of weights (N, K) and biases (N,)."""
+
+
+class _Style(parallel.ParallelStyle):
+    """Base of the styles: split a layer's parameters, and lay out its first input and output."""
+
+    mode: str
+    input_layouts: Any
+    output_layouts: Any
+    use_local_output: bool
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, (LinearBase, GroupedLinear)):
+            base: Any = super()
+            return base._apply(module, device_mesh)
+        name = type(self).__name__
+        if self.mode == "row" and isinstance(module, LayerNormLinear):
+            rule = "the norm needs whole rows, so only out_features can be split"
+            fail(f"{name} of {module.label}", rule, "RowwiseParallel", "Use ColwiseParallel")
+        if module._options.parallel is not None:
+            rule = "a layer with parallel_mode is split over its tp_group already"
+            fix = "Build it without parallel_mode"
+            got = module._options.parallel.mode
+            fail(f"{name} of {module.label}", rule, f"parallel_mode={got!r}", fix, UnsupportedError)
+        module._options = module._options._replace(splits_sequence=True)
+        return distribute_module(
+            module, device_mesh, self._partition, self._prepare_input, self._prepare_output
+        )
+
+    def _partition(self, path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the weights and biases of a layer by DTensors; torch replicates the others."""
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            kind = 0 if name.startswith("weight") else 1
+            if not name.startswith(("weight", "bias")):
+                continue
+            placements = [_MODES[self.mode][kind]]
+            values = distribute_tensor(
+                parameter, mesh, placements, src_data_rank=self.src_data_rank
+            )
+            split = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, split)
+
+    def _prepare_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        first, *others = inputs
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, mesh, self.input_layouts, run_check=False)
+        elif first.placements != self.input_layouts:
+            first = first.redistribute(placements=self.input_layouts)
+        return (first, *others)
+
+    def _prepare_output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        if not isinstance(outputs, tuple):
+            return self._output(outputs)
+        return (self._output(outputs[0]), *[self._local(other) for other in outputs[1:]])
+
+    def _output(self, out: Any) -> Any:
+        if out.placements != self.output_layouts:
+            out = out.redistribute(placements=self.output_layouts)
+        return self._local(out)
+
+    def _local(self, out: Any) -> Any:
+        return out.to_local() if self.use_local_output and isinstance(out, DTensor) else out
+
+
+class ColwiseParallel(_Style, parallel.ColwiseParallel):
+    """Split out_features of a layer over the ranks of a mesh.
+
+    For ``qtensor.Linear``, ``LayerNormLinear`` and ``GroupedLinear``; for ``torch.nn.Linear`` and
+    ``torch.nn.Embedding`` it is torch's style of the same name.
+
+    Args:
+        input_layouts: placement of the input; a plain tensor is read as a rank's part of it.
+            ``Replicate()`` by default. ``Shard(i)`` says that ranks have different rows.
+        output_layouts: placement of the output, ``Shard(-1)`` by default.
+        use_local_output: return the rank's part as a plain tensor, instead of a DTensor.
+    """
+
+    mode = "column"
+
+
+class RowwiseParallel(_Style, parallel.RowwiseParallel):
+    """Split in_features of a layer over the ranks of a mesh.
+
+    For ``qtensor.Linear`` and ``GroupedLinear``; for ``torch.nn.Linear`` and
+    ``torch.nn.Embedding`` it is torch's style of the same name. ``LayerNormLinear`` cannot be split
+    so, because its norm needs whole rows.
+
+    Args:
+        input_layouts: placement of the input; a plain tensor is read as a rank's part of it.
+            ``Shard(-1)`` by default.
+        output_layouts: placement of the output: ``Replicate()`` by default, or ``Shard(i)``.
+        use_local_output: return the rank's part as a plain tensor, instead of a DTensor.
+    """
+
+    mode = "row"
+
+
+__all__ = ["ColwiseParallel", "RowwiseParallel"]

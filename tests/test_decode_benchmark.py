@@ -1,0 +1,138 @@
+"""benchmarks.decode and benchmarks.generation: peers, rows, files. No time is asserted."""
+
+import dataclasses
+import json
+
+import numpy
+import pytest
+import torch
+
+import qtensor
+from benchmarks import bandwidth, decode, decode_peers
+from benchmarks.settings import Settings
+from benchmarks.timer import summary
+
+SMALL = (128, 128)
+
+
+@pytest.mark.parametrize("count", [0, 255, 256, 4096, (1 << 20) + 1000, (3 << 20) + 256])
+def test_reading_adds_up_the_words(count):
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    words = data[: count // 256 * 256].numpy().view(numpy.int64)
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert bandwidth.read(data) == int(words.sum()), "the sum of 64-bit words wraps"
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_calls_take_the_copies_in_turn():
+    seen = []
+    call = bandwidth.in_turn([lambda i=i: seen.append(i) for i in range(3)])
+    for _ in range(5):
+        call()
+    assert seen == [1, 2, 0, 1, 2]
+
+
+def test_every_format_and_option_of_weights_is_measured():
+    for quick in (False, True):
+        found = {q.format for q in decode.quantizers(quick)}
+        assert found == set(qtensor.formats()) - {"fp8_delayed"}
+    names = {q.canonical for q in decode.quantizers(quick=False)}
+    assert names >= {"mxfp6(packed=True)", "fp8_blockwise(block_scaling_dim=2)"}
+
+
+@pytest.mark.parametrize("way", decode_peers.WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_peers_multiply(way, rows):
+    """A peer that computes another product would be no comparison.
+
+    Activations in 8 bits have an error of 1/127 of the largest of a group, bfloat16 2^-8: less than
+    a fiftieth of the sum of magnitudes.
+    """
+    if way.name.startswith("onnxruntime"):
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+        pytest.importorskip("onnx", reason="onnx is not installed")
+    weight = way.make(*SMALL, torch.Generator().manual_seed(1))
+    x = torch.randn(rows, SMALL[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    y = weight.bind(x, 1)().float()
+    exact = x.double() @ weight.values.double().T
+    magnitude = x.double().abs() @ weight.values.double().abs().T
+    assert bool(((y - exact).abs() <= magnitude / 50).all())
+    assert not bool(((y * 1.2 - exact).abs() <= magnitude / 50).all())
+    assert way.bits <= 8 * weight.nbytes / (SMALL[0] * SMALL[1]) <= way.bits + 1
+
+
+def test_rows_have_shares_and_ratios():
+    table = decode.Table((100, 1000), 4, 2)
+    weights = [
+        decode.Weights("fp8", 8, 100_000, None),
+        decode.Weights("mxfp4", 4, 53_125, None),
+        decode.Weights("bf16", 16, 200_000, None),
+        decode.Weights("torch int8", 8, 100_200, None),
+        decode.Weights("torch int4", 4, 62_500, None),
+    ]
+    times = {"read": 10, "fp8": 20, "mxfp4": 16, "bf16": 40, "torch int8": 30, "torch int4": 8}
+    rows = decode.rows_of(table, weights, {name: summary([us]) for name, us in times.items()})
+    fp8, mxfp4, bf16, *_ = rows
+    assert (fp8["size"], fp8["threads"], fp8["tokens"]) == ("100x1000", "2 threads", "M = 4")
+    assert fp8["read_gbs"] == 10.0
+    assert (fp8["gbs"], fp8["share"], fp8["bits"]) == (5.0, 0.5, 8.0)
+    assert mxfp4["share"] == pytest.approx(53_125 / 16 / 10_000)
+    assert mxfp4["bits"] == 4.25
+    ratios = {key: value for key, value in fp8.items() if key.endswith("_ratio")}
+    assert ratios == {"bf16_ratio": 2.0, "torch_int8_ratio": 1.5}
+    ratios = {key: value for key, value in mxfp4.items() if key.endswith("_ratio")}
+    assert ratios == {"bf16_ratio": 2.5, "torch_int4_ratio": 0.5}
+    assert not any(key.endswith("_ratio") for key in bf16)
+
+
+def test_a_quick_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.ROWS, True, (1,))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path)]
+    assert decode.main([*words, "--threads", str(torch.get_num_threads())]) == 0
+    written = json.loads((tmp_path / "decode_cpu_quick.json").read_text())
+    cases = [row["case"] for row in written["rows"] if row["threads"] == "1 thread"]
+    ways = [way.name for way in decode_peers.ways()[0]]
+    ours = {name for name in qtensor.formats() if name != "fp8_delayed"}
+    assert set(cases) == ours | set(ways)
+    assert cases[0] == "fp8", "whose codes `read` takes"
+    assert "## 128x128, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
+
+
+def test_no_table_begins_when_time_is_over(monkeypatch):
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    assert decode.collect(Settings(quick=True, seconds=-1.0), []) == []
+
+
+def test_generation(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers (extra transformers) is not installed")
+    generation = __import__("benchmarks.generation", fromlist=["main"])
+    words = ["--quick", "--formats", "mxfp4", "--output", str(tmp_path)]
+    assert generation.main([*words, "--threads", str(torch.get_num_threads())]) == 0
+    written = json.loads((tmp_path / "generation_cpu_quick.json").read_text())
+    rows = {row["case"]: row for row in written["rows"]}
+    assert list(rows) == ["float32", "bfloat16", "mxfp4"]
+    assert rows["bfloat16"]["ratio"] == rows["bfloat16"]["mb_ratio"] == 1.0
+    assert rows["float32"]["mb_ratio"] == 2.0
+    assert rows["mxfp4"]["mb_ratio"] < 0.35
+    assert len(rows["mxfp4"]["tokens_s_all"]) == generation.ROUNDS[True]
+
+
+def test_a_row_is_the_median_of_its_runs():
+    generation = pytest.importorskip(
+        "benchmarks.generation",
+        reason="transformers (extra transformers) is not installed",
+        exc_type=ImportError,
+    )
+    made = generation.Run("bfloat16", 100.0, 1.0, 2.0, torch.zeros(1, 1))
+    runs = {
+        "bfloat16": [dataclasses.replace(made, tokens_per_second=v) for v in (1.0, 2.0, 9.0)],
+        "mxfp4": [dataclasses.replace(made, name="mxfp4", megabytes=30.0, tokens_per_second=5.0)],
+    }
+    (base, row) = generation.rows_of(runs)
+    assert (base["tokens_s"], row["ratio"], row["mb_ratio"]) == (2.0, 2.5, 0.3)
