@@ -120,7 +120,7 @@ ELSEWHERE: dict[str, Sample] = {
     "split by 5 rows": lambda o: o.matrix.split(5),
     "(128, 256) viewed as (64, 512)": lambda o: o.matrix.view(64, 512),
     "(128, 256) viewed as (256, 128)": lambda o: o.matrix.view(256, 128),
-    "flattened: `t.view(-1)`": lambda o: o.matrix.view(-1),
+    "flattened: `t.flatten()`": lambda o: o.matrix.flatten(),
     "the last two of three dims transposed: `t.mT`": lambda o: o.batch.mT,
     "the first two of three dims transposed": lambda o: o.batch.transpose(0, 1),
     "repeated to more rows: `t.expand(2, 128, 256)`": lambda o: o.matrix.expand(2, ROWS, COLS),

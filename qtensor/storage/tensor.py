@@ -24,9 +24,9 @@ from qtensor.storage.base import (
 )
 from qtensor.storage.dispatch import dispatch
 from qtensor.storage.export import record_construction
-from qtensor.storage.shards import GatheredWeight, Shards
 from qtensor.storage.indexing import is_element, read_element
 from qtensor.storage.serialize import deepcopy, reduce
+from qtensor.storage.shards import GatheredWeight, Shards
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
 

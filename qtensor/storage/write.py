@@ -197,9 +197,10 @@ def reduced_amax(quantizer: Any, values: Tensor, group: str) -> list[Tensor] | N
 def max_over(values: Tensor, group: str) -> Tensor:
     """Return the maximum over a group; a NaN, which a maximum may lose, counts as inf."""
     # Imported here: torch.distributed's functional collectives take 0.1 s.
-    from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
+    import torch.distributed._functional_collectives  # noqa: PLC0415
 
-    return all_reduce(values.nan_to_num(nan=math.inf, posinf=math.inf), "max", group)
+    ops, found = torch.ops._c10d_functional, values.nan_to_num(nan=math.inf, posinf=math.inf)
+    return ops.wait_tensor(ops.all_reduce(found, "max", group))
 
 
 def _is_whole(dst: Any) -> bool:
