@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
 from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
-from qtensor.functional.sharded import is_dtensor
+from qtensor.functional.sharded import is_dtensor, local_part
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
@@ -32,16 +32,18 @@ class _Memory:
     """What the tensors that share memory know about it.
 
     Attributes:
+        root: the plain tensor that owns the memory. Views that a subclass makes inside of its ops
+            do not share a version with it, so that plain views for others are views of the root.
         writes: the number of in-place ops on the weights. torch does not count ops on a subclass.
         maxima: those that ``reduce_amaxes`` computed: one value for the whole tensor, or the row
             (K,), for each tensor-wide maximum.
-        valid_for: the writes, the version of the values and the name of the group of the maxima.
+        valid_for: the writes, the version of the root and the name of the group of the maxima.
     """
 
-    __slots__ = ("maxima", "valid_for", "writes")
+    __slots__ = ("maxima", "root", "valid_for", "writes")
 
-    def __init__(self) -> None:
-        self.writes = 0
+    def __init__(self, root: Tensor) -> None:
+        self.root, self.writes = root, 0
         self.maxima: list[Tensor] = []
         self.valid_for: tuple[int, int, str] | None = None
 
@@ -53,13 +55,13 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     shard, and the gathered weight is a quantized tensor.
 
     Attributes:
-        _values: the values, plain.
+        _high_precision: the values, plain.
         _quantizer_of_weight: quantizer of the gathered weight.
         _name: the parameter's name in errors.
         _memory: shared with the views of this tensor.
     """
 
-    _values: Tensor
+    _high_precision: Tensor
     _quantizer_of_weight: Any
     _name: str
     _memory: _Memory
@@ -75,24 +77,24 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        self._values, self._quantizer_of_weight, self._name = values, quantizer, name
-        self._memory = _Memory()
+        self._high_precision, self._quantizer_of_weight, self._name = values, quantizer, name
+        self._memory = _Memory(values)
         return self
 
     def __init__(self, values: Tensor, quantizer: Any, name: str) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         canonical = self._quantizer_of_weight.canonical
-        return f"MasterWeight({self._values!r}, gathered as {canonical!r})"
+        return f"MasterWeight({self._high_precision!r}, gathered as {canonical!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, str]]:
-        return ["_values"], (self._quantizer_of_weight, self._name)
+        return ["_high_precision"], (self._quantizer_of_weight, self._name)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, str], outer_size: Any, outer_stride: Any
     ) -> MasterWeight:
-        return MasterWeight(inner["_values"], *context)
+        return MasterWeight(inner["_high_precision"], *context)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -102,14 +104,14 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     ) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         weights = [leaf for leaf in leaves if isinstance(leaf, cls)]
-        plain = [leaf._values if isinstance(leaf, cls) else leaf for leaf in leaves]
+        plain = [leaf._high_precision if isinstance(leaf, cls) else leaf for leaf in leaves]
         values, options = pytree.tree_unflatten(plain, structure)
         result = func(*values, **options)
         if func._schema.is_mutable:
             for weight in weights:
                 weight._memory.writes += 1
                 # An in-place op returns the tensor that it changed.
-                result = weight if result is weight._values else result
+                result = weight if result is weight._high_precision else result
         name = func._schema.name.removeprefix("aten::")
         if name not in _VIEWS and name not in _COPIES:
             return result
@@ -129,8 +131,14 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _whole_quantizer(self) -> Any:
         return self._quantizer_of_weight
 
+    def plain_view(self) -> Tensor:
+        """Return the values as a plain tensor that shares their memory."""
+        values = self._high_precision
+        layout = values.size(), values.stride(), values.storage_offset()
+        return self._memory.root.detach().as_strided(*layout)
+
     def _now(self, group: str) -> tuple[int, int, str]:
-        return self._memory.writes, self._values._version, group
+        return self._memory.writes, self._memory.root._version, group
 
     def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
         """Return the maxima of a shard, those that all rows share reduced over the shards."""
@@ -176,7 +184,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
                 f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
             )
         dtype = mp_policy.param_dtype
-        values = self._values if dtype is None else self._values.to(dtype)
+        values = self._high_precision if dtype is None else self._high_precision.to(dtype)
         sent = sent_quantizer(self._quantizer_of_weight)
         maxima = self._maxima(values, sent, shards)
         buffers = QUANTIZE(values, sent.canonical, None, maxima, None)
@@ -316,13 +324,13 @@ def _plain_entries(
 
 def _plain(entry: Any) -> Any:
     if isinstance(entry, MasterWeight):
-        return entry._values.detach()
+        return entry.plain_view()
     if is_dtensor(entry):
         with torch.no_grad():
             local = entry.to_local()
         if isinstance(local, MasterWeight):
             return type(entry).from_local(
-                local._values.detach(),
+                local.plain_view(),
                 entry.device_mesh,
                 entry.placements,
                 run_check=False,
@@ -351,14 +359,14 @@ def reduce_amaxes(model: nn.Module) -> int:
     by_group: dict[str, list[tuple[MasterWeight, list[Tensor]]]] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = parameter.to_local() if is_dtensor(parameter) else None
+            local = local_part(parameter) if is_dtensor(parameter) else None
             if not isinstance(local, MasterWeight):
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
             wide = tensor_wide(sent)
             # A rotation mixes values, so that the maxima of rounded values are not known.
             if any(wide) and sent.factors_are_local:
-                maxima = AMAX(local._values, sent.canonical)
+                maxima = AMAX(local._high_precision, sent.canonical)
                 shared = [a for a, is_wide in zip(maxima, wide, strict=True) if is_wide]
                 group = _shard_group(name, parameter)
                 by_group.setdefault(group, []).append((local, shared))

@@ -153,7 +153,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _has_no_flat_form(t: Any) -> bool:
     """Return whether the blocks of ``t`` do not run along one dim."""
-    return isinstance(t, torch.Tensor) and (t._quantizer.columnwise or t._quantizer.two_dimensional)
+    quantizer = t._quantizer
+    return bool(quantizer.columnwise or quantizer.two_dimensional)
 
 
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
