@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
+from qtensor.dtensor import install_rules
 from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
 from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
@@ -34,7 +35,7 @@ from qtensor.storage.tensor import QuantizedTensor
 from qtensor.version import __version__
 
 if TYPE_CHECKING:
-    from qtensor import checkpoints, ops, recipes
+    from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
+    from qtensor.weights import SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -84,6 +86,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "SearchResult",
     "TensorProto",
     "UnsupportedError",
     "__version__",
@@ -91,6 +94,7 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "convert_",
+    "debug",
     "delayed_scaling_state",
     "delayed_scaling_update",
     "dequantize",
@@ -99,11 +103,14 @@ __all__ = [
     "formats",
     "gemm",
     "ops",
+    "optim",
     "quantize",
+    "quantize_",
     "quantizer",
     "recipes",
     "record_amax_",
     "revert_",
+    "search",
     "to_tensor_proto",
 ]
 
@@ -121,7 +128,10 @@ for _name in (
     importlib.import_module(f"qtensor.library.{_name}")
 # C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
 importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
-del _name, OBSERVERS, parse
+# DTensor has to know our ops, if it is there; else the first use of a quantized tensor beside it
+# tells it.
+install_rules()
+del _name, OBSERVERS, install_rules, parse
 
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
@@ -136,14 +146,19 @@ _LAZY = {
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",
     "convert_": "qtensor.modules.convert",
+    "debug": "qtensor.debug",
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "quantize_": "qtensor.weights",
+    "optim": "qtensor.optim",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
+    "search": "qtensor.weights",
+    "SearchResult": "qtensor.weights",
 }
 
 
@@ -154,7 +169,7 @@ def __getattr__(name: str) -> Any:
     # The global makes the next access skip this function.
     value = globals()[name] = (
         module
-        if name in ("checkpoints", "distributed", "ops", "recipes")
+        if name in ("checkpoints", "debug", "distributed", "ops", "optim", "recipes")
         else getattr(module, name)
     )
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,25 +118,70 @@ class _Sums:
         Returns:
             (rows, K) float64, 0 for values that are not finite.
         """
-        finite = x.isfinite() & decoded.isfinite()
-        values = torch.where(finite, x, 0).double()
-        error = (values - torch.where(finite, decoded, 0)).abs_()
-        magnitude = values.abs()
-        nonzero = magnitude > 0
-        self.signal += values.square().sum().item()
-        self.noise += error.square().sum().item()
-        self.max_abs = max(self.max_abs, error.max().item())
-        self.max_rel = max(self.max_rel, torch.where(nonzero, error / magnitude, 0).max().item())
-        # The factor itself is rounded, so a value within that rounding is not saturated.
-        bound = factor.double() * (largest * (1 + 2.0**-20))
-        self.saturated += int((x.double().abs() > bound).sum())
-        self.flushed += int((nonzero & (decoded == 0)).sum())
-        self.not_finite += int((~finite).sum())
-        known = factor[factor.isfinite()]
-        if known.numel():
-            self.scale_min = min(self.scale_min, known.min().item())
-            self.scale_max = max(self.scale_max, known.max().item())
-        return error
+        chunk = compare_chunk(x, decoded, factor, largest)
+        self.signal += chunk.signal.item()
+        self.noise += chunk.noise.item()
+        self.max_abs = max(self.max_abs, chunk.error.max().item())
+        self.max_rel = max(self.max_rel, chunk.max_rel.item())
+        self.saturated += int(chunk.saturated)
+        self.flushed += int(chunk.flushed)
+        self.not_finite += int(chunk.not_finite)
+        self.scale_min = min(self.scale_min, chunk.scale_min.item())
+        self.scale_max = max(self.scale_max, chunk.scale_max.item())
+        return chunk.error
+
+
+class ChunkErrors(NamedTuple):
+    """Errors of a chunk of rows. All but ``error`` are scalars on the device of the chunk."""
+
+    error: Tensor
+    """Absolute errors, (rows, K) float64; 0 for values that are not finite."""
+    signal: Tensor
+    """Sum of the squared values, over values that are finite before and after."""
+    noise: Tensor
+    """Sum of the squared errors."""
+    max_rel: Tensor
+    """Largest relative error of the non-zero values."""
+    saturated: Tensor
+    """Number of values beyond the largest code of their block."""
+    flushed: Tensor
+    """Number of non-zero values that became zero."""
+    not_finite: Tensor
+    """Number of values that are NaN or inf, before or after."""
+    scale_min: Tensor
+    """Smallest finite decode factor; inf if there is none."""
+    scale_max: Tensor
+    """Largest finite decode factor; -inf if there is none."""
+
+
+def compare_chunk(x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> ChunkErrors:
+    """Return the errors of a chunk of rows without reading any of them on the host.
+
+    Args:
+        x: original values, (rows, K), at least one.
+        decoded: dequantized values, (rows, K) float32.
+        factor: decode factor of each element, (rows, K) float32.
+        largest: largest magnitude of the element.
+    """
+    finite = x.isfinite() & decoded.isfinite()
+    values = torch.where(finite, x, 0).double()
+    error = (values - torch.where(finite, decoded, 0)).abs_()
+    magnitude = values.abs()
+    nonzero = magnitude > 0
+    # The factor itself is rounded, so a value within that rounding is not saturated.
+    bound = factor.double() * (largest * (1 + 2.0**-20))
+    known = factor.isfinite()
+    return ChunkErrors(
+        error=error,
+        signal=values.square().sum(),
+        noise=error.square().sum(),
+        max_rel=torch.where(nonzero, error / magnitude, 0).max(),
+        saturated=(x.double().abs() > bound).sum(),
+        flushed=(nonzero & (decoded == 0)).sum(),
+        not_finite=(~finite).sum(),
+        scale_min=torch.where(known, factor, math.inf).min(),
+        scale_max=torch.where(known, factor, -math.inf).max(),
+    )
 
 
 def error_report(x: Tensor, q: Any) -> ErrorReport:
@@ -193,7 +238,7 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
         quantizer=q._quantizer.canonical,
         shape=tuple(x.shape),
         bits_per_value=8 * q.nbytes / numel,
-        sqnr_db=math.nan if nothing_compared else _decibel(sums.signal, sums.noise),
+        sqnr_db=math.nan if nothing_compared else decibel(sums.signal, sums.noise),
         max_abs_error=math.nan if nothing_compared else sums.max_abs,
         max_rel_error=math.nan if nothing_compared else sums.max_rel,
         saturated=sums.saturated / numel if q._quantizer.factors_are_local else math.nan,
@@ -245,7 +290,8 @@ def _fill_with_ones(buffer: Tensor, dims: tuple[Any, ...], element: Any) -> Tens
     return torch.full_like(buffer, one | one << 4 if halves else one)
 
 
-def _decibel(signal: float, noise: float) -> float:
+def decibel(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise); inf without noise, -inf for noise without signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
@@ -280,7 +326,7 @@ class _Worst:
                     BlockError(
                         row=row + down * self.block[0],
                         col=right * self.block[1],
-                        sqnr_db=_decibel(signal[down, right].item(), noise[down, right].item()),
+                        sqnr_db=decibel(signal[down, right].item(), noise[down, right].item()),
                         max_abs_error=errors[down, :, right].max().item(),
                     )
                 )

@@ -11,6 +11,7 @@ from formats import BY_NAME
 from torch import Tensor
 
 import qtensor
+import qtensor.debug  # noqa: F401 - defines the ops of recordings
 from qtensor.linear_plans import BackwardPlan, ForwardPlan, plan_text
 from qtensor.registry import parse
 
@@ -159,7 +160,7 @@ def _dequantize_inplace(make: Maker) -> Arguments:
 def _gemm(make: Maker) -> Arguments:
     layout, n = make.random.choice(("TN", "NN", "NT")), make.random.choice((32, 48))
     operands = make.pair(layout, make.rows, n, make.columns)
-    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products")
+    backends = ("auto", "auto", "auto", "reference", "dequant", "tiles", "dot_products", "few_rows")
     return {
         **operands,
         "layout": layout,
@@ -167,6 +168,20 @@ def _gemm(make: Maker) -> Arguments:
         "bias": make.maybe(make.floats(n)),
         "backend": make.random.choice(backends),
         "fast": make.random.random() < 0.2,
+    }
+
+
+def _weight_gemm(make: Maker) -> Arguments:
+    n = make.random.choice((32, 48))
+    weight, canonical = make.operand(n, make.columns, columnwise=False)
+    while not canonical:
+        weight, canonical = make.operand(n, make.columns, columnwise=False)
+    return {
+        "x": make.floats(make.rows, make.columns),
+        "weight": weight,
+        "quantizer": canonical,
+        "n": n,
+        "bias": make.maybe(make.floats(n)),
     }
 
 
@@ -331,6 +346,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     "dequantize_": _dequantize_inplace,
     "dequantize_tensor": lambda make: {"x": make.floats(make.rows, 8), "dtype": make.dtype},
     "gemm": _gemm,
+    "weight_gemm": _weight_gemm,
     "gemm_tensor": lambda make: {
         **{"a": make.floats(make.rows, 32), "b": make.floats(48, 32), "layout": "TN"},
         **{"dtype": make.maybe(make.dtype), "bias": make.maybe(make.floats(48))},
@@ -369,6 +385,10 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"rnorm": torch.rand(make.rows, generator=make.generator), "eps": 1e-5},
     },
     "split_sizes": lambda make: {"splits": torch.tensor([3, 4]), "rows": 7, "label": "layer"},
+    "same_rows": lambda make: {
+        "rows": torch.ones(2, 5, dtype=torch.uint8),
+        "message": "the rows differ",
+    },
     "grouped_quantize": _grouped_quantize,
     "grouped_gemm": _grouped_gemm,
     "grouped_wgrad": _grouped_wgrad,
@@ -386,6 +406,12 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"history": torch.zeros(4, 5), "amax": [torch.ones(1), torch.ones(2)], "first": 1},
     },
     "record_gradient_amax_": _record_gradient,
+    "record_tensor_": lambda make: {
+        **{"buffers": [make.floats(make.rows, 32)], "stored": "", "shape": [make.rows, 32]},
+        **{"role": "output", "quantizer": "mxfp8"},
+        **{"ticket": torch.tensor([-1]), "token": torch.tensor([-1])},
+    },
+    "begin_recorded_forward_": lambda make: {"token": torch.tensor([-1])},
     "advance_step_": lambda make: {
         **{"step": torch.zeros(1, dtype=torch.int64), "forward_only": False},
         "counter": make.maybe(torch.zeros(1, dtype=torch.int64)),

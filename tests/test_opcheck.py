@@ -26,6 +26,7 @@ from pointwise_cases import POINTWISE, pointwise
 from torch import Tensor
 
 import qtensor
+import qtensor.debug  # noqa: F401 - defines the ops of recordings
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -128,6 +129,14 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     plain = (a, name, [32, 48], b, name, [32, 48], "TN", torch.float32, None)
     yield (*plain, "reference"), {}
     yield (*plain, "auto", True), {}
+
+
+def weight_gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    weight = buffers_of(case, q, (32, 48))
+    for x in (torch.randn(48), torch.randn(5, 48).bfloat16(), torch.randn(2, 3, 48)):
+        yield (x, weight, q.canonical, 32), {}
+    yield (torch.randn(5, 48), weight, q.canonical, 32, torch.randn(32)), {}
 
 
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
@@ -247,6 +256,11 @@ def split_sizes(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
 
 
+def same_rows(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.ones(3, 5, dtype=torch.uint8), "the rows differ"), {}
+    yield (torch.ones(1, 0, dtype=torch.uint8), "the rows differ"), {}
+
+
 def grouped_quantize(case: FormatCase) -> Iterator[Sample]:
     for q in quantizers(case):
         scale, seed = live(case, q)
@@ -324,6 +338,20 @@ def activation_quantize(case: FormatCase) -> Iterator[Sample]:
     yield (torch.randn(2, 3, 40), "gelu", args[7]), rest
 
 
+def record_tensor_(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    number = torch.tensor([-1])
+    x = ordinary((33, 40))
+    yield ([x], "", [33, 40], "input", q.canonical, number.clone(), number.clone()), {}
+    buffers = buffers_of(case, q, (33, 40))
+    args = (buffers, q.canonical, [33, 40], "weight", "", number.clone(), number)
+    yield args, {"scale": case.call().get("scale")}
+
+
+def begin_recorded_forward_(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.tensor([-1]),), {}
+
+
 SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::quantize": quantize,
     "qtensor::quantize_": quantize_,
@@ -331,6 +359,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize": dequantize,
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
+    "qtensor::weight_gemm": weight_gemm,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,
@@ -342,6 +371,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::report_accumulated_": report_accumulated_,
     "qtensor::listed_sizes": listed_sizes,
     "qtensor::split_sizes": split_sizes,
+    "qtensor::same_rows": same_rows,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
     "qtensor::grouped_wgrad": grouped_wgrad,
@@ -353,6 +383,8 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::record_amax_": record_amax_,
     "qtensor::record_gradient_amax_": record_gradient_amax_,
     "qtensor::advance_step_": advance_step_,
+    "qtensor::record_tensor_": record_tensor_,
+    "qtensor::begin_recorded_forward_": begin_recorded_forward_,
     "qtensor::norm": norm,
     "qtensor::norm_backward": norm_backward,
     "qtensor::bias_grad": bias_grad,
@@ -377,10 +409,12 @@ WITHOUT_FORMAT = {
         "record_amax_",
         "record_gradient_amax_",
         "advance_step_",
+        "begin_recorded_forward_",
         "draw_seeds_",
         "report_accumulated_",
         "listed_sizes",
         "split_sizes",
+        "same_rows",
         "grouped_bias_grad",
         *POINTWISE,
     )

@@ -19,6 +19,9 @@ _BYTES = "each parameter is one number of the contract; a bundle would be built 
 REASONS: dict[str, str] = {
     "qtensor/cli/checkpoints.py::convert": _COMMAND,
     "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
+    "qtensor/debug/recording.py::record": (
+        "options of a recording, each with a default, as keywords of one public call"
+    ),
     "qtensor/kernels/cpu/floats.py::_fused": "what the C function takes, once for both producers",
     "qtensor/storage/compute.py::gemm": (
         "the public product: two operands and what to do with them, by name"
@@ -34,6 +37,7 @@ REASONS: dict[str, str] = {
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::LinearBase.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
+    "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (
         "what a pickle names, flat, so that old files load by position"
     ),

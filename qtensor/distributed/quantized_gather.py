@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
+from qtensor.dtensor import is_dtensor, local_part
 from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
-from qtensor.functional.sharded import is_dtensor, local_part
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qtensor.dtensor import is_dtensor
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
-from qtensor.functional.sharded import is_dtensor
 from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.in_place import is_held, plain_class, with_base

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.dtensor import is_dtensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.functional.delayed_wgrad import accumulate, delayed_wgrad
-from qtensor.functional.sharded import is_dtensor
 
 
 def set_values(parameter: Any, values: Tensor) -> None:

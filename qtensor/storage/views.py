@@ -13,7 +13,7 @@ from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
 from qtensor.storage.flat import flat_view
-from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
 
@@ -57,6 +57,10 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
     sliced = with_buffers(t, buffers, shape, quantizer=quantizer)
+    if getattr(t, "_is_gathered", False):
+        part = own_copy(sliced)
+        part._is_gathered = True
+        return part
     if start == 0 and dim == 0 and getattr(t, "_shards", None) is not None:
         # fully_shard takes the rows of a shard from its padded form.
         sliced._shards = t._shards
@@ -65,6 +69,13 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
     shared = [s.name for s in t._quantizer.slots if not any(d.axis in axes for d in s.dims)]
     return note_part(sliced, t, shared)
+
+
+def own_copy(t: Any) -> Any:
+    """Return a copy of a part as a tensor of its own, with the padding of a whole tensor."""
+    pairs = zip(t.buffers(), geometry.whole_buffers(t), strict=True)
+    buffers = [own.clone() if own is whole else whole.contiguous() for own, whole in pairs]
+    return with_buffers(t, buffers)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +154,11 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[1], torch.dtype):
         rule = "the bytes of a quantized tensor are in its inner buffers"
-        fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
+        fix = (
+            "View an inner buffer instead. accelerate's disk_offload stores plain arrays: call "
+            "disk_offload of qtensor.integrations.offload"
+        )
+        fail("view.dtype", rule, args[1], fix, UnsupportedError)
     t, shape = args
     # Literally view(-1), which fully_shard calls; flatten() names the size, and is refused.
     if tuple(shape) == (-1,) and t.ndim > 1 and _has_no_flat_form(t):
@@ -196,13 +211,11 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def transpose_tensor(t: Any) -> Any:
     """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
     quantizer, moves = t._quantizer.transpose_plan
-    named = {}
-    for keyword, source, turn in moves:
-        buffer = getattr(t, source)
-        named[keyword] = turn(buffer) if turn is not None else buffer
-    rows, cols = t.shape
-    cls: Any = type(t)
-    turned = cls.__new__(cls, (cols, rows), t._context[1], quantizer, **named)
+    buffers = [
+        getattr(t, source) if turn is None else turn(getattr(t, source))
+        for _, source, turn in moves
+    ]
+    turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers)
     if t._view_note is not None:
         inherit_note(
             turned,

@@ -13,7 +13,7 @@ import struct
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +33,15 @@ from qtensor.kernels.cpu.structs import ABI, FORMATS, CQuantizer
 from qtensor.layout import Shape
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MOST_ROWS = 64
+"""Rows of `x` that `linear_` multiplies in the order of few rows: `MOST_ROWS` of few_rows.h."""
 ONE_THREAD = 1 << 19
 """Tensors with up to this many elements use one thread: waking another one costs more time."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 # Arguments as c_interface.cpp unpacks them: addresses (0 for a tensor that is absent) and sizes.
 _QUANTIZE = struct.Struct("=21q")
-_LINEAR = (*(_POINTER,) * 2, *(_SIZE,) * 4, *(_POINTER,) * 5, _SIZE, _POINTER, _POINTER, _SIZE)
 _DEQUANTIZE = struct.Struct("=15q")
+_LINEAR = struct.Struct("=18q")
 
 
 _ONE = ctypes.c_float(1.0)
@@ -83,8 +85,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     for name in ("qt_norm", "qt_sum_rows", "qt_activation"):
         getattr(handle, name).argtypes = (_POINTER, _SIZE)
     handle.qt_fused.argtypes = (_POINTER, _POINTER, _SIZE, ctypes.c_char_p)
-    handle.qt_quantize.argtypes = handle.qt_dequantize.argtypes = (ctypes.c_char_p,)
-    handle.qt_linear.argtypes = _LINEAR
+    for name in ("qt_quantize", "qt_dequantize", "qt_linear"):
+        getattr(handle, name).argtypes = (ctypes.c_char_p,)
     handle.qt_run.argtypes = (_POINTER, ctypes.c_char_p)
     handle.qt_delayed_begin.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
     handle.qt_record_amax.argtypes = (_POINTER, ctypes.c_char_p, _SIZE)
@@ -329,65 +331,89 @@ def dequantize_(
     return bool(status == 0)
 
 
+class Rows(NamedTuple):
+    """The left operand of `linear_`: x (..., K), and the factors that follow the sums.
+
+    Attributes:
+        x: bfloat16, float32 or float16, with contiguous rows.
+        factor: float32, one for each row of `x` or one for all rows; or None.
+    """
+
+    x: Tensor
+    factor: Tensor | None = None
+
+
 def linear_(
-    weight: Any,
-    x: Tensor,
-    factor: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
+    weight: Any, rows: Rows, bias: Tensor | None, out: Tensor, *, few: bool = False
 ) -> bool:
     """Compute `out = x @ weight.T * factor + bias`.
 
-    The rowwise buffers of the weight are decoded to bfloat16.
-
     Args:
-        weight: its `quantizer`, its `buffers` in slot order and its `shape` (N, K).
-        x: (..., K) bfloat16, contiguous.
-        factor: float32, one for each row of `x` or one for all rows; or None.
+        weight: its `quantizer`, its `buffers` in slot order and its `shape` (N, K), rowwise.
+        rows: the left operand; bfloat16 and contiguous unless `few`.
         bias: (N,) float32, or None.
         out: (..., N) float32, bfloat16 or float16, contiguous.
+        few: whether the sums have the order that docs/numerics.md states for up to `MOST_ROWS`
+            rows.
 
     Returns:
-        False if the CPU has no bfloat16 dot products, or the kernel does not take the tensors.
+        False if no kernel computes it: without `few` if the CPU has no bfloat16 dot products.
     """
+    x, factor = rows
     code, layout = DTYPES.get(out.dtype), buffer_layout(weight.quantizer, torch.Size(weight.shape))
     if code is None or layout is None or not x.numel():
         return False
-    rows = x.numel() // layout.cols
-    if not _are_linear_operands(layout, x, factor, bias, out):
+    stride = _row_stride(x, layout.cols, few)
+    if stride is None or not _are_linear_operands(layout, rows, bias, out):
         return False
     kernels = library()
     pointers = addresses(layout, weight.buffers)
     if isinstance(kernels, str) or pointers is None or not pointers[0]:
         return False
+    count = x.numel() // layout.cols
     status = kernels.linear(
-        layout.address,
-        x.data_ptr(),
-        rows,
-        layout.cols,
-        layout.rows,
-        torch.get_num_threads(),
-        *(pointers[i] for i in layout.read_positions(columnwise=False)),
-        pointers[SHARED],
-        None if factor is None else factor.data_ptr(),
-        int(factor is not None and factor.numel() > 1),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        code,
+        _LINEAR.pack(
+            layout.address,
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            stride,
+            count,
+            layout.cols,
+            layout.rows,
+            torch.get_num_threads() if not few or layout.rows * layout.cols > ONE_THREAD else 1,
+            *(pointers[i] for i in layout.read_positions(columnwise=False)),
+            pointers[SHARED],
+            0 if factor is None else factor.data_ptr(),
+            int(factor is not None and factor.numel() > 1),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            code,
+            int(few),
+        )
     )
     return bool(status == 0)
 
 
+def _row_stride(x: Tensor, cols: int, few: bool) -> int | None:
+    """Return the stride between rows of `x`, or None if the kernels do not read `x`."""
+    if type(x) not in PLAIN_TYPES or not x.is_cpu or x.dtype not in DTYPES:
+        return None
+    if x.is_contiguous():
+        return cols if few or x.dtype is torch.bfloat16 else None
+    strided = few and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= cols
+    return x.stride(0) if strided else None
+
+
 def _are_linear_operands(
-    layout: BufferLayout, x: Tensor, factor: Tensor | None, bias: Tensor | None, out: Tensor
+    layout: BufferLayout, rows: Rows, bias: Tensor | None, out: Tensor
 ) -> bool:
     """Return whether tensors have the dtypes and sizes that `linear_` documents."""
-    rows = x.numel() // layout.cols
+    x, factor = rows
+    count = x.numel() // layout.cols
     return (
-        is_plain(x, torch.bfloat16)
-        and is_plain(out, out.dtype)
-        and rows * layout.cols == x.numel()
-        and rows * layout.rows == out.numel()
-        and (factor is None or (is_plain(factor, torch.float32) and factor.numel() in (1, rows)))
+        is_plain(out, out.dtype)
+        and x.shape[-1] == layout.cols
+        and count * layout.rows == out.numel()
+        and (factor is None or (is_plain(factor, torch.float32) and factor.numel() in (1, count)))
         and (bias is None or (is_plain(bias, torch.float32) and bias.numel() == layout.rows))
     )

@@ -22,12 +22,12 @@ _FLAGS = {
         *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2")),
         "-mf16c",
     ),
-    "avx2": ("-DQT_ISA=2", "-mavx2", "-mf16c"),
+    "avx2": ("-DQT_ISA=2", "-mavx2", "-mfma", "-mf16c"),
     "baseline": ("-DQT_ISA=0",),
 }
 _NEEDS = {
     "avx512": ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vbmi", "avx512_vbmi2"),
-    "avx2": ("avx2", "f16c"),
+    "avx2": ("avx2", "fma3", "f16c"),
     "baseline": (),
 }
 _COMMON = (
@@ -60,7 +60,8 @@ def _capabilities() -> dict[str, bool]:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
         return {}
-    return {name.replace("avx512", "avx512_", 1).replace("__", "_"): True for name in flags}
+    names = {name.replace("avx512", "avx512_", 1).replace("__", "_"): True for name in flags}
+    return names | {"fma3": "fma" in flags}
 
 
 def usable_isas() -> tuple[str, ...]:
@@ -92,8 +93,12 @@ def choose_isa() -> str:
 def units(isa: str) -> tuple[Unit, ...]:
     """Return the compilations of an instruction set: the C interface, and each kernel by dtype."""
     flags = (*_COMMON, *_OPENMP, *_FLAGS[isa], f"-DQT_NAMESPACE=qt_{isa}")
-    names = ("c_interface", "linear", "program", "delayed_scaling")
+    names = ("c_interface", "linear", "few_rows", "program", "delayed_scaling")
     all_units = [Unit(FOLDER / f"{name}.cpp", flags, name) for name in names]
+    if isa == "avx512":
+        # Its functions are called on CPUs that have these instructions.
+        dot_flags = (*flags, "-mavx512bf16")
+        all_units.append(Unit(FOLDER / "few_rows_bfloat16.cpp", dot_flags, "few_rows_bfloat16"))
     for source in ("quantize", "dequantize", "norm", "activation"):
         for dtype in ("Float32", "Bfloat16", "Float16"):
             dtype_flags = (*flags, f"-DQT_DTYPE={dtype}")

@@ -18,6 +18,7 @@ from qtensor.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.kernels.gemm import IN_FRONT
 from qtensor.kernels.gemm.dequant import Dequant
 from qtensor.kernels.gemm.dot_products import DotProducts
+from qtensor.kernels.gemm.few_rows import FewRows
 from qtensor.kernels.gemm.problem import GemmSide, Problem, Product, sides
 from qtensor.kernels.gemm.reference import Reference
 from qtensor.kernels.gemm.scaled_mm import ScaledMM
@@ -89,6 +90,7 @@ TABLE: dict[str, Callable[[Problem], Runner | Missing | str]] = {
     "cutlass": _cutlass,
     "scaled_mm": _unless_refused(ScaledMM),
     "dequant": _unless_refused(Dequant),
+    "few_rows": _unless_refused(FewRows),
     "dot_products": _unless_refused(DotProducts),
     "tiles": _unless_refused(Tiles),
     "reference": _unless_refused(Reference),

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from qtensor.formats import Slot
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.gemm import tiles
 from qtensor.kernels.gemm.problem import GemmSide, Problem
-from qtensor.kernels.gemm.tiles import GemmRows, decoded, rows_of_both
+from qtensor.kernels.gemm.tiles import GemmRows, decoded, rows_of_both, rows_quantizer
 from qtensor.layout import buffer_shapes, rows_cols
 from qtensor.reference.blocks import unswizzle
 from qtensor.registry import QuantizerLike, alloc_slots, parse
@@ -43,8 +44,11 @@ class DotProducts:
         reason = tiles.refusal(problem)
         if reason is not None:
             return reason
-        for name, side in (("a", problem.a), ("b", problem.b)):
-            reason = _format_refusal(side)
+        for name, side, quantizer in (
+            ("a", problem.a, problem.a.quantizer),
+            ("b", problem.b, rows_quantizer(problem)),
+        ):
+            reason = _format_refusal(side, quantizer)
             if reason is not None:
                 return f"operand {name}: {reason}"
         if problem.a.shape[-1] % 2:
@@ -63,23 +67,27 @@ class DotProducts:
         if left is None:
             return "no kernel decodes the left operand"
         added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
-        if native.linear_(weight, left, factor, added, out):
+        if native.linear_(weight, Rows(left, factor), added, out):
             return None
         return "the CPU, or the format of the right operand, has no dot-product kernel"
 
 
-def _format_refusal(side: GemmSide) -> str | None:
+def _format_refusal(side: GemmSide, quantizer: QuantizerLike | None) -> str | None:
     """Return why bfloat16 does not hold a format's values exactly; None if it does.
 
     Factors of rows do not count, because they are applied to the sums.
+
+    Args:
+        side: an operand.
+        quantizer: of its rows along the contraction; None for a plain operand.
     """
-    if side.quantizer is None:
+    if quantizer is None:
         return None if side.dtype == torch.bfloat16 else f"{side.dtype} would be rounded"
-    spec = side.quantizer.spec
+    spec = quantizer.spec
     if spec.block is None:
-        exact = side.option("axis", -1) == -1
+        exact = getattr(quantizer, "axis", -1) == -1
     elif spec.scale == "e4m3":
-        exact = side.quantizer.factors_are_local
+        exact = quantizer.factors_are_local
     else:
         exact = spec.scale == "e8m0" or bool(side.option("force_pow_2_scales", False))
     return None if exact else f"bfloat16 does not hold the values of {side.canonical} exactly"
@@ -162,4 +170,4 @@ def is_available(linear_: Callable[..., bool]) -> bool:
     for buffer in weight.buffers:
         buffer.zero_()
     x = torch.zeros(1, 2, dtype=torch.bfloat16)
-    return linear_(weight, x, None, None, torch.zeros(1, 1))
+    return linear_(weight, Rows(x), None, torch.zeros(1, 1))

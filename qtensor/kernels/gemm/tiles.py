@@ -32,13 +32,18 @@ class GemmRows(NamedTuple):
     shape: Shape
 
 
-def is_large(shape: Shape) -> bool:
-    """Return whether a matrix is worth tiles."""
-    return len(shape) == 2 and shape[0] * shape[1] > SMALL
+def is_large(shape: Shape, least: int = SMALL) -> bool:
+    """Return whether a shape is that of a matrix of more than ``least`` elements."""
+    return len(shape) == 2 and shape[0] * shape[1] > least
 
 
-def refusal(problem: Problem) -> str | None:
-    """Return why the rows of a weight cannot be decoded tile by tile, or None."""
+def refusal(problem: Problem, least: int = SMALL) -> str | None:
+    """Return why the rows of a weight cannot be read a few at a time, or None.
+
+    Args:
+        problem: the product.
+        least: a weight has more than this many elements.
+    """
     a, b = problem.a, problem.b
     if problem.capability is not None or not problem.device.startswith("cpu"):
         return "it runs on CPUs"
@@ -46,16 +51,22 @@ def refusal(problem: Problem) -> str | None:
         return "layout NT has no weight as its right operand"
     if b.quantizer is None:
         return "the right operand is not quantized"
-    if not is_large(b.shape):
-        return f"the right operand is not a matrix of more than {SMALL} elements"
+    if not is_large(b.shape, least):
+        return f"the right operand is not a matrix of more than {least} elements"
     if problem.bias is not None and len(problem.bias[0]) > 1:
         return f"the bias must be one value or one a column; got {problem.bias[0]}"
     if a.quantizer is not None and not a.quantizer.rowwise:
         return "the left operand has no rowwise data"
-    twin = b.quantizer if problem.layout == "TN" else _twin(b.canonical)
+    twin = rows_quantizer(problem)
     if b.side != ("_rowwise" if problem.layout == "TN" else "_columnwise") or not twin.rowwise:
         return "the data of the right operand do not run along the contraction"
     return table.refusal(twin, torch.float32, "cpu")
+
+
+def rows_quantizer(problem: Problem) -> QuantizerLike:
+    """Return the quantizer of the right operand as rows along the contraction."""
+    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
+    return problem.b.quantizer if problem.layout == "TN" else _twin(problem.b.canonical)
 
 
 def _twin(canonical: str) -> QuantizerLike:

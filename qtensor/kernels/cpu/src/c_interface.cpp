@@ -14,6 +14,7 @@ bool quantize_as(const CQuantizer& quantizer, const QuantizeCall& call);
 template <class D>
 bool dequantize_as(const CQuantizer& quantizer, const DequantizeCall& call);
 bool linear(const CQuantizer& quantizer, const LinearCall& call);
+bool few_rows(const CQuantizer& quantizer, const LinearCall& call);
 template <class D>
 void norm_as(const NormCall& call);
 template <class D>
@@ -27,7 +28,7 @@ bool fused_as(const CQuantizer& quantizer, const QuantizeCall& call, Producer& p
 }  // namespace QT_NAMESPACE
 using namespace QT_NAMESPACE;
 
-constexpr int ABI = 5;
+constexpr int ABI = 6;
 enum Status { DONE = 0, NO_KERNEL = 1, OUT_OF_MEMORY = 2 };
 
 // Arguments as native.py packs them: 8 bytes each, at any address. ctypes takes longer to convert 21 of them
@@ -54,6 +55,17 @@ struct DequantizeArguments {
     i64 dtype, rows, cols, first, count, threads;
     DecodeBuffers row, column;
     const float* scale_inv;
+};
+struct LinearArguments {
+    const CQuantizer* quantizer;
+    const void* x;
+    i64 x_dtype, stride, m, k, n, threads;
+    DecodeBuffers weight;
+    const float *scale_inv, *row_factors;
+    i64 row_factor_step;
+    const float* bias;
+    void* y;
+    i64 dtype, few;
 };
 template <class Arguments>
 static Arguments unpack(const void* packed) {
@@ -105,16 +117,15 @@ int qt_quantize(const void* packed) {
     });
 }
 
-// x @ weight.T
-int qt_linear(const CQuantizer* quantizer, const void* x, i64 m, i64 k, i64 n, i64 threads, const u8* data,
-              const void* scale, const float* amax, const float* scale_inv, const float* row_factors,
-              i64 row_factor_step, const float* bias, void* y, i64 dtype) {
-    const Buffers weight{(u8*)data, (void*)scale, (float*)amax, nullptr};
-    const LinearCall call{(const u16*)x,   m,    k, n,          weight,      scale_inv, row_factors,
-                          row_factor_step, bias, y, i32(dtype), i32(threads)};
+// x @ weight.T: `few` asks for the order of sums of few rows.
+int qt_linear(const void* packed) {
+    const LinearArguments a = unpack<LinearArguments>(packed);
+    const LinearCall call{
+        a.x,         i32(a.x_dtype), a.stride,          a.m,    a.k, a.n,          buffers_of(a.weight),
+        a.scale_inv, a.row_factors,  a.row_factor_step, a.bias, a.y, i32(a.dtype), i32(a.threads)};
     const KeepDenormals scope;
     try {
-        return linear(*quantizer, call) ? DONE : NO_KERNEL;
+        return (a.few ? few_rows : linear)(*a.quantizer, call) ? DONE : NO_KERNEL;
     } catch (const std::bad_alloc&) {
         return OUT_OF_MEMORY;
     }

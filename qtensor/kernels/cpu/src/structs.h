@@ -61,9 +61,11 @@ struct QuantizeCall {
     i64 begin, end;  // a band of rows; x + begin * stride is its first element. All rows where end is 0
 };
 
-// x (m, k) bfloat16 @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
+// x (m, k) @ weight (n, k).T -> y (m, n), times the factors of the rows of x, plus bias.
 struct LinearCall {
-    const u16* x;
+    const void* x;
+    i32 x_dtype;
+    i64 stride;  // of the rows of x, in elements
     i64 m, k, n;
     Buffers weight;
     const float* scale_inv;    // of the weight, fp8 without blocks

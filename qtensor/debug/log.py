@@ -1,0 +1,329 @@
+"""Hold the records of a recording, and show them as a table, as columns and as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TextIO
+
+from qtensor.debug.statistics import Totals
+from qtensor.errors import check
+
+ROLES = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
+"""The tensors of a layer that are recorded, in the order in which a step computes them."""
+SORT_KEYS = ("sqnr_db", "saturated", "flushed_to_zero", "amax", "outlier_channels")
+"""Columns by which a table can be sorted."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The statistics of one tensor of one layer in one step, over all calls of that step.
+
+    Shares are between 0 and 1. A value that does not apply is NaN: a tensor that is not quantized
+    has no SQNR, and the high-precision values behind a stored weight are unknown.
+    """
+
+    step: int
+    layer: str
+    role: str
+    """input, weight, output, grad_output, grad_input or grad_weight."""
+    quantizer: str
+    """Canonical text of the quantizer; "" for a tensor that stays in high precision."""
+    calls: int
+    """Number of calls in this step."""
+    shape: tuple[int, ...]
+    """Shape in the last call."""
+    amax: float
+    """Largest finite magnitude."""
+    sqnr_db: float
+    """10 log10(sum x^2 / sum (x - q)^2) of the values before and after quantization."""
+    saturated: float
+    """Share of values beyond the largest code of their block."""
+    flushed_to_zero: float
+    """Share of values that are not zero and became zero."""
+    scale_min: float
+    """Smallest decode factor of an element."""
+    scale_max: float
+    zero_blocks: float
+    """Share of blocks whose values are all zero after quantization."""
+    dead_columns: int
+    """Columns (last dim) that are zero in every row of every call."""
+    outlier_channels: int
+    """Columns whose maximum is more than 10 times the median of the columns' maxima."""
+    columns: int
+    nan: int
+    inf: int
+    note: str = ""
+    """The reason if a quantizer refused the tensor."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the tensor has no NaN and no infinity."""
+        return not (self.nan or self.inf)
+
+
+COLUMNS = tuple(field.name for field in fields(Record))
+
+
+@dataclass
+class Entry:
+    """The running statistics of one tensor of a layer within a step."""
+
+    totals: Totals
+    quantizer: str
+    shape: tuple[int, ...]
+    note: str
+    calls: int = 1
+
+    def record(self, step: int, layer: str, role: str) -> Record:
+        """Return the entry as a record."""
+        t = self.totals
+        return Record(
+            step=step,
+            layer=layer,
+            role=role,
+            quantizer=self.quantizer,
+            calls=self.calls,
+            shape=self.shape,
+            amax=t.amax,
+            sqnr_db=t.sqnr_db,
+            saturated=_share(t.saturated, t.numel),
+            flushed_to_zero=_share(t.flushed, t.numel),
+            scale_min=t.scale_min if t.scale_min < math.inf else math.nan,
+            scale_max=t.scale_max if t.scale_max > -math.inf else math.nan,
+            zero_blocks=_share(t.zero_blocks, t.blocks),
+            dead_columns=int(t.dead_columns),
+            outlier_channels=int(t.outlier_channels),
+            columns=int(t.columns),
+            nan=int(t.nan),
+            inf=int(t.inf),
+            note=self.note,
+        )
+
+
+def _share(count: float, total: float) -> float:
+    return count / total if total else math.nan
+
+
+class Log:
+    """The records of a recording; ``str()`` shows the worst tensors first.
+
+    Attributes:
+        layers: names of the layers that are recorded.
+        dropped: number of old records that were removed because of ``keep``. A JSON lines file has
+            them all.
+    """
+
+    def __init__(self, layers: Sequence[str], keep: int) -> None:
+        self.layers = tuple(layers)
+        self.dropped = 0
+        self._records: deque[Record] = deque(maxlen=keep)
+        self._first: Record | None = None
+        self._current: Callable[[], list[Record]] = list
+        self._advance: Callable[[], None] | None = None
+        self._lines: TextIO | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """The records in the order of the first call of each, with those of the current step."""
+        return [*self._records, *self._current()]
+
+    @property
+    def first_not_finite(self) -> Record | None:
+        """The first record of a tensor with a NaN or an infinity; None if all are finite."""
+        candidates = [self._first, *self._current()]
+        return next((r for r in candidates if r is not None and not r.is_finite), None)
+
+    def step(self) -> None:
+        """End a step: later records belong to the next step.
+
+        Raises:
+            QTensorError: the recording is over or has not begun, or forward calls count its steps.
+        """
+        rule = "a step can be ended only inside `with qtensor.debug.record(...) as log:`"
+        fix = "Call it inside the block"
+        check(self._advance is not None, "log.step", rule, "a closed recording", fix)
+        if self._advance is not None:
+            self._advance()
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the records as columns: name -> list of values, for ``pandas.DataFrame(...)``."""
+        records = self.records
+        return {name: [getattr(r, name) for r in records] for name in COLUMNS}
+
+    def table(
+        self, rows: int | None = 20, *, sort: str = "sqnr_db", role: str | None = None
+    ) -> str:
+        """Return a table with one row for each layer and role, the worst first.
+
+        The row of a tensor shows its worst step, by ``sort``.
+
+        Args:
+            rows: the largest number of rows; None for all.
+            sort: "sqnr_db" (lowest first), "saturated", "flushed_to_zero", "amax" or
+                "outlier_channels" (highest first).
+            role: only this role; None for all.
+
+        Raises:
+            QTensorError: ``sort`` or ``role`` is unknown.
+        """
+        rule = f"sort must be one of {', '.join(SORT_KEYS)}"
+        check(sort in SORT_KEYS, "log.table", rule, repr(sort), "Choose one")
+        if role is not None:
+            known_role("log.table", role)
+        worst: dict[tuple[str, str], Record] = {}
+        for record in self.records:
+            key = (record.layer, record.role)
+            if role in (None, record.role):
+                old = worst.get(key)
+                worst[key] = record if old is None else min(old, record, key=_badness(sort))
+        chosen = sorted(worst.values(), key=_badness(sort))
+        shown = chosen if rows is None else chosen[:rows]
+        lines = _aligned([_HEADER, *map(_cells, shown)])
+        if len(chosen) > len(shown):
+            lines.append(f"... and {len(chosen) - len(shown)} more tensors")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        records = self.records
+        steps = len({record.step for record in records})
+        ran = {record.layer for record in records}
+        lines = [f"{len(records)} records of {len(ran)} layers in {steps} steps"]
+        never = [name for name in self.layers if name not in ran]
+        if records and never:
+            lines.append(f"{len(never)} layers did not run: {', '.join(never[:5])}")
+        if self.dropped:
+            lines.append(f"{self.dropped} older records were removed, because keep is reached")
+        first = self.first_not_finite
+        if first is not None:
+            lines.append(
+                f"first not finite: {first.layer} {first.role} in step {first.step} "
+                f"({first.nan} NaN, {first.inf} inf)"
+            )
+        return "\n".join([*lines, self.table()])
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add the records of a finished step, and write their lines."""
+        for record in records:
+            if self._first is None and not record.is_finite:
+                self._first = record
+            self.dropped += len(self._records) == self._records.maxlen
+            self._records.append(record)
+            if self._lines is not None:
+                self._lines.write(json_line(record))
+        if self._lines is not None:
+            self._lines.flush()
+
+    def attach(
+        self, current: Callable[[], list[Record]], advance: Callable[[], None], lines: TextIO | None
+    ) -> None:
+        """Connect the log to a recorder that begins.
+
+        Args:
+            current: returns the records of the step that is not finished.
+            advance: ends the step.
+            lines: an open file for lines of JSON.
+        """
+        self._current, self._advance, self._lines = current, advance, lines
+
+    def detach(self) -> None:
+        """Disconnect the log from its recorder, and close the file."""
+        lines = self._lines
+        self._current, self._advance, self._lines = list, None, None
+        if lines is not None:
+            lines.close()
+
+
+def known_role(op: str, role: object) -> str:
+    """Return ``role`` if it is the name of a role.
+
+    Raises:
+        QTensorError: it is not; the message lists the names.
+    """
+    rule = f"a role is one of {', '.join(ROLES)}"
+    check(role in ROLES, op, rule, repr(role), "Choose one")
+    return str(role)
+
+
+def json_line(record: Record) -> str:
+    """Return a record as a line of strict JSON: NaN is null, and infinities are strings."""
+    values = {name: _plain(getattr(record, name)) for name in COLUMNS}
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _badness(sort: str) -> Callable[[Record], tuple[bool, float]]:
+    """Return a sort key: the worst first, and records without the value last."""
+    sign = 1.0 if sort == "sqnr_db" else -1.0
+
+    def key(record: Record) -> tuple[bool, float]:
+        value = float(getattr(record, sort))
+        # A NaN or an infinity in the tensor is worse than any error.
+        if not record.is_finite:
+            return False, -math.inf
+        return (True, 0.0) if math.isnan(value) else (False, sign * value)
+
+    return key
+
+
+_HEADER = (
+    "layer",
+    "role",
+    "quantizer",
+    "step",
+    "SQNR dB",
+    "amax",
+    "saturated",
+    "to zero",
+    "zero blocks",
+    "scales",
+    "dead",
+    "outliers",
+    "NaN/inf",
+)
+
+
+def _cells(r: Record) -> tuple[str, ...]:
+    scales = "-" if math.isnan(r.scale_min) else f"{r.scale_min:.3g}"
+    if r.scale_max > r.scale_min:
+        scales += f"..{r.scale_max:.3g}"
+    return (
+        r.layer or "(model)",
+        r.role,
+        r.quantizer or (f"({r.note})" if r.note else "-"),
+        str(r.step),
+        _number(r.sqnr_db, ".2f"),
+        f"{r.amax:.4g}",
+        _number(r.saturated, ".3%"),
+        _number(r.flushed_to_zero, ".3%"),
+        _number(r.zero_blocks, ".2%"),
+        scales,
+        f"{r.dead_columns}/{r.columns}",
+        f"{r.outlier_channels}/{r.columns}",
+        "-" if r.is_finite else f"{r.nan}/{r.inf}",
+    )
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines whose columns are aligned: texts left, numbers right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

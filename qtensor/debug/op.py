@@ -1,0 +1,112 @@
+"""Define the ops that hand tensors to a recorder, in eager code and from inside compiled graphs.
+
+An op finds its recorder by a number in a tensor, so that one graph serves all recorders. It writes
+to that tensor, so that no compiler drops the op or changes the order of such ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qtensor.debug.log import ROLES, known_role
+from qtensor.errors import check
+from qtensor.layout import Shape
+from qtensor.library.checks import check_one
+from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
+from qtensor.registry import parse
+
+FORWARD_ROLES = ROLES[:3]
+
+
+class Sink(Protocol):
+    """A recorder as the ops see it."""
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is recorded."""
+
+    def begin_forward(self) -> None:
+        """Note that the model begins a forward pass."""
+
+    def wants(self, site: int, role: str) -> bool:
+        """Return whether a tensor of the site is recorded in this step."""
+
+    def receive(
+        self, site: int, role: str, values: Any, quantizer: str, scale: Tensor | None
+    ) -> None:
+        """Take a plain or quantized tensor of the site."""
+
+
+SINKS: dict[int, Sink] = {}
+"""Number of a recorder -> the recorder, while it records."""
+
+
+def _sink(op: str, token: Tensor) -> Sink | None:
+    check_one(op, "token", token, torch.int64)
+    return SINKS.get(int(token))
+
+
+def _is_computed_again() -> bool:
+    """Return True inside a backward pass, where a checkpoint runs a forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class RecordTensorArgs(NamedTuple):
+    """Arguments of the op ``record_tensor_``."""
+
+    buffers: list[Tensor]
+    stored: str
+    shape: Shape
+    role: str
+    quantizer: str
+    ticket: Tensor
+    token: Written
+    scale: Tensor | None = None
+
+
+def _record_fill(_: None, args: RecordTensorArgs) -> None:
+    sink = _sink("record_tensor_", args.token)
+    check_one("record_tensor_", "ticket", args.ticket, torch.int64)
+    known_role("record_tensor_", args.role)
+    rule = "buffers must hold a plain tensor, or the buffers of a quantized tensor"
+    check(bool(args.buffers), "record_tensor_", rule, "none", "Pass [x] for a plain tensor x")
+    site = int(args.ticket)
+    if sink is None or not sink.wants(site, args.role):
+        return
+    if args.role in FORWARD_ROLES and _is_computed_again():
+        return
+    with below_autograd():
+        values: Any = args.buffers[0]
+        if args.stored:
+            quantizer: Any = parse(args.stored)
+            values = quantizer.assemble(args.buffers, args.shape, torch.float32, bare=True)
+        sink.receive(site, args.role, values, args.quantizer, args.scale)
+
+
+RECORD_TENSOR = leaf_op("record_tensor_", RecordTensorArgs, "()", no_outputs, _record_fill)
+"""Hand a tensor to the recorder whose number is ``token``, int64 (1,) on the CPU.
+
+``buffers`` is one plain tensor, or the buffers of a quantized tensor of the logical ``shape`` that
+the quantizer ``stored`` made. ``quantizer`` is the canonical text with which the layer quantizes a
+plain tensor, or ""; ``scale`` is its factor under delayed scaling. ``ticket``, int64 (1,) on the
+CPU, is the number of the layer.
+"""
+
+
+class BeginForwardArgs(NamedTuple):
+    """Arguments of the op ``begin_recorded_forward_``."""
+
+    token: Written
+
+
+def _begin_fill(_: None, args: BeginForwardArgs) -> None:
+    sink = _sink("begin_recorded_forward_", args.token)
+    if sink is not None and not _is_computed_again():
+        sink.begin_forward()
+
+
+BEGIN_FORWARD = leaf_op("begin_recorded_forward_", BeginForwardArgs, "()", no_outputs, _begin_fill)
+"""Tell the recorder whose number is ``token`` that the model begins a forward pass."""

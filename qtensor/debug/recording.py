@@ -1,0 +1,363 @@
+"""Record the tensors of a model's layers while a ``with`` block runs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qtensor import api
+from qtensor.debug.layers import (
+    Counted,
+    Layer,
+    Recorded,
+    Site,
+    clean_name,
+    find_layers,
+    replace_method,
+    unwrapped,
+)
+from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
+from qtensor.debug.op import RECORD_TENSOR, SINKS
+from qtensor.debug.statistics import measure, totals_of
+from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.quantizers import Quantizer
+from qtensor.registry import parse
+from qtensor.storage.base import QuantizedTensorStorage
+
+OP = "debug.record"
+FORMAT_ROLES = ("input", "weight", "grad_output")
+"""The operands of GEMMs, which one format applies to."""
+_PENDING = 4096
+"""Statistics that wait on their device, at most; reading them waits for the device."""
+_NUMBERS = itertools.count(1)
+
+Formats = str | Quantizer | Mapping[str, str | Quantizer | None]
+
+
+def record(
+    model: nn.Module,
+    layers: str | Iterable[str] = "*",
+    *,
+    roles: Iterable[str] = ROLES,
+    format: Formats | None = None,
+    reference: nn.Module | Mapping[str, Tensor] | None = None,
+    every: int = 1,
+    count: str = "forward",
+    jsonl: str | PathLike[str] | None = None,
+    keep: int = 100_000,
+) -> Recorder:
+    """Return a context that records statistics of the tensors of a model's layers.
+
+    ``with qtensor.debug.record(model) as log:`` records all linear layers, qtensor's modules and
+    modules with quantized parameters, in eager and compiled code. No byte of the results changes.
+    Afterwards the model is as before.
+
+    Args:
+        model: the model; it may be compiled, or wrapped by FSDP or DDP.
+        layers: patterns of names, such as ``"*.mlp.*"``. Names are those of ``named_modules()``
+            without the parts that wrappers add.
+        roles: which of input, weight, output, grad_output, grad_input and grad_weight to record.
+        format: compare with this format instead of the quantizers of the layers, for a model that
+            is not quantized yet. A format id or a quantizer applies to input, weight and
+            grad_output; a mapping has roles as its keys.
+        reference: the high-precision model, or its state dict, for the SQNR of weights that are
+            stored quantized.
+        every: record the steps 0, every, 2 * every, ...
+        count: "forward" begins a step at every forward call of the model; "manual" ends a step at
+            every ``log.step()``, for example with several microbatches in one step.
+        jsonl: path of a file to which each step adds its records, one JSON object a line.
+        keep: the largest number of records in memory; older ones are removed.
+
+    Returns:
+        The context. Entering it gives the ``Log``.
+
+    Raises:
+        QTensorError: a pattern matches no layer, or a role, format or number is not legal.
+    """
+    check(
+        isinstance(model, nn.Module),
+        OP,
+        "the model must be a torch.nn.Module",
+        type(model).__name__,
+        "Pass the module, not a function or its state",
+        ArgumentTypeError,
+    )
+    for name, number in (("every", every), ("keep", keep)):
+        good = isinstance(number, int) and not isinstance(number, bool) and number > 0
+        check(good, OP, f"{name} must be a positive integer", repr(number), "Fix it")
+    rule = 'count must be "forward" or "manual"'
+    check(count in ("forward", "manual"), OP, rule, repr(count), "Choose one")
+    root = unwrapped(model)
+    plan = _Plan(
+        tuple(known_role(OP, role) for role in ([roles] if isinstance(roles, str) else roles)),
+        _formats(format),
+        reference,
+        every,
+        count == "forward",
+        jsonl,
+    )
+    chosen = choose_layers(root, layers)
+    return Recorder(root, chosen, plan, keep)
+
+
+class _Plan(NamedTuple):
+    """The options of a recording, checked."""
+
+    roles: tuple[str, ...]
+    formats: dict[str, str] | None
+    reference: nn.Module | Mapping[str, Tensor] | None
+    every: int
+    count_forward: bool
+    jsonl: str | PathLike[str] | None
+
+
+def _formats(format: Formats | None) -> dict[str, str] | None:
+    """Return role -> canonical text, or None for the quantizers of the layers."""
+    if format is None:
+        return None
+    named = format if isinstance(format, Mapping) else dict.fromkeys(FORMAT_ROLES, format)
+    texts = {}
+    for role, fmt in named.items():
+        quantizer = None if fmt is None else api.quantizer(fmt)
+        if quantizer is not None and quantizer.needs_scale:
+            rule = "a format to try must need no factor from earlier steps"
+            fail(OP, rule, quantizer.canonical, 'Try "fp8", which computes its own factor')
+        texts[known_role(OP, role)] = "" if quantizer is None else quantizer.canonical
+    return texts
+
+
+def choose_layers(model: nn.Module, patterns: str | Iterable[str], op: str = OP) -> list[Layer]:
+    """Return the layers of a model whose names match one of the patterns.
+
+    Raises:
+        QTensorError: a pattern matches none; the message names some layers.
+    """
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    found = list(find_layers(model))
+    rule = "the model must have a linear layer, a module of qtensor or a quantized parameter"
+    check(bool(found), op, rule, f"{type(model).__name__} without one", "Pass another model")
+    chosen: dict[int, Layer] = {}
+    for pattern in wanted:
+        matching = [
+            layer
+            for layer in found
+            if any(fnmatchcase(name, pattern) for name in (layer.name, *layer.labels()))
+        ]
+        if not matching:
+            names = [layer.name or "(the model itself)" for layer in found]
+            more = ", ..." if len(names) > 8 else ""
+            rule = "each pattern of layers must match a name"
+            fix = f"The layers are: {', '.join(names[:8])}{more}"
+            fail(op, rule, repr(pattern), fix)
+        chosen.update({id(layer.module): layer for layer in matching})
+    return [layer for layer in found if id(layer.module) in chosen]
+
+
+class _Pending(NamedTuple):
+    """Statistics that wait on their device."""
+
+    site: int
+    role: str
+    vector: Tensor
+    quantizer: str
+    shape: tuple[int, ...]
+    note: str
+
+
+class Recorder:
+    """The context of ``record``; the ops call it for each tensor."""
+
+    def __init__(self, root: nn.Module, layers: Sequence[Layer], plan: _Plan, keep: int) -> None:
+        self._root, self._layers, self._plan = root, layers, plan
+        self._labels = [label for layer in layers for label in layer.labels()]
+        self.log = Log(self._labels, keep)
+        self._number = next(_NUMBERS)
+        self._step, self._forwards = 0, 0
+        self._lock = threading.RLock()
+        self._pending: list[_Pending] = []
+        self._entries: dict[tuple[int, str], Entry] = {}
+        self._weights: set[int] = set()
+        self._references: dict[int, Tensor] = {}
+        self._undo = ExitStack()
+        self._used = False
+
+    # ---- the context
+
+    def __enter__(self) -> Log:
+        fix = "Call qtensor.debug.record again"
+        check(not self._used, OP, "a recording is entered once", "a closed recording", fix)
+        self._used = True
+        lines = None
+        if self._plan.jsonl is not None:
+            lines = open(self._plan.jsonl, "w", encoding="utf-8")
+        with ExitStack() as undo:
+            self.log.attach(self._open_records, self._advance, lines)
+            undo.callback(self.log.detach)
+            self._install(undo)
+            SINKS[self._number] = self
+            undo.callback(SINKS.pop, self._number, None)
+            self._undo = undo.pop_all()
+        return self.log
+
+    def __exit__(self, *_: object) -> None:
+        SINKS.pop(self._number, None)
+        try:
+            self._finish_step()
+        finally:
+            self._references.clear()
+            self._undo.close()
+
+    def _install(self, undo: ExitStack) -> None:
+        """Replace the methods of the layers; ``undo`` puts them back."""
+        plan, numbers = self._plan, itertools.count()
+        tokens = self._tensor(self._number), self._tensor(self._number)
+        state = self._reference_state()
+        for layer in self._layers:
+            sites = {
+                label: Site(self._tensor(next(numbers)), *tokens, plan.roles, plan.formats)
+                for label in layer.labels()
+            }
+            weights = {weight: sites[layer.label(weight)] for weight in layer.weights}
+            recorded = Recorded(sites.get(layer.name), weights, None)
+            undo.callback(replace_method(layer.module, layer.method, recorded))
+            for weight, site in weights.items():
+                self._watch_weight(layer, weight, site, state, undo)
+        if plan.count_forward:
+            counted = Counted(tokens[0], None)
+            undo.callback(replace_method(self._root, "forward", counted))
+
+    @staticmethod
+    def _tensor(number: int) -> Tensor:
+        return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+    def _watch_weight(
+        self, layer: Layer, weight: str, site: Site, state: Mapping[str, Any], undo: ExitStack
+    ) -> None:
+        """Record the gradient of a weight, and find the values that it was quantized from."""
+        parameter: Any = getattr(layer.module, weight)
+        if isinstance(parameter, QuantizedTensorStorage):
+            name = f"{layer.name}.{weight}" if layer.name else weight
+            high = state.get(name, getattr(parameter, "_high_precision_init_val", None))
+            if isinstance(high, Tensor) and high.shape == parameter.shape:
+                self._references[int(site.ticket)] = high.detach()
+        leaf = isinstance(parameter, Tensor) and parameter.is_leaf and parameter.requires_grad
+        if leaf and "grad_weight" in self._plan.roles:
+            text = (self._plan.formats or {}).get("grad_weight", "")
+            undo.callback(parameter.register_hook(_gradient_hook(site, text)).remove)
+
+    def _reference_state(self) -> Mapping[str, Any]:
+        reference = self._plan.reference
+        if reference is None:
+            return {}
+        if isinstance(reference, nn.Module):
+            reference = dict(unwrapped(reference).named_parameters())
+        state = {clean_name(name): value for name, value in reference.items()}
+        for layer in self._layers:
+            for weight in layer.weights:
+                name = f"{layer.name}.{weight}" if layer.name else weight
+                parameter: Any = getattr(layer.module, weight)
+                if isinstance(parameter, QuantizedTensorStorage):
+                    shape = tuple(state[name].shape) if name in state else "no such tensor"
+                    rule = f"the reference must hold {name} of shape {tuple(parameter.shape)}"
+                    good = shape == tuple(parameter.shape)
+                    check(good, OP, rule, shape, "Pass the model from before the quantization")
+        return state
+
+    # ---- what the ops call
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is recorded."""
+        return self._step % self._plan.every == 0
+
+    def begin_forward(self) -> None:
+        """Begin a step, unless it is the first forward pass."""
+        with self._lock:
+            if self._forwards:
+                self._finish_step()
+                self._step += 1
+            self._forwards += 1
+
+    def wants(self, site: int, role: str) -> bool:
+        """Return whether a tensor is recorded; a weight is recorded once a step."""
+        if not self.active or role not in self._plan.roles:
+            return False
+        return role != "weight" or site not in self._weights
+
+    def receive(
+        self, site: int, role: str, values: Any, quantizer: str, scale: Tensor | None
+    ) -> None:
+        """Take a tensor: compute its statistics on its device, without waiting for it."""
+        found: Any = parse(quantizer) if quantizer else None
+        if found is not None and found.rowwise and found.columnwise:
+            found = found.with_usage(columnwise=False)
+        reference = self._references.get(site) if role == "weight" else None
+        text, note = "" if found is None else found.canonical, ""
+        if isinstance(values, QuantizedTensorStorage):
+            text = values._quantizer.canonical
+            if reference is not None:
+                reference = reference.to(values.device)
+        try:
+            vector = measure(values, found, scale, reference)
+        except QTensorError as error:
+            vector, text, note = measure(values), "", str(error)
+        shape = tuple(values.shape)
+        with self._lock:
+            if role == "weight":
+                self._weights.add(site)
+            self._pending.append(_Pending(site, role, vector, text, shape, note))
+            if len(self._pending) >= _PENDING:
+                self._drain()
+
+    # ---- steps
+
+    def _advance(self) -> None:
+        rule = 'log.step() ends the steps of a recording with count="manual"'
+        fix = 'Pass count="manual", or leave out log.step()'
+        check(not self._plan.count_forward, "log.step", rule, 'count="forward"', fix)
+        with self._lock:
+            self._finish_step()
+            self._step += 1
+
+    def _drain(self) -> None:
+        """Read the pending statistics, and add them to those of their layer."""
+        pending, self._pending = self._pending, []
+        for p, totals in zip(pending, totals_of([p.vector for p in pending]), strict=True):
+            old = self._entries.get((p.site, p.role))
+            entry = Entry(totals, p.quantizer, p.shape, p.note)
+            if old is not None:
+                entry.totals, entry.calls = old.totals.plus(totals), old.calls + 1
+            self._entries[p.site, p.role] = entry
+
+    def _open_records(self) -> list[Record]:
+        """Return the records of the current step."""
+        with self._lock:
+            self._drain()
+            return [
+                entry.record(self._step, self._labels[site], role)
+                for (site, role), entry in self._entries.items()
+            ]
+
+    def _finish_step(self) -> None:
+        with self._lock:
+            self.log.append(self._open_records())
+            self._entries = {}
+            self._weights = set()
+
+
+def _gradient_hook(site: Site, quantizer: str) -> Callable[[Tensor], None]:
+    """Return a hook that records the gradient of a weight."""
+
+    def hook(grad: Tensor) -> None:
+        ticket, token = site.ticket, site.backward_token
+        RECORD_TENSOR([grad], "", grad.shape, "grad_weight", quantizer, ticket, token)
+
+    return hook

@@ -1,0 +1,191 @@
+"""Compute the statistics of one tensor on its device, without reading any of them on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.layout import rows_cols
+from qtensor.quantizers import Quantizer
+from qtensor.reference.blocks import to_blocks
+from qtensor.report import ChunkErrors, compare_chunk, decibel, decode_factors
+from qtensor.storage.base import QuantizedTensorStorage
+
+OUTLIER = 10.0
+"""A column is an outlier channel if its maximum is above this multiple of the median column's.
+
+The median is over the columns whose maximum is not zero.
+"""
+
+_CHUNK_ON_CPU, _CHUNK = 1 << 18, 1 << 24
+"""Elements that are compared at a time: small chunks stay in the cache of a CPU."""
+
+
+class Totals(NamedTuple):
+    """Statistics of one tensor, or of several calls together; each is a number."""
+
+    numel: float
+    nan: float
+    inf: float
+    amax: float
+    """Largest finite magnitude."""
+    signal: float
+    """Sum of the squared values; NaN without a comparison."""
+    noise: float
+    """Sum of the squared errors; NaN without a comparison."""
+    saturated: float
+    """Number of values beyond the largest code of their block; NaN if unknown."""
+    flushed: float
+    """Number of non-zero values that became zero; NaN without a comparison."""
+    scale_min: float
+    """Smallest decode factor; inf if there is none."""
+    scale_max: float
+    blocks: float
+    zero_blocks: float
+    """Number of blocks whose values are all zero after quantization."""
+    columns: float
+    dead_columns: float
+    """Number of columns without a non-zero value."""
+    outlier_channels: float
+
+    @property
+    def sqnr_db(self) -> float:
+        """10 log10(signal / noise); NaN without a comparison or without a value to compare."""
+        if math.isnan(self.noise) or self.numel == self.nan + self.inf:
+            return math.nan
+        return decibel(self.signal, self.noise)
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the statistics of both; of the columns, the smaller share that is dead."""
+        sums = [a + b for a, b in zip(self, other, strict=True)]
+        return Totals(*sums)._replace(
+            amax=max(self.amax, other.amax),
+            scale_min=min(self.scale_min, other.scale_min),
+            scale_max=max(self.scale_max, other.scale_max),
+            columns=max(self.columns, other.columns),
+            dead_columns=min(self.dead_columns, other.dead_columns),
+            outlier_channels=max(self.outlier_channels, other.outlier_channels),
+        )
+
+
+def totals_of(vectors: Sequence[Tensor]) -> list[Totals]:
+    """Return the statistics in vectors of ``measure``; each device is read once."""
+    rows: dict[int, Totals] = {}
+    for device in dict.fromkeys(v.device for v in vectors):
+        chosen = [i for i, v in enumerate(vectors) if v.device == device]
+        values = torch.stack([vectors[i] for i in chosen]).tolist()
+        rows.update({i: Totals(*row) for i, row in zip(chosen, values, strict=True)})
+    return [rows[i] for i in range(len(vectors))]
+
+
+def measure(
+    x: Tensor | QuantizedTensorStorage,
+    quantizer: Quantizer | None = None,
+    scale: Tensor | None = None,
+    reference: Tensor | None = None,
+) -> Tensor:
+    """Return the statistics of a tensor, as the fields of ``Totals``, float64 on its device.
+
+    Args:
+        x: a floating tensor of any shape, or a quantized one.
+        quantizer: quantizes a plain ``x`` for the comparison; None compares nothing. Stochastic
+            rounding uses a seed of its own, so that no random state changes.
+        scale: float32 (1,), the encode factor of delayed scaling.
+        reference: the high-precision values of a quantized ``x``, of its shape.
+
+    Raises:
+        QTensorError: the quantizer refuses the tensor.
+    """
+    if isinstance(x, QuantizedTensorStorage):
+        return _vector(reference, x)
+    x = x.detach()
+    if quantizer is None:
+        return _vector(x, None)
+    seed = None
+    if quantizer.stochastic_rounding:
+        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+    return _vector(x, quantizer.quantize(x, scale=scale, generator=seed))
+
+
+def _vector(x: Tensor | None, q: Any) -> Tensor:
+    """Return the statistics of ``x``, of its quantized form ``q``, or of both."""
+    values = q.dequantize(torch.float32).detach() if x is None else x
+    rows, cols = rows_cols(values.shape)
+    values = values.reshape(rows, cols)
+    decoded = factor = None
+    if q is not None:
+        decoded = values if x is None else q.dequantize(torch.float32).detach().reshape(rows, cols)
+        factor = decode_factors(q).reshape(rows, cols)
+    block = (1, max(cols, 1)) if q is None else q._quantizer.value_block or (1, max(cols, 1))
+    sums = _Sums(cols, values.device)
+    limit = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK
+    step = max(block[0], limit // max(cols, 1) // block[0] * block[0])
+    for start in range(0, rows if cols else 0, step):
+        part = slice(start, start + step)
+        sums.add(values[part])
+        if decoded is not None and factor is not None:
+            largest = q._quantizer.element.max
+            sums.compare(compare_chunk(values[part], decoded[part], factor[part], largest))
+            zero = to_blocks(decoded[part] != 0, *block).any(3).any(1).logical_not()
+            sums.total["zero_blocks"] += zero.sum()
+            sums.total["blocks"] += zero.numel()
+    unknown = []
+    if x is None or q is None:
+        unknown = ["signal", "noise", "saturated", "flushed"]
+    elif not q._quantizer.factors_are_local:
+        unknown = ["saturated"]
+    return sums.vector(values.numel(), unknown)
+
+
+class _Sums:
+    """Add up chunks of rows in float64 scalars on the device."""
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.device = device
+        self.total = {name: torch.zeros((), dtype=torch.float64, device=device) for name in _ADDED}
+        self.scale_min = torch.full((), math.inf, dtype=torch.float64, device=device)
+        self.scale_max = -self.scale_min
+        self.column_max = torch.zeros(columns, dtype=torch.float64, device=device)
+        self.used = torch.zeros(columns, dtype=torch.bool, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """Add the counts and maxima of values (rows, K)."""
+        self.total["nan"] += x.isnan().sum()
+        self.total["inf"] += x.isinf().sum()
+        self.used |= (x != 0).any(0)
+        magnitudes = torch.where(x.isfinite(), x, 0).abs().double().amax(0)
+        self.column_max = torch.maximum(self.column_max, magnitudes)
+
+    def compare(self, chunk: ChunkErrors) -> None:
+        """Add the errors of a chunk."""
+        for name in ("signal", "noise", "saturated", "flushed"):
+            self.total[name] += getattr(chunk, name)
+        self.scale_min = torch.minimum(self.scale_min, chunk.scale_min)
+        self.scale_max = torch.maximum(self.scale_max, chunk.scale_max)
+
+    def vector(self, numel: int, unknown: Sequence[str]) -> Tensor:
+        """Return the fields of ``Totals`` (fields,); ``unknown`` names those that are NaN."""
+        columns = self.column_max
+        found: dict[str, Any] = dict(self.total)
+        found |= dict.fromkeys(unknown, math.nan)
+        found |= {"numel": numel, "columns": columns.numel()}
+        found |= {"scale_min": self.scale_min, "scale_max": self.scale_max}
+        found["dead_columns"] = (~self.used).sum()
+        if columns.numel():
+            found["amax"] = columns.max()
+            usual = torch.where(columns > 0, columns, math.nan).nanmedian()
+            found["outlier_channels"] = (columns > OUTLIER * usual).sum()
+        kind: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        ordered = [found.get(name, 0.0) for name in Totals._fields]
+        # torch.full fills on the device; a copy from the host would wait for it.
+        return torch.stack([
+            value.to(torch.float64) if isinstance(value, Tensor) else torch.full((), value, **kind)
+            for value in ordered
+        ])
+
+
+_ADDED = ("nan", "inf", "signal", "noise", "saturated", "flushed", "blocks", "zero_blocks")

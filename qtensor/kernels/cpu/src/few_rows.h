@@ -1,0 +1,133 @@
+// Few rows of x times a quantized weight that is read once, as it is stored: y = x @ weight.T.
+//
+// The order of the sums is part of the result (docs/numerics.md, "Few rows"): it depends neither on the
+// number of rows nor on threads nor on the instruction set. Here is what the ways to compute it share: rows
+// of the weight and their factors, the order of elements, the end of a sum, and how rows are dealt out to
+// threads.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "avx512_rotation.h"
+#include "memory.h"
+#include "scale_layout.h"
+#include "threads.h"
+
+namespace QT_NAMESPACE {
+
+constexpr int SUMS = 16;       // partial sums of an element of the result
+constexpr i64 STAGE = 512;     // elements of x that lie together for all rows: (stage, row, STAGE)
+constexpr i64 MOST_ROWS = 64;  // of x in a call
+
+// A call, with the weight's rows as the kernels read them.
+struct FewRows {
+    const LinearCall& call;
+    i64 m, k, n;
+    int block;  // of a factor; 0: none
+    const u8* codes;
+    i64 code_stride;                           // bytes of a row
+    ScaleLayout scales;                        // of blocks
+    i64 scale_bytes;                           // of a row, rounded up to whole tiles
+    const float* factors;                      // that follow the sum, or null
+    i64 factor_step;                           // 0: one for all rows of the weight
+    const u8 *low = nullptr, *high = nullptr;  // bytes of the codes' values as bfloat16 (element_codes.h)
+    const float* values = nullptr;
+};
+
+// ---- which elements share a lane
+// A format has spans of SPAN elements. Step v of a span takes two elements of each lane: place(v, lane, 1),
+// then place(v, lane, 0). Where blocks have factors, a span is what shares one vector of factors. Kernels may
+// hold the lanes in another order: their lane i is lane_of(i).
+
+// 4-bit codes: a lane is a block.
+template <int Block>
+struct LaneIsBlock {
+    static constexpr int SPAN = SUMS * Block, STEPS = SPAN / 32;
+    static constexpr int lane_of(int i) { return i; }
+    static constexpr int place(int v, int lane, int half) {
+        return lane * Block + v / 4 * 8 + v % 4 + 4 * half;
+    }
+};
+// Wider codes: four lanes are a part, whose eights are taken in order.
+template <int Part, int Span>
+struct LanesArePart {
+    static constexpr int SPAN = Span, STEPS = SPAN / 32, EIGHTS = Part / 8;
+    static constexpr int eight(int v, int four) {
+        return v / EIGHTS * 4 * Part + four * Part + v % EIGHTS * 8;
+    }
+    static constexpr int lane_of(int i) { return i; }
+    static constexpr int place(int v, int lane, int half) { return eight(v, lane / 4) + lane % 4 * 2 + half; }
+};
+
+// ---- x
+// A row of x, exactly as X (u16: bfloat16), filled up with zeros.
+template <class X>
+static void read_row(const LinearCall& c, i64 m, X* to, i64 padded) {
+    with_type(c.x_dtype, [&](auto type) {
+        using D = decltype(type);
+        const auto* from = (const typename D::T*)c.x + m * c.stride;
+        if constexpr (std::is_same<typename D::T, X>::value && D::id != F16)
+            memcpy(to, from, sizeof(X) * size_t(c.k));
+        else
+            for (i64 k = 0; k < c.k; k++) {
+                const float v = D::to_float(from[k]);
+                if constexpr (sizeof(X) == 2)
+                    to[k] = X(bits<u32>(v) >> 16);
+                else
+                    to[k] = v;
+            }
+    });
+    memset(to + c.k, 0, sizeof(X) * size_t(padded - c.k));
+}
+// float32: a vector of the elements that come first in the sum, then one of the others.
+template <class F>
+static void arrange(const float* x, float* out) {
+    for (i64 first = 0; first < STAGE; first += F::SPAN, x += F::SPAN)
+        for (int v = 0; v < F::STEPS; v++)
+            for (int half = 1; half >= 0; half--, out += SUMS)
+                for (int i = 0; i < SUMS; i++) out[i] = x[F::place(v, F::lane_of(i), half)];
+}
+// All rows, in the order of a format: (stage, row, STAGE). arrange: one stage.
+template <class X, class Arrange>
+static void arrange_rows(const FewRows& f, X* to, const Arrange& arrange) {
+    const i64 stages = (f.k + STAGE - 1) / STAGE;
+    const Array<X> row(stages * STAGE);
+    for (i64 m = 0; m < f.m; m++) {
+        read_row(f.call, m, (X*)row, stages * STAGE);
+        for (i64 i = 0; i < stages; i++) arrange(row + i * STAGE, to + (i * f.m + m) * STAGE);
+    }
+}
+
+// ---- rows of the weight
+
+// What a thread works on. `following`: the first row of its next chunk, or -1.
+struct Chunk {
+    i64 first, end, following;
+};
+// Chunks of rows go to any thread that is free: no sum depends on it. A thread takes its next chunk before it
+// begins one, so that memory is fetched ahead across the border.
+template <class Work>
+static void by_chunks(const FewRows& f, const Work& work) {
+    const i64 threads = f.call.threads;
+    const i64 chunk = threads > 1 ? std::max<i64>(8, up(f.n / (threads * 16), 8)) : f.n;
+    std::atomic<i64> next{0};
+    parallel(threads, 1, int(threads), [&](i64, i64) {
+        const auto take = [&] {
+            const i64 n = next.fetch_add(chunk, std::memory_order_relaxed);
+            return n < f.n ? n : -1;
+        };
+        for (i64 n = take(), following; n >= 0; n = following) {
+            following = threads > 1 ? take() : -1;
+            work(Chunk{n, smaller(f.n, n + chunk), following});
+        }
+    });
+}
+// The codes of the factors of a row's blocks; copied to `own` from tiles.
+INLINE const u8* scale_codes(const FewRows& f, i64 n, u8* own) {
+    const ScaleLayout& s = f.scales;
+    if (!s.tiles) return s.base + s.at(n, 0);
+    for (i64 b = 0; b < f.scale_bytes; b += 4) memcpy(own + b, s.base + s.at(n, b), 4);
+    return own;
+}
+
+}  // namespace QT_NAMESPACE

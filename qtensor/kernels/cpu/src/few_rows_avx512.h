@@ -1,0 +1,402 @@
+// few_rows.h with AVX-512: codes are decoded in registers and multiplied at once, in float32 by fused
+// multiply-adds or, where bfloat16 holds x, by vdpbf16ps, which is two such steps: the high half of a dword
+// first.
+#pragma once
+#include "few_rows_avx512_formats.h"
+
+namespace QT_NAMESPACE {
+
+#if QT_ISA == 512
+// ---- x in the order in which decoded vectors have it
+INLINE void transpose_dwords(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++)
+        for (int h = 0; h < 16; h += 8) {
+            t[h + i] = _mm512_shuffle_i32x4(r[h + i], r[h + 4 + i], 0x88);
+            t[h + 4 + i] = _mm512_shuffle_i32x4(r[h + i], r[h + 4 + i], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    }
+}
+// A stage of x, whose elements behind the end are 0.
+template <class F>
+static void arrange(const u16* x, u16* out) {
+    for (i64 first = 0; first < STAGE; first += F::SPAN, x += F::SPAN, out += F::SPAN) {
+        if constexpr (F::PER == 4) {  // pairs (8 i + s, 8 i + 4 + s); then lanes become vectors
+            constexpr int block = F::SPAN / SUMS;
+            alignas(64) static constexpr u16 pairs[32] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,
+                                                          13, 10, 14, 11, 15, 16, 20, 17, 21, 18, 22,
+                                                          19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
+            __m512i r[16];
+            for (int i = 0; i < SUMS; i++) {
+                const u16* from = x + F::lane_of(i) * block;
+                const __m512i b =
+                    block == 32 ? _mm512_loadu_si512(from) : _mm512_castsi256_si512(load<__m256i>(from));
+                r[i] = _mm512_permutexvar_epi16(_mm512_load_si512(pairs), b);
+            }
+            transpose_dwords(r);
+            for (int v = 0; v < F::STEPS; v++) _mm512_store_si512(out + 32 * v, r[v]);
+        } else {
+            for (int v = 0; v < F::STEPS; v++)
+                for (int four = 0; four < 4; four++)
+                    memcpy(out + 32 * v + 8 * four, x + F::eight(v, four), 16);
+        }
+    }
+}
+// ---- products
+#ifdef __AVX512BF16__
+INLINE __m512 multiply(__m512 p, const u16* x, __m512i d) {
+    return _mm512_dpbf16_ps(p, (__m512bh)_mm512_load_si512(x), (__m512bh)d);
+}
+#endif
+INLINE __m512 multiply(__m512 p, const float* x, __m512i d) {
+    const __m512i high = _mm512_and_si512(d, _mm512_set1_epi32(i32(0xffff0000)));
+    p = _mm512_fmadd_ps(_mm512_load_ps(x), _mm512_castsi512_ps(high), p);
+    return _mm512_fmadd_ps(_mm512_load_ps(x + SUMS), _mm512_castsi512_ps(_mm512_slli_epi32(d, 16)), p);
+}
+template <class F>
+struct LaneOrder {
+    alignas(64) int at[SUMS];
+    constexpr LaneOrder() : at() {
+        for (int i = 0; i < SUMS; i++) at[F::lane_of(i)] = i;
+    }
+};
+// Elements n .. n + count of a row of the result from their sums, at most 16.
+INLINE void finish_vector(const FewRows& f, i64 m, i64 n, i64 count, __m512 sum) {
+    const LinearCall& c = f.call;
+    const __mmask16 real = __mmask16((1u << count) - 1);
+    const float own = c.row_factors ? c.row_factors[m * c.row_factor_step] : 1.0f;
+    const float* factors = f.factors;
+    VF v = (VF)sum;
+    if (!factors)
+        v = v * all(own);
+    else
+        v = v * (all(own) * (f.factor_step ? (VF)_mm512_maskz_loadu_ps(real, factors + n) : all(*factors)));
+    if (c.bias) v = v + (VF)_mm512_maskz_loadu_ps(real, c.bias + n);
+    v = (VI)(v == v) ? v : (VF)all(0x7fc00000);  // the bits of a NaN depend on the order of operands
+    const i64 at = m * f.n + n;
+    if (c.dtype == F32) return _mm512_mask_storeu_ps((float*)c.y + at, real, (__m512)v);
+    const __m256i narrow = c.dtype == F16
+                               ? (__m256i)to_half(v)
+                               : _mm512_cvtepi32_epi16((__m512i)((VU)to_bfloat16_bits((VI)v) >> 16));
+    _mm256_mask_storeu_epi16((u16*)c.y + at, real, narrow);
+}
+// Eight elements of the result from their lanes: halves are added, 8, 4, 2, 1.
+template <class F>
+INLINE void finish_eight(const FewRows& f, i64 m, i64 n, i64 count, __m512 v[8]) {
+    if constexpr (F::PER == 4) {
+        static constexpr LaneOrder<F> order;
+        for (int i = 0; i < 8; i++) v[i] = _mm512_permutexvar_ps(_mm512_load_si512(order.at), v[i]);
+    }
+    __m512 a[4], b[2];
+    for (int i = 0; i < 4; i++)
+        a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xee));
+    for (int i = 0; i < 2; i++)
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+    const __m512d b0 = _mm512_castps_pd(b[0]), b1 = _mm512_castps_pd(b[1]);
+    const __m512 c = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(b0, b1)),
+                                   _mm512_castpd_ps(_mm512_unpackhi_pd(b0, b1)));
+    const __m512 d = _mm512_add_ps(c, _mm512_permute_ps(c, 0xb1));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+    finish_vector(f, m, n, count, _mm512_permutexvar_ps(order, d));
+}
+
+// Memory is fetched in order, to the second cache level, some sets of rows ahead of their use: several rows
+// at a time, each read from its start, are too many streams for the prefetcher of a CPU.
+template <class F, int R>
+struct Fetch {
+    const u8 *next, *next_scale;
+    bool on;
+    Fetch(const FewRows& f, const Chunk& chunk, i64 n) {  // while rows n .. n + R are used
+        i64 to = n + R * i64(8192 / double(R * f.code_stride) + 1.75);
+        if (to >= chunk.end) to = chunk.following < 0 ? -1 : chunk.following + to - chunk.end;
+        on = to >= 0 && to < f.n;
+        if (!on) to = 0;
+        next = f.codes + to * f.code_stride;
+        next_scale = F::SCALES && !f.scales.tiles ? f.scales.base + f.scales.at(to, 0) : next;
+    }
+    // A piece of `Elements` of each of the R rows, the `at`-th such piece.
+    template <int Elements>
+    ALWAYS_INLINE void piece(i64 at) {
+        if (!on) return;
+        constexpr i64 bytes = i64(R) * Elements / F::SPAN * F::BYTES;
+#pragma GCC unroll 16
+        for (i64 line = 0; line < bytes; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+        next += bytes;
+        if constexpr (F::SCALES > 0) {
+            constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES,
+                          every = scales < 64 ? 64 / scales : 1;
+            if (at % every == 0)
+                for (i64 line = 0; line < (scales < 64 ? 64 : scales); line += 64)
+                    _mm_prefetch((const char*)next_scale + at * scales + line, _MM_HINT_T1);
+        }
+    }
+};
+
+// R rows of the weight.
+template <class F, int R>
+struct WeightRows {
+    const FewRows& f;
+    const u8 *code[R], *scale[R];
+    // Rows behind the end of the chunk are its last one. `own`: R * scale_bytes for factors out of tiles.
+    WeightRows(const FewRows& f, i64 n, i64 end, u8* own) : f(f) {
+        for (int r = 0; r < R; r++) {
+            const i64 at = smaller(n + r, end - 1);
+            code[r] = f.codes + at * f.code_stride;
+            scale[r] = nullptr;
+            if (F::SCALES)
+                scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
+            else if (F::SCALED)
+                scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
+        }
+    }
+    ALWAYS_INLINE void whole(int r, i64 span, __m512i t[F::LOADS], __m512& s) const {
+        F::load(code[r] + span * F::BYTES, t);
+        if constexpr (F::SCALED) s = F::factors(f, scale[r], span);
+    }
+    // The last span, filled up with codes and factors of zero bytes.
+    void part(int r, i64 span, __m512i t[F::LOADS], __m512& s) const {
+        u8 codes[F::BYTES] = {}, scales[16] = {};
+        memcpy(codes, code[r] + span * F::BYTES, size_t(f.code_stride - span * F::BYTES));
+        F::load(codes, t);
+        if constexpr (F::SCALES > 0) {
+            const i64 left = (f.k - span * F::SPAN) * F::SCALES;
+            memcpy(scales, scale[r] + span * F::SCALES, size_t((left + F::SPAN - 1) / F::SPAN));
+            s = F::factors(f, scales, 0);
+        } else if constexpr (F::SCALED) {
+            s = F::factors(f, scale[r], span);
+        }
+    }
+};
+
+// 1. R rows of the weight times M rows of x, with everything in registers.
+template <class F, int R, int M, class X>
+INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512 s[R], const X* x,
+                      __m512 acc[R][M]) {
+    __m512 p[R][M];
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) p[r][m] = F::SCALED ? _mm512_setzero_ps() : acc[r][m];
+#pragma GCC unroll 4
+    for (int i = 0; i < F::LOADS; i++) {
+        if constexpr (F::PER == 4) {
+#define QT_STEP(S)                                                                                    \
+    for (int r = 0; r < R; r++) {                                                                     \
+        const __m512i d = F::template decode<S>(codes, t[r][i]);                                      \
+        for (int m = 0; m < M; m++) p[r][m] = multiply(p[r][m], x + m * STAGE + (i * 4 + S) * 32, d); \
+    }
+            QT_STEP(0) QT_STEP(1) QT_STEP(2) QT_STEP(3)
+#undef QT_STEP
+        } else {
+            for (int r = 0; r < R; r++) {
+                __m512i d[F::PER];
+                F::decode_all(codes, t[r][i], d);
+                for (int v = 0; v < F::PER; v++)
+                    for (int m = 0; m < M; m++)
+                        p[r][m] = multiply(p[r][m], x + m * STAGE + (i * F::PER + v) * 32, d[v]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++)
+            acc[r][m] = F::SCALED ? _mm512_fmadd_ps(p[r][m], s[r], acc[r][m]) : p[r][m];
+}
+template <class F, int R, int M, class X>
+static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
+    const i64 spans = f.k / F::SPAN;
+    for (i64 n = chunk.first; n < chunk.end; n += R) {
+        const WeightRows<F, R> rows(f, n, chunk.end, own);
+        Fetch<F, R> fetch(f, chunk, n);
+        __m512 acc[R][M], s[R];
+        __m512i t[R][F::LOADS];
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) acc[r][m] = _mm512_setzero_ps();
+        const auto x_of = [&](i64 i) { return xs + i * F::SPAN / STAGE * STAGE * M + i * F::SPAN % STAGE; };
+        for (i64 i = 0; i < spans; i++) {
+            fetch.template piece<F::SPAN>(i);
+            for (int r = 0; r < R; r++) rows.whole(r, i, t[r], s[r]);
+            span_sums<F, R, M, X>(codes, t, s, x_of(i), acc);
+        }
+        if (spans * F::SPAN < f.k) {
+            for (int r = 0; r < R; r++) rows.part(r, spans, t[r], s[r]);
+            span_sums<F, R, M, X>(codes, t, s, x_of(spans), acc);
+        }
+        for (int m = 0; m < M; m++) {
+            __m512 v[8];
+            for (int r = 0; r < 8; r++) v[r] = r < R ? acc[r][m] : _mm512_setzero_ps();
+            finish_eight<F>(f, m, n, smaller(R, chunk.end - n), v);
+        }
+    }
+}
+
+// 2. More rows of x: the codes of two sets of four rows of the weight, a stage at a time, with tiles of T
+// rows of x. The codes are decoded again for each tile, which costs less than keeping their values in the
+// first cache level.
+constexpr int SET = 4, SETS = 2;
+constexpr i64 TILED_ROWS = 16;  // of x: their sums stay in the first cache level
+template <class F>
+struct Stage {
+    static constexpr int SPANS = int(STAGE) / F::SPAN;
+    static constexpr bool KEEP =
+        F::SCALED && F::STEPS <= 4;  // sums in registers: factors follow every few products
+    alignas(64) __m512i t[SETS][SPANS][SET][F::LOADS];
+    alignas(64) __m512 s[SETS][SPANS][SET];
+    alignas(64) __m512 acc[SETS][TILED_ROWS][SET];
+};
+template <class F, int R, int T, class X>
+INLINE void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans, int r0, i64 m0) {
+    constexpr bool keep = Stage<F>::KEEP;
+    __m512(*acc)[SET] = stage.acc[set] + m0;
+    __m512 a[T][R], p[T][R];
+    for (int m = 0; m < T; m++)
+        for (int r = 0; r < R; r++) {
+            if (keep) a[m][r] = acc[m][r0 + r];
+            if (!F::SCALED) p[m][r] = acc[m][r0 + r];
+        }
+#pragma GCC unroll 1
+    for (int i = 0; i < spans; i++, x += F::SPAN) {
+        for (int m = 0; F::SCALED && m < T; m++)
+            for (int r = 0; r < R; r++) p[m][r] = _mm512_setzero_ps();
+#pragma GCC unroll 1
+        for (int l = 0; l < F::LOADS; l++) {
+            const X* from = x + l * F::PER * 32;
+            if constexpr (F::PER == 4) {
+#define QT_STEP(S)                                                                                    \
+    {                                                                                                 \
+        __m512i d[R];                                                                                 \
+        for (int r = 0; r < R; r++) d[r] = F::template decode<S>(codes, stage.t[set][i][r0 + r][l]);  \
+        for (int m = 0; m < T; m++)                                                                   \
+            for (int r = 0; r < R; r++) p[m][r] = multiply(p[m][r], from + m * STAGE + S * 32, d[r]); \
+    }
+                QT_STEP(0) QT_STEP(1) QT_STEP(2) QT_STEP(3)
+#undef QT_STEP
+            } else {
+                __m512i d[R][F::PER];
+                for (int r = 0; r < R; r++) F::decode_all(codes, stage.t[set][i][r0 + r][l], d[r]);
+                for (int v = 0; v < F::PER; v++)
+                    for (int m = 0; m < T; m++)
+                        for (int r = 0; r < R; r++)
+                            p[m][r] = multiply(p[m][r], from + m * STAGE + v * 32, d[r][v]);
+            }
+        }
+        for (int m = 0; F::SCALED && m < T; m++)
+            for (int r = 0; r < R; r++) {
+                __m512& to = keep ? a[m][r] : acc[m][r0 + r];
+                to = _mm512_fmadd_ps(p[m][r], stage.s[set][i][r0 + r], to);
+            }
+    }
+    for (int m = 0; m < T; m++)
+        for (int r = 0; r < R; r++) {
+            if (keep) acc[m][r0 + r] = a[m][r];
+            if (!F::SCALED) acc[m][r0 + r] = p[m][r];
+        }
+}
+template <class F, int T, class X>
+static void tiles(const F& codes, const X* x, Stage<F>& stage, int spans, i64 m0) {
+    constexpr int R = T > 4 || Stage<F>::KEEP ? 2 : 4;
+    for (int set = 0; set < SETS; set++)
+        for (int r = 0; r < SET; r += R) tile<F, R, T, X>(codes, x, stage, set, spans, r, m0);
+}
+template <class F, class X>
+static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int spans, i64 count) {
+    constexpr int most = F::SCALED ? 4 : 8;
+    i64 m = 0;
+    for (; count - m >= most; m += most) tiles<F, most>(codes, x + m * STAGE, stage, spans, m);
+    if (count - m >= 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m), m += 4;
+    if (count - m == 3) tiles<F, 3>(codes, x + m * STAGE, stage, spans, m);
+    if (count - m == 2) tiles<F, 2>(codes, x + m * STAGE, stage, spans, m);
+    if (count - m == 1) tiles<F, 1>(codes, x + m * STAGE, stage, spans, m);
+}
+// Rows m0 .. m0 + count of x times rows of the weight from n on.
+template <class F, class X>
+static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs,
+                          const WeightRows<F, SETS * SET>& rows, const Chunk& chunk, i64 n, i64 m0, i64 count,
+                          Stage<F>& stage) {
+    constexpr int R = SETS * SET, SPANS = Stage<F>::SPANS;
+    Fetch<F, R> fetch(f, chunk, n);
+    for (int set = 0; set < SETS; set++)
+        for (i64 m = 0; m < count; m++)
+            for (int r = 0; r < SET; r++) stage.acc[set][m][r] = _mm512_setzero_ps();
+    for (i64 e = 0; e < f.k; e += STAGE) {
+        if (m0 == 0 && e + STAGE <= f.k) fetch.template piece<int(STAGE)>(e / STAGE);
+        const int spans = int(smaller(SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
+        for (int q = 0; q < R; q++)
+            for (int i = 0; i < spans; i++) {
+                auto& t = stage.t[q / SET][i][q % SET];
+                auto& s = stage.s[q / SET][i][q % SET];
+                if (e + (i + 1) * F::SPAN <= f.k)
+                    rows.whole(q, e / F::SPAN + i, t, s);
+                else
+                    rows.part(q, e / F::SPAN + i, t, s);
+            }
+        tiles_of_stage<F>(codes, xs + e * f.m + m0 * STAGE, stage, spans, count);
+    }
+    for (i64 m = 0; m < count; m++) {
+        __m512 v[R];
+        for (int q = 0; q < R; q++) v[q] = stage.acc[q / SET][m][q % SET];
+        finish_eight<F>(f, m0 + m, n, smaller(R, chunk.end - n), v);
+    }
+}
+
+template <class F, class X>
+static void multiply_chunk(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
+    switch (f.m) {
+        case 1:
+            return rows_in_registers<F, 4, 1>(f, codes, xs, chunk, own);
+        case 2:
+            return rows_in_registers<F, F::PER == 4 ? 4 : 2, 2>(f, codes, xs, chunk, own);
+        case 3:
+            return rows_in_registers<F, 2, 3>(f, codes, xs, chunk, own);
+        case 4:
+            return rows_in_registers<F, 2, 4>(f, codes, xs, chunk, own);
+        default:
+            break;
+    }
+    Stage<F> stage;
+    for (i64 n = chunk.first; n < chunk.end; n += SETS * SET) {
+        const WeightRows<F, SETS * SET> rows(f, n, chunk.end, own);
+        for (i64 m = 0; m < f.m; m += TILED_ROWS)
+            rows_by_tiles<F>(f, codes, xs, rows, chunk, n, m, smaller(TILED_ROWS, f.m - m), stage);
+    }
+}
+template <class X, class F>
+static void multiply_format(const FewRows& f) {
+    const Array<X> xs(up(f.k, STAGE) * f.m);
+    arrange_rows<X>(f, xs, [](const X* from, X* to) { arrange<F>(from, to); });
+    by_chunks(f, [&](const Chunk& chunk) {
+        const Array<u8> own(f.scales.tiles ? SET * SETS * f.scale_bytes : 0);
+        multiply_chunk<F>(f, F(f), (const X*)xs, chunk, own);
+    });
+}
+// X: u16 for bfloat16, else float.
+template <class X>
+static bool multiply_few_rows(const CQuantizer& p, const FewRows& f) {
+    if (p.family != BLOCK)
+        multiply_format<X, Fp8Rows>(f);
+    else if (p.block == 128)
+        multiply_format<X, Fp8BlockRows>(f);
+    else if (p.codes == 4)
+        multiply_format<X, Mxfp6PackedRows>(f);
+    else if (p.codes == 1)
+        multiply_format<X, Mxfp8Rows>(f);
+    else if (p.block == 32)
+        multiply_format<X, Mxfp4Rows>(f);
+    else
+        multiply_format<X, Nvfp4Rows>(f);
+    return true;
+}
+#endif
+
+}  // namespace QT_NAMESPACE

@@ -1,0 +1,240 @@
+"""Few rows times a quantized weight: the bytes of an order of sums that depends on nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import few_rows_oracle as oracle
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from native_cases import ISAS, loaded, threads
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import qtensor
+from qtensor.build import build
+from qtensor.kernels.cpu import native, sources
+from qtensor.kernels.cpu.native import Rows
+from qtensor.kernels.cpu.small_calls.program import SMALL as SMALL_CALLS
+from qtensor.kernels.gemm import few_rows
+
+WEIGHTS: list[tuple[str, dict[str, Any]]] = [
+    ("mxfp4", {}),
+    ("nvfp4", {}),
+    ("fp8", {}),
+    ("fp8", {"dtype": "e5m2"}),
+    ("fp8_rowwise", {}),
+    ("fp8_blockwise", {"block_scaling_dim": 1}),
+    ("fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
+    ("mxfp8", {}),
+    ("mxfp8", {"dtype": "e5m2", "swizzled": True}),
+    ("mxfp6", {}),
+    ("mxfp6", {"dtype": "e3m2"}),
+    ("mxfp6", {"packed": True}),
+    ("mxfp6", {"packed": True, "dtype": "e3m2"}),
+    ("mxfp4", {"swizzled": True}),
+    ("nvfp4", {"swizzled": True}),
+    ("nvfp4", {"row_scaled": True}),
+    ("nvfp4", {"with_2d_quantization": True}),
+    ("nvfp4", {"use_4over6": True}),
+]
+weights = pytest.mark.parametrize(
+    ("fmt", "options"), WEIGHTS, ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in WEIGHTS]
+)
+N, K = 67, 1031
+"""More than `few_rows.SMALL` elements, ragged for each block, set of rows and stage."""
+
+
+@pytest.fixture(scope="session", params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels of one instruction set."""
+    if request.param not in sources.usable_isas():
+        pytest.skip(reason=f"this CPU has no {request.param}")
+    with loaded(native.Library(str(build(sources.build_spec(request.param))))):
+        yield
+
+
+def quantized(n: int, k: int, fmt: str, options: dict[str, Any], spread: float = 3.0) -> Any:
+    """A weight whose blocks and rows have factors of many sizes."""
+    w = (
+        torch.randn(n, k)
+        * torch.exp2(torch.randn(n, k // 16 + 1) * spread).repeat_interleave(16, 1)[:, :k]
+    )
+    return qtensor.quantize(w, fmt, **options)
+
+
+def same_bits(a: Tensor, b: Tensor) -> None:
+    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    different = (a.view(whole) != b.view(whole)).nonzero()
+    assert not len(different), f"{len(different)} of {a.numel()}, first {different[0].tolist()}"
+
+
+def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(total.isnan(), torch.nan, total).to(dtype)
+
+
+def test_the_threshold_is_that_of_small_calls():
+    assert few_rows.SMALL == SMALL_CALLS
+
+
+def test_the_oracle_has_one_rounding():
+    fmaf = ctypes.CDLL("libm.so.6").fmaf
+    fmaf.argtypes, fmaf.restype = (ctypes.c_float,) * 3, ctypes.c_float
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal(3000).astype(np.float32) for _ in range(3))
+    c *= np.exp2(rng.integers(-60, 30, 3000)).astype(np.float32)
+    a[:500] *= np.float32(2.0**-140)
+    c[:500] *= np.float32(2.0**-130)
+    # 2^-54 below the middle of two float32 numbers: float64 rounds to the middle.
+    a[-1], b[-1], c[-1] = 1 + 2.0**-15, (1 - 2.0**-15) * 2.0**-24, 1 + 2.0**-23
+    want = np.array([fmaf(*map(float, v)) for v in zip(a, b, c, strict=True)], np.float32)
+    assert (oracle.fused(a, b, c).view(np.int32) == want.view(np.int32)).all()
+    twice = (a.astype(np.float64) * b + c).astype(np.float32)
+    assert (twice.view(np.int32) != want.view(np.int32)).any(), "the cases do not tell them apart"
+
+
+@weights
+def test_bytes_of_every_format(isa: None, fmt: str, options: dict[str, Any]):
+    torch.manual_seed(0)
+    w, bias = quantized(N, K, fmt, options), torch.randn(N)
+    wide = torch.randn(21, K + 9)
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x = wide.to(dtype)[:, 4 : K + 4]
+        want = oracle.product(x, w, bias)
+        for rows in (1, 2, 3, 4, 5, 7, 21):
+            for count in (1, 2):
+                with threads(count):
+                    got = qtensor.gemm(x[:rows], w, "TN", bias, dtype=torch.float32)
+                same_bits(got, want[:rows])
+        for result in (torch.bfloat16, torch.float16):
+            same_bits(qtensor.gemm(x, w, "TN", bias, dtype=result), rounded(want, result))
+    why = qtensor.explain(x, w)
+    assert why.backend == "few_rows", why
+
+
+@weights
+@pytest.mark.parametrize("k", [1, 2, 15, 16, 31, 33, 64, 127, 128, 129, 255, 512, 513, 640, 1536])
+def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any], k: int):
+    torch.manual_seed(1)
+    w = quantized(9, k, fmt, options)
+    x = torch.randn(6, k).bfloat16()
+    want = oracle.product(x, w)
+    for rows in (1, 4, 6):
+        out = torch.full((rows, 9), torch.nan)
+        assert native.linear_(weight_of(w), Rows(x[:rows]), None, out, few=True)
+        same_bits(out, want[:rows])
+
+
+def weight_of(w: Any) -> Any:
+    from qtensor.kernels.gemm.tiles import GemmRows  # noqa: PLC0415
+
+    return GemmRows(w.quantizer, w.buffers(), tuple(w.shape))
+
+
+@weights
+def test_a_row_does_not_depend_on_the_others(fmt: str, options: dict[str, Any]):
+    """Rows of a batch of 64 beside each other number of rows, one to four threads, and slices."""
+    torch.manual_seed(2)
+    w = quantized(300, 1024, fmt, options)
+    x = torch.randn(64, 1024).bfloat16()
+    whole = F.linear(x, w)
+    for rows in range(1, 65):
+        first = (64 - rows) // 2
+        with threads(1 + rows % 4):
+            same_bits(F.linear(x[first : first + rows], w), whole[first : first + rows])
+    assert qtensor.explain(x, w.t(), "NN").backend == "few_rows"
+    same_bits(F.linear(x.view(4, 16, 1024)[1, 3], w), whole[19])
+    same_bits(F.linear(x.float()[5:9], w).bfloat16(), whole[5:9])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_rowwise"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_is_eager(fmt: str):
+    torch.manual_seed(3)
+    w, bias = quantized(N, K, fmt, {}), torch.randn(N).bfloat16()
+    counter = CompileCounterWithBackend("inductor")
+    step = torch.compile(F.linear, fullgraph=True, backend=counter)
+    for rows in (1, 2, 3, 5):
+        x = torch.randn(rows, K).bfloat16()
+        same_bits(step(x, w, bias), F.linear(x, w, bias))
+    assert counter.frame_count <= 2  # one row is a graph of its own
+
+
+@pytest.mark.parametrize("tiny", [2.0**-97, 2.0**-126, 2.0**-133])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "fp8", "mxfp8", "mxfp6", "fp8_blockwise"])
+def test_subnormal_numbers_count(isa: None, fmt: str, tiny: float):
+    """In x, in products and in sums, which bfloat16 dot products would take for zero."""
+    torch.manual_seed(4)
+    w = quantized(N, K, fmt, {}, spread=0.5)
+    for place in (0, 5, 2 * K + 7):
+        x = torch.zeros(3, K)
+        x.view(-1)[place] = tiny
+        x[1] = torch.randn(K) * tiny
+        x = x.bfloat16()
+        same_bits(qtensor.gemm(x, w, "TN", dtype=torch.float32), oracle.product(x, w))
+    flushed = qtensor.gemm(x.float() * 0, w, "TN", dtype=torch.float32)
+    assert not torch.equal(qtensor.gemm(x, w, "TN", dtype=torch.float32), flushed) or tiny < 2**-130
+
+
+@weights
+def test_non_finite_values(isa: None, fmt: str, options: dict[str, Any]):
+    torch.manual_seed(5)
+    w = quantized(N, K, fmt, options)
+    x = torch.randn(6, K)
+    x[0, 3], x[1, K - 1], x[2, 17], x[2, 900] = torch.inf, torch.nan, torch.inf, -torch.inf
+    x[3] = 3e38
+    for dtype in (torch.bfloat16, torch.float32):
+        got = qtensor.gemm(x.to(dtype), w, "TN", dtype=torch.float32)
+        same_bits(got, rounded(oracle.product(x.to(dtype), w), torch.float32))
+        assert not got[4:].isnan().any()
+    raw = next(
+        b for b in w.buffers() if b.dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+    )
+    raw.view(torch.uint8).random_(0, 64 if fmt == "mxfp6" else 256)
+    got = qtensor.gemm(x, w, "TN", dtype=torch.float32)
+    same_bits(got, rounded(oracle.product(x, w), torch.float32))
+
+
+def test_calls_from_several_threads():
+    torch.manual_seed(6)
+    w = [quantized(300, 1024, fmt, options) for fmt, options in WEIGHTS[:3]]
+    x = torch.randn(3, 1024).bfloat16()
+    want = [F.linear(x, q) for q in w]
+    wrong: list[str] = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not torch.equal(F.linear(x, w[i]), want[i]):
+                wrong.append(f"{i}")
+
+    workers = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "options", "reason"),
+    [
+        ((65, 1024), "TN", {}, "it serves 1 to 64 rows; got 65"),
+        ((0, 1024), "TN", {}, "it serves 1 to 64 rows; got 0"),
+        ((2, 1024), "TN", {"with_rht": True, "rht_side": "rowwise"}, "must be rotated back"),
+        ((2, 300), "NN", {"columnwise": True}, "do not run along the contraction"),
+    ],
+)
+def test_explain_says_why_not(
+    shape: tuple[int, int], layout: str, options: dict[str, Any], reason: str
+):
+    w = qtensor.quantize(torch.randn(300, 1024), "nvfp4", **options)
+    why = qtensor.explain(torch.randn(shape).bfloat16(), w, layout)
+    assert why.backend != "few_rows"
+    assert reason in dict(why.reasons)["few_rows"]
