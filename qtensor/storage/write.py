@@ -178,7 +178,7 @@ def _requantize_shard(dst: Any, values: Tensor) -> Any:
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
     new = QUANTIZE(values, quantizer.canonical, scale, amax, seed)
     for slot, buffer in zip(quantizer.slots, new, strict=False):
-        _copy_buffer(named[slot.name], buffer)
+        copy_buffer(named[slot.name], buffer)
     torch.autograd.graph.increment_version(dst)
     return dst
 
