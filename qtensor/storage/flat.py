@@ -14,7 +14,7 @@ class FlatView(torch.Tensor):
     """Hold a quantized tensor under the shape (numel,).
 
     Libraries store a flat view of a parameter and take its shape back later. Columnwise data and
-    square blocks have no 1-D form, so that this class offers nothing but the way back.
+    square blocks have no 1-D form, so that this class offers only the way back.
     """
 
     _whole: Any
