@@ -39,6 +39,7 @@ API = {
     "qtensor.recipes": ["qtensor.recipes"],
     "qtensor.ops": ["qtensor.ops"],
     "qtensor.checkpoints": ["qtensor.checkpoints"],
+    "qtensor.debug": ["qtensor.debug"],
     "qtensor.integrations": ["qtensor.integrations.transformers", "qtensor.integrations.offload"],
 }
 """Pages of the API, and the modules that each one shows."""
