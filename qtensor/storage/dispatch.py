@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from qtensor.dtensor import install_rules
 from qtensor.errors import QTensorError, UnsupportedError
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
 from qtensor.library.gemm import GEMM_TENSOR
@@ -166,4 +167,5 @@ def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     handler = _HANDLERS.get(func)
     if handler is None:
         handler = _HANDLERS[func] = _resolve(func)
+    install_rules()
     return handler(func, args, kwargs)
