@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
+from qtensor.dtensor import install_rules
 from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
 from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
+    from qtensor.weights import SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -84,6 +86,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "SearchResult",
     "TensorProto",
     "UnsupportedError",
     "__version__",
@@ -102,10 +105,12 @@ __all__ = [
     "ops",
     "optim",
     "quantize",
+    "quantize_",
     "quantizer",
     "recipes",
     "record_amax_",
     "revert_",
+    "search",
     "to_tensor_proto",
 ]
 
@@ -123,7 +128,10 @@ for _name in (
     importlib.import_module(f"qtensor.library.{_name}")
 # C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
 importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
-del _name, OBSERVERS, parse
+# DTensor has to know our ops, if it is there; else the first use of a quantized tensor beside it
+# tells it.
+install_rules()
+del _name, OBSERVERS, install_rules, parse
 
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
@@ -144,10 +152,13 @@ _LAZY = {
     "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "quantize_": "qtensor.weights",
     "optim": "qtensor.optim",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
+    "search": "qtensor.weights",
+    "SearchResult": "qtensor.weights",
 }
 
 

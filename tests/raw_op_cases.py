@@ -171,6 +171,20 @@ def _gemm(make: Maker) -> Arguments:
     }
 
 
+def _weight_gemm(make: Maker) -> Arguments:
+    n = make.random.choice((32, 48))
+    weight, canonical = make.operand(n, make.columns, columnwise=False)
+    while not canonical:
+        weight, canonical = make.operand(n, make.columns, columnwise=False)
+    return {
+        "x": make.floats(make.rows, make.columns),
+        "weight": weight,
+        "quantizer": canonical,
+        "n": n,
+        "bias": make.maybe(make.floats(n)),
+    }
+
+
 def _accumulate(make: Maker) -> Arguments:
     operands = make.pair("NT", 32, 48, make.rows)
     return {"out": torch.ones(32, 48), **operands, "layout": "NT", "overwrite": False}
@@ -332,6 +346,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     "dequantize_": _dequantize_inplace,
     "dequantize_tensor": lambda make: {"x": make.floats(make.rows, 8), "dtype": make.dtype},
     "gemm": _gemm,
+    "weight_gemm": _weight_gemm,
     "gemm_tensor": lambda make: {
         **{"a": make.floats(make.rows, 32), "b": make.floats(48, 32), "layout": "TN"},
         **{"dtype": make.maybe(make.dtype), "bias": make.maybe(make.floats(48))},
@@ -370,6 +385,10 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"rnorm": torch.rand(make.rows, generator=make.generator), "eps": 1e-5},
     },
     "split_sizes": lambda make: {"splits": torch.tensor([3, 4]), "rows": 7, "label": "layer"},
+    "same_rows": lambda make: {
+        "rows": torch.ones(2, 5, dtype=torch.uint8),
+        "message": "the rows differ",
+    },
     "grouped_quantize": _grouped_quantize,
     "grouped_gemm": _grouped_gemm,
     "grouped_wgrad": _grouped_wgrad,

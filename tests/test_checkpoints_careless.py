@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import UserDict
 
 import pytest
@@ -109,6 +110,82 @@ def test_infinite_numbers_of_a_config_stay(tmp_path):
         assert checkpoint.config["time_step_limit"] == [0.0, math.inf]
         assert_same_bytes(checkpoint["a.weight"], state["a.weight"])
     assert json.loads((tmp_path / "b" / "config.json").read_text())["time_step_limit"][1] > 1e300
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+    """Root reads every folder, so the system's answer is replaced."""
+
+    def refused(path="."):
+        raise PermissionError(13, "Permission denied", path)
+
+    checkpoints.save({"x": torch.ones(2)}, tmp_path / "a")
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(CheckpointError, match=r"the folder must be readable.*Permission denied"):
+        checkpoints.open(tmp_path / "a")
+    assert not checkpoints.verify(tmp_path / "a").ok
+
+
+CALLS = {
+    "load": lambda path, new: checkpoints.load_state_dict(path),
+    "origin": lambda path, new: checkpoints.load_state_dict(path, rounding="origin"),
+    "read": lambda path, new: dict(checkpoints.open(path)),
+    "save": lambda path, new: checkpoints.save(checkpoints.open(path), new, "compressed-tensors"),
+    "convert": lambda path, new: checkpoints.convert(path, new, "modelopt"),
+    "quantize": lambda path, new: checkpoints.convert(path, new, format="mxfp8"),
+    "dequantize": lambda path, new: checkpoints.dequantize(path, new),
+    "inspect": lambda path, new: checkpoints.inspect_tensor(path, "a.weight"),
+    "compare": lambda path, new: checkpoints.compare(path, path),
+    "verify": lambda path, new: checkpoints.verify(path).ok,
+}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    checkpoints.save({"a.weight": weight("nvfp4")}, tmp_path / "a", layout="compressed-tensors")
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_default_device_does_not_matter(call, stored, tmp_path):
+    """Files lie in memory: with a default device, their factors met tables on another device."""
+    want = CALLS[call](stored, tmp_path / "want")
+    with torch.device("meta"):
+        found = CALLS[call](stored, tmp_path / "found")
+    if isinstance(want, dict):
+        assert_same_bytes(found["a.weight"], want["a.weight"])
+    elif call in ("inspect", "verify"):
+        assert repr(found) == repr(want)
+    elif call != "compare":
+        assert checkpoints.compare(tmp_path / "found", tmp_path / "want").equal
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_without_data_are_refused(call, stored, tmp_path):
+    checkpoint = checkpoints.open(stored)
+    with (
+        FakeTensorMode(),
+        pytest.raises(CheckpointError, match=r"with data; got a mode that makes a FakeTensor"),
+    ):
+        CALLS[call](stored, tmp_path / "found")
+    with FakeTensorMode():
+        assert "nvfp4" in repr(checkpoints.open(stored).table())
+    assert_same_bytes(checkpoint["a.weight"], checkpoints.load_state_dict(stored)["a.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_name_that_safetensors_keeps_for_itself(tmp_path):
+    """GGUF and torch files may have it."""
+    state = {"__metadata__": torch.ones(4), "b": torch.ones(3)}
+    checkpoints.save(state, tmp_path / "m.gguf", layout="gguf")
+    assert list(checkpoints.open(tmp_path / "m.gguf")) == list(state)
+    for write in (
+        lambda: checkpoints.save(state, tmp_path / "a"),
+        lambda: checkpoints.convert(tmp_path / "m.gguf", tmp_path / "a"),
+    ):
+        with pytest.raises(CheckpointError, match=r"header has its texts.*Rename the tensor"):
+            write()
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"m.gguf"}  # nor a journal of a conversion that finished nothing
 
 
 @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn, 3])

@@ -60,12 +60,13 @@ def test_convert_and_verify(plain, tmp_path):
     text = invoke(*args, "--exclude", "*.3.weight", "--shard-size", "20KB").stdout
     assert "24 quantized, 1 plain" in text
     assert "the 20 of 24 with the lowest SQNR" in text
+    assert "checksums of files: 4 compared" in invoke("verify", out).stdout
     assert "error: " in invoke(*args, status=1).stderr
     found = as_json(*args, "--overwrite", "--include", "*.3.weight")
     assert found["counts"] == {"quantized": 1, "plain": 24}
     keys = "name source action before after shape sqnr_db max_abs_error bytes"
     assert list(found["tensors"][0]) == keys.split()
-    assert invoke("verify", out).stdout.startswith("ok: 25 tensors")
+    assert invoke("verify", out).stdout == "ok: 25 tensors; checksums of files: none recorded\n"
     assert as_json("verify", out)["ok"] is True
 
 
@@ -166,6 +167,16 @@ def run(command, **options):
     """Run the program itself, with the output to a file or a pipe."""
     code = "import sys; from qtensor.cli import main; sys.argv[0] = 'qtensor'; main()"
     return subprocess.Popen([sys.executable, "-c", code, *map(str, command)], text=True, **options)
+
+
+def test_names_are_whole_in_a_narrow_terminal(monkeypatch):
+    """They are folded to several lines, where "model.layers.0.ml..." could be any tensor."""
+    monkeypatch.setattr("qtensor.demo.render._LOG_WIDTH", 60)
+    monkeypatch.setenv("COLUMNS", "60")
+    text = invoke("inspect", NVFP4, "--tensor", NAME).stdout
+    text += invoke("diff", NVFP4, NVFP4, "--all").stdout
+    assert "\u2026" not in text
+    assert max(map(len, text.splitlines()[2:8])) <= 60
 
 
 def test_an_output_that_is_full_is_one_line():

@@ -153,6 +153,19 @@ def test_config_and_other_files_are_carried(source, tmp_path):
     assert any("tokenizer.json" in note for note in report.notes)
 
 
+def test_a_folder_without_a_config_keeps_its_tokenizer(tmp_path):
+    """And what lies beside a single file stays there: it may belong to others."""
+    source = tmp_path / "source"
+    checkpoints.save({"a.weight": weight("mxfp8")}, source)
+    (source / "config.json").unlink()
+    (source / "tokenizer.json").write_text("{}")
+    report = checkpoints.convert(source, tmp_path / "a", "mlx")
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "{}"
+    assert "copied from the source: tokenizer.json" in report.notes
+    checkpoints.convert(source / "model.safetensors", tmp_path / "b", "mlx")
+    assert not (tmp_path / "b" / "tokenizer.json").exists()
+
+
 def test_files_beside_a_loose_file_are_not_copied(tmp_path):
     """A file without a config.json may lie in a folder of downloads."""
     checkpoints.save({"a.weight": weight("mxfp4")}, tmp_path / "a.gguf", layout="gguf")

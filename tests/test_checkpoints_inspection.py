@@ -12,6 +12,7 @@ from checkpoint_cases import READ, weight
 import qtensor
 from qtensor import checkpoints
 from qtensor.checkpoints import CheckpointError
+from qtensor.checkpoints.checkpoint import open_with_factors
 
 CT = "compressed-tensors"
 
@@ -43,6 +44,7 @@ def test_examples_are_described(example):
         assert kinds == set(example.formats or dense)
         assert {row.name for row in found.rows} == set(checkpoint)
         assert found.nbytes == sum(i.nbytes for i in checkpoint.source.tensors.values())
+    with open_with_factors(example.path) as checkpoint:
         for name in checkpoint.groups:
             one = checkpoints.inspect_tensor(example.path, name)
             values = checkpoint[name].float()

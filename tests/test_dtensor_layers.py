@@ -156,6 +156,58 @@ def test_grouped_layer(ranks: Ranks, name: str, mode: str, bias: bool, backend: 
             assert_same_bytes(got, want, f"rank {rank}: gradient of {which}")
 
 
+# ---- a norm in front of the layer ----------------------------------------------------------------
+
+
+def run_norm(name: str, sequence: bool, kind: str, backend: str) -> list[Tensors]:
+    """Return the results of ``ColwiseParallel``, and of ``parallel_mode="column"``."""
+    t, rank, results = whole(True), dist.get_rank(), []
+    for styled in (True, False):
+        options: Any = {"parallel_mode": "column", "tp_group": dist.group.WORLD}
+        options |= {"sequence_parallel": sequence}
+        layer = qtensor.LayerNormLinear(
+            K, N, recipe=recipe_of(name), normalization=kind, **({} if styled else options)
+        )
+        with torch.no_grad():
+            layer.weight.copy_(t.w if styled else part(t.w, rank, 0))
+            layer.bias.copy_(t.b if styled else part(t.b, rank, 0))
+            layer.layer_norm_weight.copy_(torch.linspace(0.5, 2, K))
+        if styled:
+            place = Shard(0) if sequence else Replicate()
+            style = qtensor.distributed.ColwiseParallel(input_layouts=place)
+            parallel.parallelize_module(layer, mesh(), style)
+        x = (part(t.x, rank, 0) if sequence else t.x).clone().requires_grad_()
+        run = layer if backend == "eager" else Compiled(lambda x, layer=layer: layer(x), backend)
+        y = run(x)
+        y.backward(part(t.dy, rank, 2))
+        if backend != "eager":
+            run.check_graphs(1)
+        if not styled and sequence:
+            # Each rank has the gradient of its own rows.
+            for parameter in (layer.layer_norm_weight, layer.layer_norm_bias):
+                if parameter is not None:
+                    dist.all_reduce(parameter.grad)
+        found = [y.detach(), x.grad]
+        for parameter in layer.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor):
+                grad = grad.redistribute(placements=parameter.placements).to_local()
+            found.append(grad)
+        results.append([v.clone() for v in found])
+    return results
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("name", NAMES)
+def test_norm_and_layer(ranks: Ranks, name: str, sequence: bool, kind: str, backend: str) -> None:
+    """The style and the option of the module give the same bytes."""
+    for rank, (got, want) in enumerate(ranks.run(run_norm, name, sequence, kind, backend)):
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same_bytes(a, b, f"rank {rank}: result {i}")
+
+
 # ---- other styles, and the loss ------------------------------------------------------------------
 
 

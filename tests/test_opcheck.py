@@ -131,6 +131,14 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     yield (*plain, "auto", True), {}
 
 
+def weight_gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    weight = buffers_of(case, q, (32, 48))
+    for x in (torch.randn(48), torch.randn(5, 48).bfloat16(), torch.randn(2, 3, 48)):
+        yield (x, weight, q.canonical, 32), {}
+    yield (torch.randn(5, 48), weight, q.canonical, 32, torch.randn(32)), {}
+
+
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
     a, b = (case.quantize(ordinary(s), columnwise=True) for s in ((32, 48), (48, 48)))
     x = torch.randn(5, 48)
@@ -248,6 +256,11 @@ def split_sizes(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
 
 
+def same_rows(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.ones(3, 5, dtype=torch.uint8), "the rows differ"), {}
+    yield (torch.ones(1, 0, dtype=torch.uint8), "the rows differ"), {}
+
+
 def grouped_quantize(case: FormatCase) -> Iterator[Sample]:
     for q in quantizers(case):
         scale, seed = live(case, q)
@@ -346,6 +359,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize": dequantize,
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
+    "qtensor::weight_gemm": weight_gemm,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,
@@ -357,6 +371,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::report_accumulated_": report_accumulated_,
     "qtensor::listed_sizes": listed_sizes,
     "qtensor::split_sizes": split_sizes,
+    "qtensor::same_rows": same_rows,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
     "qtensor::grouped_wgrad": grouped_wgrad,
@@ -399,6 +414,7 @@ WITHOUT_FORMAT = {
         "report_accumulated_",
         "listed_sizes",
         "split_sizes",
+        "same_rows",
         "grouped_bias_grad",
         *POINTWISE,
     )

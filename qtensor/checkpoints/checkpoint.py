@@ -26,6 +26,7 @@ from qtensor.checkpoints.layout import (
     find_layout,
     recognise,
 )
+from qtensor.checkpoints.modes import in_memory
 from qtensor.errors import QTensorError
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -166,6 +167,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names or name in self.groups
 
+    @in_memory
     def __getitem__(self, name: str) -> Tensor:
         group = self.groups.get(name)
         if group is None:
@@ -195,6 +197,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         return tuple(self.reader.inner_names())
 
+    @in_memory
     def stored(self, name: str) -> dict[str, Tensor]:
         """Return the stored tensors of a weight by role; of a plain tensor, under the role ""."""
         group = self.groups.get(name)
@@ -202,6 +205,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return {"": self._plain(name)}
         return {role: self._container.read(info.name) for role, info in group.roles.items()}
 
+    @in_memory
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of a tensor as the origin decodes them, to the last bit.
 
@@ -224,6 +228,7 @@ class Checkpoint(Mapping[str, Tensor]):
             return tensor if dtype is None else tensor.to(dtype)
         return self.decode(group, self.stored(name), dtype or group.dtype)
 
+    @in_memory
     def decode(self, group: Group, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the values of a group, or of some of its rows, as the origin decodes them.
 
@@ -256,6 +261,7 @@ class Checkpoint(Mapping[str, Tensor]):
             if release is not None:
                 release(info.name)
 
+    @in_memory
     def why_dense(self, name: str) -> str | None:
         """Return why a weight is not a quantized tensor, or None for quantized and plain ones."""
         group = self.groups.get(name)
@@ -399,6 +405,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@in_memory
 def load_state_dict(
     path: Path,
     *,

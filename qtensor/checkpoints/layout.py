@@ -323,6 +323,10 @@ class Writer(abc.ABC):
     """Entries of the source's list of ignored modules, in this style; ``ignored`` carries them."""
     keeps_names: ClassVar[bool] = False
     """True if the layout stores every plain tensor under its name, factors of others included."""
+    swizzled: ClassVar[bool | None] = False
+    """Whether factors of blocks lie in swizzled order; None: in that of the tensor."""
+    tensor_factor: ClassVar[str] = FACTOR
+    """``FACTOR`` or ``DIVISOR``: what is stored for NVFP4; "" keeps either."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Begin a checkpoint.
@@ -397,6 +401,10 @@ class Writer(abc.ABC):
             CheckpointError: the file cannot be written.
         """
         return SafetensorsWriter(path, specs, self.metadata(names))
+
+    def notes(self) -> list[str]:
+        """Return what the stored form of the weights loses, for the report of a conversion."""
+        return []
 
     def config(self) -> dict[str, Any]:
         """Return config.json with the layout's entry; called after every ``encode``."""

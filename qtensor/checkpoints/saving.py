@@ -17,6 +17,7 @@ from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, Tensor
 from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, read_json
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
 from qtensor.checkpoints.layout import Writer, find_layout, layouts
+from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.publishing import FolderSwap, restore
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -30,6 +31,7 @@ class Shard(NamedTuple):
     specs: list[TensorSpec]
 
 
+@in_memory
 def save(
     model: torch.nn.Module | Mapping[str, Tensor],
     path: str | os.PathLike[str],

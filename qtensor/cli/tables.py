@@ -159,7 +159,9 @@ def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
         right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        # Folded: in a narrow terminal a name would else end in "...".
+        justify: Any = "right" if right else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
     return table
 
 

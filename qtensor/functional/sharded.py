@@ -23,26 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.dtensor import from_part, is_dtensor, part_of
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.functional.parallel import Parallel
-
-
-def is_dtensor(t: Any) -> bool:
-    """Return whether ``t`` is a DTensor.
-
-    The class is compared by name, because importing it takes as long as importing torch, and only
-    programs that use DTensors need it.
-    """
-    kind = type(t)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.tensor")
-
-
-def local_part(t: Any) -> Any:
-    """Return the local tensor of a DTensor, without autograd; other values as they are."""
-    if not is_dtensor(t):
-        return t
-    with torch.no_grad():
-        return t.to_local()
 
 
 class Layout(NamedTuple):
@@ -104,26 +87,7 @@ class Localized(NamedTuple):
 
     def whole(self, out: Tensor) -> Any:
         """Return the output as a DTensor, given this rank's part."""
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - see is_dtensor
-
-        strides: list[int] = []
-        step = 1
-        for size in reversed(self.shape):
-            strides.insert(0, step)
-            step = step * size
-        return DTensor.from_local(
-            out,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=tuple(strides),
-        )
-
-
-def part_of(placements: Sequence[Any]) -> str:
-    """Return placements and this rank as text, for error messages."""
-    return f"{list(placements)} on rank {torch.distributed.get_rank()}"
+        return from_part(out, self.mesh, self.placements, self.shape)
 
 
 def _where(t: Any) -> str:
@@ -144,7 +108,7 @@ def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) 
     Raises:
         UnsupportedError: a weight that is a pending sum, or split in strides.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415 - see is_dtensor
+    from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415 - see qtensor.dtensor
 
     last = input.ndim - 1
     rows: list[tuple[Any, ...]] = []
@@ -236,7 +200,7 @@ def localize(
 
 def _local_bias(bias: Any, layout: Layout, first_adds: bool) -> Any:
     """Return this rank's part (N,) of a bias, or zeros if another rank adds it."""
-    from torch.distributed.tensor import Partial  # noqa: PLC0415 - see is_dtensor
+    from torch.distributed.tensor import Partial  # noqa: PLC0415 - see qtensor.dtensor
 
     if bias.placements != layout.bias:
         bias = bias.redistribute(placements=layout.bias)
@@ -280,7 +244,7 @@ def _alone(input: Any, dim: int) -> bool:
 
 def _reduced(layout: Layout, parallel: Parallel) -> tuple[Any, ...]:
     """Return the placements of an output that the layer has reduced."""
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see is_dtensor
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see qtensor.dtensor
 
     end = Shard(0) if parallel.sequence else Replicate()
     return tuple([end if i in layout.summed else p for i, p in enumerate(layout.output)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.autocasting import LastRegion, active_recipe, layer_recipe, recalls, restored
+from qtensor.dtensor import install_rules, is_dtensor, local_part, part_of
 from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs, Wgrad
@@ -24,7 +25,7 @@ from qtensor.functional.plan import (
     stored_weight_plan,
     weight_label,
 )
-from qtensor.functional.sharded import is_dtensor, local_part, localize, part_of
+from qtensor.functional.sharded import localize
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
 from qtensor.modules.options import Call, LinearOptions, check_original_input
@@ -73,6 +74,8 @@ class QuantizedModule(nn.Module):
         """Register a parameter, and record its quantizer for code that is traced."""
         super().register_parameter(name, param)
         self._stored[name] = stored_canonical(param)
+        if is_dtensor(param):
+            install_rules()
         for state in self._states.values():
             state.drop_workspace()
             if param is not None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtensor.dtensor import is_dtensor
 from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
 from qtensor.functional.main_grad import reporting
 from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
-from qtensor.functional.sharded import is_dtensor, localize
+from qtensor.functional.sharded import localize
 from qtensor.layout import rows_cols
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.functional.sharded import local_part
+from qtensor.dtensor import local_part
 from qtensor.storage.base import QuantizedTensorStorage
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)

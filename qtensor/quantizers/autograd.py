@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from qtensor.dtensor import is_dtensor
 from qtensor.layout import Shape
 from qtensor.library.quantize import QUANTIZE
 from qtensor.quantizers.calls import check_call, prepare
 from qtensor.quantizers.constants import constants_of
+from qtensor.quantizers.sharded import quantize_parts
 from qtensor.storage.rebuild import wrap
 
 
@@ -78,6 +80,7 @@ def quantized(
     scale: Tensor | None,
     generator: torch.Generator | Tensor | None,
     group: Any,
+    amax: list[Tensor] | None = None,
 ) -> tuple[Any, ...]:
     """Return the quantized tensor, and the amax (1,) for delayed scaling.
 
@@ -87,8 +90,11 @@ def quantized(
         scale: as in ``Quantizer.quantize``.
         generator: as in ``Quantizer.quantize``.
         group: the process group of ``amax_reduction_group``, or None.
+        amax: the maxima, if they are known.
     """
-    seed = amax = None
+    if is_dtensor(x):
+        return quantize_parts(quantizer, x, scale, generator, group, quantized)
+    seed = None
     if quantizer.stochastic_rounding or generator is not None or group is not None:
         seed, amax = prepare(quantizer, x.detach(), generator, group)
     if x.requires_grad and torch.is_grad_enabled():
@@ -119,7 +125,7 @@ def quantize_traced(
     constants = constants_of(canonical)
     is_alone = scale is None and generator is None and group is None and noop_flag is None
     if is_alone and not constants.needs_more and isinstance(x, Tensor) and not x.is_nested:
-        if not x.requires_grad:
+        if not (x.requires_grad or is_dtensor(x)):
             # Most calls need only this line; it avoids the guards of the general path.
             return _assembled(constants, QUANTIZE(x, canonical), x.shape, x.dtype)
     else:

@@ -102,7 +102,7 @@ def prepare(
         rule = f"the seed must be on the device of x, {x.device}"
         fail(f"quantize[{quantizer.format}]", rule, seed.device, "Move it there")
     if group is not None:
-        amax = [_reduce_max(a, group) for a in AMAX(x, quantizer.canonical)]
+        amax = [reduce_max(a, group) for a in AMAX(x, quantizer.canonical)]
     return seed, amax
 
 
@@ -132,7 +132,7 @@ def _seed(quantizer: Any, x: Tensor, generator: torch.Generator | Tensor | None)
     return seed.random_(generator=generator).to(x.device)
 
 
-def _reduce_max(amax: Tensor, group: Any) -> Tensor:
+def reduce_max(amax: Tensor, group: Any) -> Tensor:
     """Return the maximum of ``amax`` over a process group, of the same shape.
 
     The functional collective can be traced.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
@@ -104,6 +106,13 @@ class QuantizedTensorStorage:
     def buffers(self) -> list[Tensor]:
         """Return the inner buffers that exist, in slot order."""
         return [getattr(self, slot.name) for slot in self._quantizer.slots]
+
+    def _repr_html_(self) -> str:
+        """Return a table of the buffers, for notebooks; it reads no data.
+
+        ``qtensor.debug.show`` shows the values.
+        """
+        return describe_html(self)
 
     def get_usages(self) -> dict[str, bool]:
         """Return a dict that tells whether "rowwise" and "columnwise" data exist."""
@@ -384,3 +393,17 @@ def describe(storage: Any) -> str:
     quantizer = storage._quantizer
     metadata = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
     return f"{type(storage).__name__}({metadata}, quantizer={quantizer.canonical!r})"
+
+
+def describe_html(storage: Any) -> str:
+    """Return the metadata of a tensor and of its buffers as HTML, without reading data."""
+    numel = math.prod(storage.shape)
+    title = f"{describe(storage)} on {storage.device}"
+    if numel:
+        title += f", {8 * storage.nbytes / numel:.2f} bits per value"
+    rows = ["<tr><th>buffer</th><th>dtype</th><th>shape</th><th>bytes</th></tr>"]
+    for slot, buffer in zip(storage._quantizer.slots, storage.buffers(), strict=True):
+        shape = "x".join(map(str, buffer.shape)) or "scalar"
+        cells = (slot.name, str(buffer.dtype), shape, f"{buffer.nbytes:,}")
+        rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    return f"<p><code>{html.escape(title, quote=False)}</code></p><table>{''.join(rows)}</table>"

@@ -53,6 +53,9 @@ def _traced_properties(t: Tensor) -> str:
     return f"{t.dtype}{list(t.shape)}{list(t.stride())}{t.device}{flags}"
 
 
+_OFFLOAD = "call disk_offload of qtensor.integrations.offload"
+
+
 def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
     """Return a parameter that shares the buffers of ``tensor``.
 
@@ -66,7 +69,8 @@ def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
             cls.__name__,
             f"the only argument must be an instance of {cls.__name__}",
             type(tensor).__name__,
-            "Quantize it first, or pass the shape, the nominal dtype, the quantizer and buffers",
+            "Quantize it first, or pass the shape, the nominal dtype, the quantizer and buffers. "
+            f"accelerate's disk_offload stores plain arrays: {_OFFLOAD}",
             ArgumentTypeError,
         )
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
@@ -82,6 +86,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     _context: Context
     _view_note: ViewNote | None = None
     """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
+
+    _is_gathered: bool = False
+    """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
+
+    DTensor takes parts of gathered tensors, and keeps them.
+    """
 
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""
@@ -298,7 +308,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         """
         fix = (
             "Use t.buffers() for the bytes. To save, use torch.save, or give safetensors the "
-            "tensors in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype)"
+            "tensors in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype). "
+            f"To offload a model to disk, {_OFFLOAD}"
         )
         self._refuse_memory("data_ptr", fix)
 

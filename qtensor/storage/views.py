@@ -12,7 +12,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
-from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
 
@@ -56,11 +56,22 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
     sliced = with_buffers(t, buffers, shape, quantizer=quantizer)
+    if getattr(t, "_is_gathered", False):
+        part = own_copy(sliced)
+        part._is_gathered = True
+        return part
     if start == 0 and end == total:
         return inherit_note(sliced, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
     shared = [s.name for s in t._quantizer.slots if not any(d.axis in axes for d in s.dims)]
     return note_part(sliced, t, shared)
+
+
+def own_copy(t: Any) -> Any:
+    """Return a copy of a part as a tensor of its own, with the padding of a whole tensor."""
+    pairs = zip(t.buffers(), geometry.whole_buffers(t), strict=True)
+    buffers = [own.clone() if own is whole else whole.contiguous() for own, whole in pairs]
+    return with_buffers(t, buffers)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +150,11 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[1], torch.dtype):
         rule = "the bytes of a quantized tensor are in its inner buffers"
-        fail("view.dtype", rule, args[1], "View an inner buffer instead", UnsupportedError)
+        fix = (
+            "View an inner buffer instead. accelerate's disk_offload stores plain arrays: call "
+            "disk_offload of qtensor.integrations.offload"
+        )
+        fail("view.dtype", rule, args[1], fix, UnsupportedError)
     return view_tensor(args[0], args[1])
 
 
@@ -167,13 +182,11 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def transpose_tensor(t: Any) -> Any:
     """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
     quantizer, moves = t._quantizer.transpose_plan
-    named = {}
-    for keyword, source, turn in moves:
-        buffer = getattr(t, source)
-        named[keyword] = turn(buffer) if turn is not None else buffer
-    rows, cols = t.shape
-    cls: Any = type(t)
-    turned = cls.__new__(cls, (cols, rows), t._context[1], quantizer, **named)
+    buffers = [
+        getattr(t, source) if turn is None else turn(getattr(t, source))
+        for _, source, turn in moves
+    ]
+    turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers)
     if t._view_note is not None:
         inherit_note(
             turned,

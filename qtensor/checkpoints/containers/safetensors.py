@@ -327,7 +327,10 @@ class SafetensorsWriter:
         end, offsets = 0, {}
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
             place = Place(self.path, spec.name)
-            if spec.name in entries or spec.name == "__metadata__":
+            if spec.name == "__metadata__":
+                rule = "a safetensors header has its texts under this name"
+                refuse(place, rule, "a tensor of the name", "Rename the tensor")
+            if spec.name in entries:
                 refuse(place, "names are unique", "the name twice", "Rename one of the tensors")
             if spec.dtype not in STORED_NAMES:
                 rule = f"safetensors holds {', '.join(STORED_TYPES)}"

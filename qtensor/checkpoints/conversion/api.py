@@ -23,6 +23,7 @@ from qtensor.checkpoints.conversion.request import (
 from qtensor.checkpoints.conversion.streaming import Stream, copy_other_files, texts_of
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.layout import Writer
+from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import (
     Shard,
     index_of,
@@ -106,6 +107,7 @@ def dequantize(
     return _run(make_request(src, dst, "plain", dict(options), **more))
 
 
+@in_memory
 def _run(request: Request) -> ConversionReport:
     """Open the source, plan, write and publish."""
     began = time.monotonic()
@@ -124,7 +126,11 @@ def _run(request: Request) -> ConversionReport:
         names = shard_names(len(plan.shards), writer.suffix)
         if single:
             names = [os.path.basename(request.dst)]
-        results = stream.run(dict(zip(names, plan.shards, strict=True)))
+        try:
+            results = stream.run(dict(zip(names, plan.shards, strict=True)))
+        except BaseException:
+            journal.abandon()
+            raise
         notes = list(plan.notes)
         if single:
             described = writer.metadata(()).keys() - {"format"}  # the header shows the layout
@@ -132,13 +138,14 @@ def _run(request: Request) -> ConversionReport:
                 notes.append("a single file has no config.json; pass layout= to open it")
             journal.publish_file()
         else:
-            notes += _finish_folder(checkpoint, writer, journal, names, plan.shards)
+            notes += _finish_folder(checkpoint, request.src, writer, journal, names, plan.shards)
             journal.publish_folder()
     return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
 
 
 def _finish_folder(
     checkpoint: Checkpoint,
+    src: str,
     writer: Writer,
     journal: Journal,
     names: list[str],
@@ -152,7 +159,7 @@ def _finish_folder(
         texts[f"model{INDEX_SUFFIX}"] = index
     for name, value in texts.items():
         write_json(os.path.join(journal.folder, name), value)
-    copied = copy_other_files(checkpoint, journal.folder, texts)
+    copied = copy_other_files(checkpoint, src, journal.folder, texts)
     return [f"copied from the source: {', '.join(copied)}"] if copied else []
 
 

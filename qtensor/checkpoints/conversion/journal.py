@@ -123,8 +123,15 @@ class Journal:
             fix = "Free space on the disk"
             refuse(Place(self._path), "the file must be writable", error, fix, error)
 
+    def abandon(self) -> None:
+        """Remove everything if a failed call leaves nothing for the next one to take over."""
+        if not self.shards and not self._found:
+            self.discard()
+
     def discard(self) -> None:
         """Remove the work folder and the journal."""
+        with contextlib.suppress(OSError):
+            os.chmod(self.folder, 0o700)  # it may be the old result, which was not writable
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

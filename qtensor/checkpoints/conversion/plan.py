@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -23,12 +24,10 @@ from qtensor.checkpoints.conversion.report import (
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
 from qtensor.checkpoints.ignoring import ignored_names
-from qtensor.checkpoints.layout import DenseOnly, Group, Unreadable, Writer
+from qtensor.checkpoints.layout import DIVISOR, FACTOR, DenseOnly, Group, Unreadable, Writer
 from qtensor.checkpoints.saving import Shard, check_unique
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
-
-"""Keys of the lists of modules that stay plain, in the configs of the layouts."""
 
 
 class Step(NamedTuple):
@@ -105,8 +104,10 @@ def make_plan(checkpoint: Checkpoint, request: Request, writer: Writer, limit: i
         size += step.nbytes
         checkpoint.release(name)
     check_unique([Shard([], shard.specs) for shard in shards])
-    _check_include(request, [step for shard in shards for step in shard.steps])
-    return Plan(shards, not_carried, list(_notes(checkpoint, request)))
+    steps = [step for shard in shards for step in shard.steps]
+    _check_include(request, steps)
+    notes = [*_notes(checkpoint, request), *_changes(checkpoint, writer, steps), *writer.notes()]
+    return Plan(shards, not_carried, notes)
 
 
 def _check_include(request: Request, steps: list[Step]) -> None:
@@ -163,8 +164,11 @@ class _Tensor:
             fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
             raise CheckpointError(f"{error} {fix}.", *place) from error
-        canonical = tensor.quantizer.canonical
-        return self._step(MOVED, canonical, canonical, tensor, stored)
+        quantizer: Any = tensor.quantizer
+        order, after = self.writer.swizzled, quantizer
+        if order is not None and getattr(quantizer, "swizzled", order) != order:
+            after = dataclasses.replace(quantizer, swizzled=order)
+        return self._step(MOVED, quantizer.canonical, after.canonical, tensor, stored)
 
     def _quantized(
         self, action: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -259,3 +263,25 @@ def _notes(checkpoint: Checkpoint, request: Request) -> Iterator[str]:
             f"the source's config ignores {shorten(', '.join(ignored))}; the result's config has "
             "the entries that still apply, and names the other plain matrices"
         )
+
+
+def _changes(checkpoint: Checkpoint, writer: Writer, steps: list[Step]) -> Iterator[str]:
+    """Yield how moved factors are stored otherwise than in the source, with the same values."""
+    moved = [step for step in steps if step.action == MOVED]
+    reordered = sum(step.before != step.after for step in moved)
+    if reordered:
+        order = "swizzled" if writer.swizzled else "plain"
+        yield f"factors of blocks are stored in {order} order: {reordered} weights"
+    other = {FACTOR: "divisor", DIVISOR: "factor"}.get(writer.tensor_factor, "")
+    inverted = sum(other in checkpoint.groups[step.source].roles for step in moved)
+    if inverted:
+        yield (
+            f"layout {writer.layout} stores the reciprocals of NVFP4 tensor factors, rounded once: "
+            f"{inverted} weights; converting back may give a factor one unit away"
+        )
+    known = checkpoint.source.tensors
+    plain = [s for s in steps if s.action in (PLAIN, RECIPROCAL) and math.prod(s.shape) == 1]
+    count = sum(step.shape != known[step.source].shape for step in plain)
+    if count:
+        shape = list(writer.factor_shape)
+        yield f"layout {writer.layout} stores factors of one element as {shape}: {count} tensors"

@@ -222,11 +222,16 @@ class Stream:
             self._pending = None
 
 
-def copy_other_files(checkpoint: Checkpoint, folder: str, made: Iterable[str]) -> list[str]:
-    """Copy the files of a tokenizer and the like from the folder of a source with a config.json.
+def copy_other_files(
+    checkpoint: Checkpoint, src: str, folder: str, made: Iterable[str]
+) -> list[str]:
+    """Copy the files of a tokenizer and the like from the folder of a source.
+
+    A single file without a config.json may lie among files of others, so nothing is copied then.
 
     Args:
         checkpoint: the source.
+        src: its path, as the caller gave it.
         folder: the work folder.
         made: names of files that the conversion makes itself.
 
@@ -237,8 +242,10 @@ def copy_other_files(checkpoint: Checkpoint, folder: str, made: Iterable[str]) -
         CheckpointError: a file cannot be copied.
     """
     source = checkpoint.folder
-    if source is None or not os.path.exists(os.path.join(source, "config.json")):
-        return []  # a loose file may lie among files of others
+    if source is None or not (
+        os.path.isdir(src) or os.path.exists(os.path.join(source, "config.json"))
+    ):
+        return []
     names = []
     for name in sorted(os.listdir(source)):
         wanted = name.endswith(_CARRIED_FILES) and not name.endswith(".index.json")

@@ -13,6 +13,7 @@ from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.conversion.report import aligned, json_number
 from qtensor.checkpoints.inspection.summary import values_of
+from qtensor.checkpoints.modes import in_memory
 from qtensor.storage.tensor import QuantizedTensor
 
 EQUAL_BYTES, EQUAL_VALUES, DIFFERENT = "equal bytes", "equal values", "different"
@@ -83,6 +84,7 @@ def difference_words(difference: Difference) -> tuple[str, str]:
     return f"{difference.sqnr_db:.2f}", f"{difference.max_abs_error:.3g}"
 
 
+@in_memory
 def compare(a: Any, b: Any, layouts: tuple[str | None, str | None] = (None, None)) -> Comparison:
     """Return how two checkpoints differ, in bounded memory.
 

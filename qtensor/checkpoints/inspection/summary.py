@@ -23,6 +23,7 @@ from qtensor.checkpoints.conversion.rows import (
     row_parts,
 )
 from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.modes import in_memory
 from qtensor.layout import rows_cols
 from qtensor.report import decode_factors
 from qtensor.storage.tensor import QuantizedTensor
@@ -203,6 +204,7 @@ class TensorSummary:
         return values
 
 
+@in_memory
 def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSummary:
     """Return a description of one tensor: where it lies, its range and its first blocks.
 

@@ -18,6 +18,7 @@ from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, path_inside, re
 from qtensor.checkpoints.conversion.journal import digest
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.summary import values_of
+from qtensor.checkpoints.modes import in_memory
 from qtensor.formats import Slot
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -77,16 +78,21 @@ class Verification:
         ]
         errors = sum(problem.severity == ERROR for problem in self.problems)
         verdict = "ok" if self.ok else f"{errors} error{'s' * (errors != 1)}"
-        lines.append(f"{verdict}: {self.tensors} tensors, {self.files_hashed} checksums")
+        sums = f"{self.files_hashed} compared" if self.files_hashed else "none recorded"
+        lines.append(f"{verdict}: {self.tensors} tensors; checksums of files: {sums}")
         return "\n".join(lines)
 
 
+@in_memory
 def verify(path: Any, layout: str | None = None) -> Verification:
     """Read every tensor of a checkpoint and return its problems; none of them raises.
 
     Args:
         path: a file, a folder, an index or an open file.
         layout: name of the layout; by default it is recognised.
+
+    Raises:
+        CheckpointError: the caller is in a mode without data, such as ``FakeTensorMode``.
     """
     try:
         checkpoint = open_checkpoint(path, layout)

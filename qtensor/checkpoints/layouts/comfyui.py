@@ -19,6 +19,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
+from qtensor.checkpoints.errors import shorten
 from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
 from qtensor.layout import ceil_div, round_up
@@ -333,6 +334,18 @@ class ComfyUIWriter(Writer):
 
     layout = "comfyui"
     formats = ("fp8 (e4m3, e5m2)", "nvfp4", "mxfp8")
+    swizzled = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._padded: dict[str, None] = {}
+
+    def notes(self) -> list[str]:
+        """Return which weights are padded: the file does not hold their shapes."""
+        if not self._padded:
+            return []
+        names = shorten(", ".join(self._padded))
+        return [f"the file does not hold the shapes of padded weights; pass shape= for {names}"]
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the weight, its factors and its ``comfy_quant`` text."""
@@ -352,6 +365,8 @@ class ComfyUIWriter(Writer):
             if kind == NVFP4:
                 codes, size = _swapped(codes), 8
             codes = F.pad(codes, (0, -codes.shape[-1] % size, 0, -rows % PADDING[kind]))
+            if codes.shape[-2] != rows or tensor.shape[-1] % PADDING[kind]:
+                self._padded[name] = None
             stored = {"weight": codes, "weight_scale": _tiled(scale)}
             if kind == MXFP8:
                 stored["weight"] = codes.view(torch.float8_e4m3fn)

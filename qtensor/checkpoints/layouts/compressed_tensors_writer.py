@@ -34,6 +34,7 @@ class CompressedTensorsWriter(Writer):
         "": ("input_scale", FACTOR),
     }
     factor_shape = (1,)
+    tensor_factor = DIVISOR
     ignore_style = REGEX
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -215,6 +215,7 @@ class GGUFLayoutWriter(Writer):
     layout = "gguf"
     formats = ("mxfp4 (K a multiple of 32)", "nvfp4 (K a multiple of 64)")
     suffix = ".gguf"
+    factor_shape = (1,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -43,6 +43,8 @@ class QTensorWriter(Writer):
     layout = "qtensor"
     formats = ("any format",)
     keeps_names = True
+    swizzled = None
+    tensor_factor = ""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -47,6 +47,7 @@ class TorchAOWriter(Writer):
 
     layout = METHOD
     formats = ("fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+    swizzled = None
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

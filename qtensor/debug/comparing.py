@@ -1,0 +1,313 @@
+"""Compare two models layer by layer on the same inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qtensor.debug.layers import clean_name, find_layers, unwrapped
+from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.layout import rows_cols
+from qtensor.report import compare_chunk, decibel
+from qtensor.storage.base import QuantizedTensorStorage
+
+OP = "debug.compare"
+_ROWS = 256
+"""Rows of logits whose distributions are compared at a time, in float64."""
+
+
+@dataclass
+class LayerDifference:
+    """The difference between the outputs of one layer in two models, over all calls."""
+
+    layer: str
+    calls: int = 0
+    equal: bool = True
+    """Whether all values are equal."""
+    max_abs_error: float = 0.0
+    not_finite: int = 0
+    """Values that are NaN or infinite in one of the models; the errors leave them out."""
+    note: str = ""
+    """The reason if outputs cannot be compared."""
+    signal: float = field(default=0.0, repr=False)
+    noise: float = field(default=0.0, repr=False)
+
+    @property
+    def sqnr_db(self) -> float:
+        """10 log10(sum a^2 / sum (a - b)^2) of the outputs a and b; inf for equal outputs."""
+        return decibel(self.signal, self.noise)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add the outputs of one call."""
+        self.calls += 1
+        if a.shape != b.shape:
+            self.equal = False
+            self.note = f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"
+            return
+        self.equal &= bool(((a == b) | (a.isnan() & b.isnan())).all())
+        if not a.numel():
+            return
+        a, b = (t.reshape(rows_cols(t.shape)) for t in (a, b))
+        chunk = compare_chunk(a, b, torch.ones(1, 1), math.inf)
+        self.signal += chunk.signal.item()
+        self.noise += chunk.noise.item()
+        self.max_abs_error = max(self.max_abs_error, chunk.error.max().item())
+        self.not_finite += int(chunk.not_finite)
+
+
+@dataclass
+class Comparison:
+    """The result of ``compare``; ``str()`` is a table in the order in which the layers run."""
+
+    layers: list[LayerDifference] = field(default_factory=list)
+    missing: tuple[str, ...] = ()
+    """Layers that only one of the models has or runs."""
+    top1: float = math.nan
+    """Share of positions where both models rank the same class first."""
+    kl: float = math.nan
+    """Mean over positions of KL(softmax(a) || softmax(b)), in nats."""
+    output: LayerDifference = field(default_factory=lambda: LayerDifference("output"))
+    """The difference of the models' outputs."""
+
+    @property
+    def first(self) -> LayerDifference | None:
+        """The first layer whose outputs differ; None if all are equal."""
+        return next((layer for layer in self.layers if not layer.equal), None)
+
+    @property
+    def worst(self) -> LayerDifference | None:
+        """The layer with the lowest SQNR; None without layers."""
+        return min(self.layers, key=lambda layer: layer.sqnr_db, default=None)
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Return the layers as columns: name -> list of values, for ``pandas.DataFrame(...)``."""
+        names = ("layer", "calls", "equal", "sqnr_db", "max_abs_error", "not_finite", "note")
+        return {name: [getattr(layer, name) for layer in self.layers] for name in names}
+
+    def __str__(self) -> str:
+        first = self.first
+        lines = [
+            f"top-1 agreement {self.top1:.2%}, KL {self.kl:.4g} nats, "
+            f"output SQNR {self.output.sqnr_db:.2f} dB",
+            "no layer differs" if first is None else f"first layer that differs: {first.layer}",
+        ]
+        if self.missing:
+            lines.append(f"{len(self.missing)} layers in one model only: {_some(self.missing)}")
+        width = max([5, *(len(layer.layer) for layer in self.layers)])
+        lines.append(f"{'layer':<{width}}  {'SQNR dB':>8}  {'max error':>10}  NaN/inf")
+        for layer in self.layers:
+            numbers = f"{layer.sqnr_db:>8.2f}  {layer.max_abs_error:>10.4g}  {layer.not_finite:>7}"
+            lines.append(f"{layer.layer:<{width}}  {layer.note or numbers}")
+        return "\n".join(lines)
+
+
+def compare(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    inputs: Any,
+    layers: str | Iterable[str] | None = None,
+) -> Comparison:
+    """Return how the outputs of two models and of their layers differ.
+
+    Both models run without gradients, in the modes that they have (call ``eval()`` before), from
+    the same random state. Compiled models run in eager mode. The outputs of the layers of
+    ``model_a`` for one batch are kept on the CPU until ``model_b`` has run.
+
+    Args:
+        model_a: the model to compare with, for example in high precision.
+        model_b: the other model.
+        inputs: the argument of a call: a tensor; a tuple of positional arguments; a mapping of
+            keyword arguments; or a list of these, one for each batch.
+        layers: patterns of names of modules. Default: modules without children, and the layers that
+            ``record`` knows. Layers are compared if both models have their name.
+
+    Returns:
+        The differences. Logits are the output if it is a tensor, its ``logits``, or its first
+        tensor; their last dim is the classes.
+
+    Raises:
+        QTensorError: there are no inputs, a pattern matches no layer, or no name is in both models.
+    """
+    for model in (model_a, model_b):
+        rule = "both models must be torch.nn.Module"
+        check(isinstance(model, nn.Module), OP, rule, type(model).__name__, "Pass modules")
+    batches = inputs if isinstance(inputs, list) else [inputs]
+    check(bool(batches), OP, "there must be an input", "an empty list", "Pass at least one batch")
+    calls = [_arguments(batch) for batch in batches]
+    a, b = unwrapped(model_a), unwrapped(model_b)
+    patterns = [layers] if isinstance(layers, str) else layers
+    modules_a, modules_b = (_modules(model, patterns) for model in (a, b))
+    common = [name for name in modules_a if name in modules_b]
+    fix = f"The names are: {_some(modules_a)}, and {_some(modules_b)}"
+    check(bool(common), OP, "both models must have layers of the same name", "none", fix)
+    found = {name: LayerDifference(name) for name in common}
+    order: dict[str, None] = {}
+    result = Comparison()
+    scores = _Scores()
+    with torch.no_grad(), _eager():
+        for args, kwargs in calls:
+            # The random state after the first run is that of before, so that dropout is equal.
+            with torch.random.fork_rng(devices=_devices()):
+                outputs, logits = _run_kept(a, {n: modules_a[n] for n in common}, args, kwargs)
+            order |= dict.fromkeys(outputs)
+            with _hooked({n: modules_b[n] for n in common}, _comparer(outputs, found)):
+                other = _logits(b(*args, **kwargs))
+            if logits is not None and other is not None:
+                result.output.add(logits, other)
+                scores.add(logits, other)
+    result.layers = [found[name] for name in order if found[name].calls]
+    ran = {layer.layer for layer in result.layers}
+    result.missing = tuple(n for n in dict.fromkeys([*modules_a, *modules_b]) if n not in ran)
+    result.top1, result.kl = scores.top1, scores.kl
+    return result
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a call."""
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    rule = "an input must be a tensor, a tuple of arguments or a mapping of keyword arguments"
+    got = type(batch).__name__
+    check(isinstance(batch, tuple), OP, rule, got, "Pass one of these", ArgumentTypeError)
+    return batch, {}
+
+
+def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
+    """Return the modules of a model to compare, by name.
+
+    Raises:
+        QTensorError: a pattern matches no module.
+    """
+    named = {clean_name(name): module for name, module in model.named_modules() if name}
+    if patterns is None:
+        layers = {layer.name for layer in find_layers(model)}
+        chosen = {n: m for n, m in named.items() if n in layers or not list(m.children())}
+        return chosen or {"": model}
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = {name: m for name, m in named.items() if fnmatchcase(name, pattern)}
+        if not matching:
+            rule = "each pattern of layers must match a module of both models"
+            fail(OP, rule, repr(pattern), f"The modules are: {_some(named)}")
+        found |= matching
+    return found
+
+
+def _devices() -> list[int]:
+    ready = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.cuda.current_device()] if ready else []
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled code runs in eager mode, because it ignores hooks."""
+    # Without Dynamo nothing is compiled, and importing it takes seconds.
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    context: Any = torch.compiler.set_stance("force_eager")
+    return context
+
+
+@contextlib.contextmanager
+def _hooked(
+    modules: Mapping[str, nn.Module], take: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``take(name, output)`` with the first tensor that each module returns."""
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            tensor = _first_tensor(output)
+            if tensor is not None:
+                take(name, tensor)
+
+        return hook
+
+    with contextlib.ExitStack() as undo:
+        for name, module in modules.items():
+            undo.callback(module.register_forward_hook(hook_of(name)).remove)
+        yield
+
+
+def _run_kept(
+    model: nn.Module, modules: Mapping[str, nn.Module], args: Any, kwargs: Any
+) -> tuple[dict[str, list[Tensor]], Tensor | None]:
+    """Run a model; return copies of the outputs of its modules by name, and of its logits."""
+    outputs: dict[str, list[Tensor]] = {}
+    with _hooked(modules, lambda name, t: outputs.setdefault(name, []).append(t)):
+        logits = _logits(model(*args, **kwargs))
+    return outputs, logits
+
+
+def _comparer(
+    outputs: dict[str, list[Tensor]], found: dict[str, LayerDifference]
+) -> Callable[[str, Tensor], None]:
+    """Return a function that compares the output of a module with the next of ``outputs``."""
+
+    def take(name: str, tensor: Tensor) -> None:
+        expected = outputs.get(name)
+        if expected:
+            found[name].add(expected.pop(0), tensor)
+
+    return take
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return a copy on the CPU of the first floating tensor of an output; None without one."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        output = next((part for part in output if isinstance(part, Tensor)), None)
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
+    if isinstance(output, QuantizedTensorStorage):
+        output = output.dequantize()
+    # A copy, because the model may change its output in place.
+    return output.detach().to("cpu", copy=True)
+
+
+def _logits(output: Any) -> Tensor | None:
+    named = output.get("logits") if isinstance(output, Mapping) else None
+    found = getattr(output, "logits", None) if named is None else named
+    return _first_tensor(output if found is None else found)
+
+
+class _Scores:
+    """Agreement and divergence of logits over all positions."""
+
+    def __init__(self) -> None:
+        self.count, self.agreed, self.divergence = 0, 0, 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add logits (..., classes) of both models."""
+        if a.shape != b.shape or not a.numel():
+            return
+        shape = rows_cols(a.shape)
+        for x, y in zip(a.reshape(shape).split(_ROWS), b.reshape(shape).split(_ROWS), strict=True):
+            self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
+            log_p, log_q = (t.double().log_softmax(-1) for t in (x, y))
+            self.divergence += float((log_p.exp() * (log_p - log_q)).sum())
+        self.count += shape[0]
+
+    @property
+    def top1(self) -> float:
+        """Share of positions whose largest logit is at the same class."""
+        return self.agreed / self.count if self.count else math.nan
+
+    @property
+    def kl(self) -> float:
+        """Mean of KL(softmax(a) || softmax(b)) over positions, in nats."""
+        return self.divergence / self.count if self.count else math.nan
