@@ -87,6 +87,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     _view_note: ViewNote | None = None
     """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
 
+    _is_gathered: bool = False
+    """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
+
+    DTensor takes parts of gathered tensors, and keeps them.
+    """
+
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""
 

@@ -56,11 +56,22 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
     sliced = with_buffers(t, buffers, shape, quantizer=quantizer)
+    if getattr(t, "_is_gathered", False):
+        part = own_copy(sliced)
+        part._is_gathered = True
+        return part
     if start == 0 and end == total:
         return inherit_note(sliced, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
     shared = [s.name for s in t._quantizer.slots if not any(d.axis in axes for d in s.dims)]
     return note_part(sliced, t, shared)
+
+
+def own_copy(t: Any) -> Any:
+    """Return a copy of a part as a tensor of its own, with the padding of a whole tensor."""
+    pairs = zip(t.buffers(), geometry.whole_buffers(t), strict=True)
+    buffers = [own.clone() if own is whole else whole.contiguous() for own, whole in pairs]
+    return with_buffers(t, buffers)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

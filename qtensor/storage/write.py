@@ -73,12 +73,12 @@ def copy_into(dst: Any, src: Any) -> Any:
         return requantize_(dst, src)
     if src._quantizer != dst._quantizer:
         return requantize_(dst, plain(src))
-    _check_reaches(dst)
+    check_reaches(dst)
     note = dst._view_note
     if note is not None and note.shared:
         return _copy_part(dst, src, note.shared)
     for to, source in zip(dst.buffers(), src.buffers(), strict=True):
-        _copy_buffer(to, source)
+        copy_buffer(to, source)
     return dst
 
 
@@ -105,7 +105,12 @@ def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tens
     return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
 
 
-def _check_reaches(dst: Any) -> None:
+def check_reaches(dst: Any) -> None:
+    """Refuse a write to a part whose bytes are a copy.
+
+    Raises:
+        UnsupportedError: the write would not reach the whole tensor.
+    """
     note = dst._view_note
     if note is not None and note.is_copy:
         fail(
@@ -125,7 +130,8 @@ def _common(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     return to[sizes], source[sizes]
 
 
-def _copy_buffer(to: Tensor, source: Tensor) -> None:
+def copy_buffer(to: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into ``to``; one of them may lack padding."""
     to, source = _common(to, source)
     to.copy_(source)
 
@@ -140,7 +146,7 @@ def requantize_(dst: Any, values: Tensor) -> Any:
         dst: quantized tensor.
         values: floating or integer tensor of the shape of ``dst``.
     """
-    _check_reaches(dst)
+    check_reaches(dst)
     if values.dtype not in INPUT_DTYPES:
         values = values.to(torch.float32)
     values = values.to(dst.device)
@@ -151,7 +157,7 @@ def requantize_(dst: Any, values: Tensor) -> Any:
     shared = note.shared if note is not None else ()
     for slot, new in zip(quantizer.slots, _encode_part(dst, values, shared), strict=False):
         if slot.name not in shared:
-            _copy_buffer(getattr(dst, slot.name), new)
+            copy_buffer(getattr(dst, slot.name), new)
     return dst
 
 
