@@ -385,6 +385,10 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"rnorm": torch.rand(make.rows, generator=make.generator), "eps": 1e-5},
     },
     "split_sizes": lambda make: {"splits": torch.tensor([3, 4]), "rows": 7, "label": "layer"},
+    "same_rows": lambda make: {
+        "rows": torch.ones(2, 5, dtype=torch.uint8),
+        "message": "the rows differ",
+    },
     "grouped_quantize": _grouped_quantize,
     "grouped_gemm": _grouped_gemm,
     "grouped_wgrad": _grouped_wgrad,

@@ -151,27 +151,42 @@ def group(tmp_path: Path) -> Any:
 
 
 @formats
-def test_collectives_are_refused(case: FormatCase, group: Any) -> None:
+def test_reductions_are_refused(case: FormatCase, group: Any) -> None:
     """They carry no alias information: a dequantize fallback would return zeros."""
     functional, name = torch.ops._c10d_functional, group.group_name
     q = case.quantize(rand(8, 64))
-    before, plain = snapshot(q), [torch.zeros(8, 64)]
+    before = snapshot(q)
     calls: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(q),
-        lambda: dist.broadcast(q, 0),
-        lambda: dist.all_gather(plain, q),
-        lambda: dist.gather(q, plain, 0),
-        lambda: dist.all_to_all_single(plain[0], q),
         lambda: dist.reduce(q, 0),
-        lambda: dist.scatter(q, [torch.ones(8, 64)], 0),
         lambda: functional.all_reduce(q, "sum", name),
-        lambda: functional.all_gather_into_tensor(q, 1, name),
         lambda: functional.reduce_scatter_tensor(q, "sum", 1, name),
     ]
     for call in calls:
         with pytest.raises(
-            qtensor.UnsupportedError, match=rf"collectives.*got {case.name}.*buffers\(\)"
+            qtensor.UnsupportedError, match=rf"reduction.*got {case.name}.*all_gather"
         ):
             call()
     assert_same_tensor(q, before)
-    assert torch.equal(plain[0], torch.zeros(8, 64))
+
+
+@formats
+def test_collectives_refuse_plain_tensors_beside_quantized_ones(
+    case: FormatCase, group: Any
+) -> None:
+    q, plain = case.quantize(rand(8, 64)), torch.zeros(8, 64)
+    before = snapshot(q)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_gather([plain], q),
+        lambda: dist.gather(q, [plain], 0),
+        lambda: dist.all_to_all_single(plain, q),
+        lambda: dist.all_to_all_single(q, plain),
+        lambda: dist.scatter(q, [torch.ones(8, 64)], 0),
+    ]
+    for call in calls:
+        with pytest.raises(
+            qtensor.QTensorError, match=rf"all tensors of the call must be {case.name}"
+        ):
+            call()
+    assert_same_tensor(q, before)
+    assert torch.equal(plain, torch.zeros(8, 64))

@@ -256,6 +256,11 @@ def split_sizes(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([0]), 0, "GroupedLinear[name]"), {}
 
 
+def same_rows(case: FormatCase) -> Iterator[Sample]:
+    yield (torch.ones(3, 5, dtype=torch.uint8), "the rows differ"), {}
+    yield (torch.ones(1, 0, dtype=torch.uint8), "the rows differ"), {}
+
+
 def grouped_quantize(case: FormatCase) -> Iterator[Sample]:
     for q in quantizers(case):
         scale, seed = live(case, q)
@@ -366,6 +371,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::report_accumulated_": report_accumulated_,
     "qtensor::listed_sizes": listed_sizes,
     "qtensor::split_sizes": split_sizes,
+    "qtensor::same_rows": same_rows,
     "qtensor::grouped_quantize": grouped_quantize,
     "qtensor::grouped_gemm": grouped_gemm,
     "qtensor::grouped_wgrad": grouped_wgrad,
@@ -408,6 +414,7 @@ WITHOUT_FORMAT = {
         "report_accumulated_",
         "listed_sizes",
         "split_sizes",
+        "same_rows",
         "grouped_bias_grad",
         *POINTWISE,
     )

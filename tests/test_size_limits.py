@@ -19,6 +19,7 @@ _BYTES = "each parameter is one number of the contract; a bundle would be built 
 REASONS: dict[str, str] = {
     "qtensor/cli/checkpoints.py::convert": _COMMAND,
     "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
+    "qtensor/cli/checkpoints.py::inspect": _COMMAND,
     "qtensor/debug/recording.py::record": (
         "options of a recording, each with a default, as keywords of one public call"
     ),
@@ -37,6 +38,7 @@ REASONS: dict[str, str] = {
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::LinearBase.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
+    "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (
         "what a pickle names, flat, so that old files load by position"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from qtensor.library.grouped import GROUPED_QUANTIZE
 from qtensor.library.linear import LINEAR_FORWARD, forward_of_quantized
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.collectives import FUNCTIONAL
 from qtensor.storage.compute import COMPUTE, gemm_tensor
 from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
 from qtensor.storage.preserve import PRESERVE
@@ -57,12 +59,14 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedError(
-        f"{func}: collectives move plain tensors; got {_formats(args, kwargs)}. Communicate the "
-        "inner buffers (t.buffers()) and rebuild with t.quantizer.assemble(buffers, shape, dtype), "
-        "or dequantize first."
-    )
+def _collective(namespace: str, name: str) -> Handler | None:
+    """Return the handler of a collective, or None for any other op."""
+    if namespace == "c10d":
+        # Imported late: the module needs torch.distributed, which some builds of torch lack.
+        return importlib.import_module("qtensor.storage.c10d").C10D.get(name)
+    if namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
+        return FUNCTIONAL.get(name)
+    return None
 
 
 def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -108,6 +112,8 @@ def _resolve(func: Any) -> Handler:
     if namespace == "qtensor":
         # The library's other ops read values, for example to compute a norm.
         return dequantized
+    if (collective := _collective(namespace, name)) is not None:
+        return collective
     kind = classify(func)
     if kind in ("exact", "computes"):
         handler = PRESERVE[name] if kind == "exact" else COMPUTE[name]
@@ -123,7 +129,7 @@ def _resolve(func: Any) -> Handler:
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         # In inference mode torch does not decompose composite ops before dispatch.
         return _decomposed
-    return _refuse_collective if "c10d" in namespace else _refuse
+    return _refuse
 
 
 def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

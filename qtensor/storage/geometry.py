@@ -18,6 +18,7 @@ from torch import Tensor
 from qtensor.errors import QTensorError, UnsupportedError, fail
 from qtensor.formats import Dim, FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
+from qtensor.library.same_rows import SAME_ROWS
 
 TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
@@ -42,6 +43,24 @@ def normalize(dim: int, rank: int) -> int:
     if not -rank <= dim < rank:
         raise IndexError(f"dim {dim} is out of range for a tensor with {rank} dims")
     return dim % rank
+
+
+def _as_whole(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a buffer of a slice with the padding of a whole tensor, or ``buffer`` itself."""
+    if tuple(buffer.shape) == tuple(shape):
+        return buffer
+    padding: list[int] = []
+    for have, want in zip(reversed(buffer.shape), reversed(shape), strict=True):
+        padding += [0, want - have]
+    return torch.nn.functional.pad(buffer, padding)
+
+
+def whole_buffers(t: Any) -> list[Tensor]:
+    """Return the buffers of ``t``, each with the shape that a newly quantized tensor has."""
+    return [
+        _as_whole(getattr(t, slot.name), buffer_shape(slot.dims, t.shape))
+        for slot in t._quantizer.slots
+    ]
 
 
 def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
@@ -87,13 +106,15 @@ def _slice_axis(
     start, end, total = bounds
     if start == 0 and end == total:
         return buffer
-    needed = axis.per
-    if slot.swizzled:
-        needed = axis.per * (TILE[0] if axis.pad == TILE[0] else TILE[1])
+    needed = granule(slot, axis)
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
-        _refuse("slice", t, rule, f"{start}:{end} of {total}")
+        fix = (
+            f"Slice at multiples of {needed} (a tensor that n ranks share has a multiple of "
+            f"n * {needed}), or call .dequantize() first"
+        )
+        _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
     if not slot.swizzled:
         return buffer.narrow(
@@ -102,15 +123,38 @@ def _slice_axis(
     return _slice_tiles(slot, buffer, axis, first, last)
 
 
-def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
-    """Return a slice of swizzled scales: rows of tiles are a view, columns of tiles a copy."""
+def granule(slot: Slot, axis: Dim) -> int:
+    """Return the elements along ``axis`` after which a buffer of ``slot`` can be cut."""
+    if not slot.swizzled:
+        return axis.per
+    return axis.per * (TILE[0] if axis.pad == TILE[0] else TILE[1])
+
+
+def _as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
+    """Return a view (rows of tiles, columns of tiles, bytes of a tile) of swizzled scales."""
     flipped = slot.dims[0].pad != TILE[0]
     shape = buffer.shape[::-1] if flipped else buffer.shape
-    tiles = buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
+    return buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
+
+
+def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
+    """Return swizzled scales of ``slot`` made of tiles; the inverse of ``_as_tiles``."""
+    sizes = (tiles.shape[0] * TILE[0], tiles.shape[1] * TILE[1])
+    return tiles.reshape(sizes[::-1] if slot.dims[0].pad != TILE[0] else sizes)
+
+
+def _cat_tiles(slot: Slot, axis: Dim, buffers: Sequence[Tensor]) -> Tensor:
+    """Return the swizzled scales of parts that begin and end at tiles."""
     along = 0 if axis.pad == TILE[0] else 1
-    selected = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
-    sizes = (selected.shape[0] * TILE[0], selected.shape[1] * TILE[1])
-    return selected.reshape(sizes[::-1] if flipped else sizes)
+    return _from_tiles(slot, torch.cat([_as_tiles(slot, b) for b in buffers], along))
+
+
+def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
+    """Return a slice of swizzled scales: rows of tiles are a view, columns of tiles a copy."""
+    tiles = _as_tiles(slot, buffer)
+    along = 0 if axis.pad == TILE[0] else 1
+    kept = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
+    return _from_tiles(slot, kept)
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
@@ -348,22 +392,17 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
     index = next((i for i, d in enumerate(slot.dims) if d.axis in wanted), None)
     if index is None:
         return _shared(tensors, slot, buffers)
-    if slot.swizzled:
-        _refuse(
-            "cat",
-            first,
-            f"{slot.name} is swizzled",
-            "swizzled=True",
-            "Quantize with swizzled=False",
-        )
     axis = slot.dims[index]
     if axis.axis == "lead":
         return torch.cat(buffers, index + dim)
     sizes = [rows_cols(t.shape)[1 if is_last else 0] for t in tensors]
+    needed = granule(slot, axis)
     for size in sizes[:-1]:
-        if size % axis.per:
-            rule = f"all parts but the last must be a multiple of {axis.per} for {slot.name}"
+        if size % needed:
+            rule = f"all parts but the last must be a multiple of {needed} for {slot.name}"
             _refuse("cat", first, rule, sizes)
+    if slot.swizzled:
+        return _cat_tiles(slot, axis, buffers)
     index = index if index == 0 else buffers[0].ndim - len(slot.dims) + index
     parts = [
         b.narrow(index, 0, ceil_div(size, axis.per) * axis.units)
@@ -385,15 +424,17 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
         QTensorError: the buffer differs between parts.
     """
     first = buffers[0]
-    for other in buffers[1:]:
-        if not _same_memory(first, other) and not torch.equal(other, first):
-            fail(
-                f"cat[{tensors[0]._quantizer.format}]",
-                f"{slot.name} must be equal in all parts",
-                [b.flatten()[:4].tolist() for b in buffers],
-                "Concatenate the dequantized tensors and quantize the result",
-                QTensorError,
-            )
+    others = [other for other in buffers[1:] if not _same_memory(first, other)]
+    op, rule = f"cat[{tensors[0]._quantizer.format}]", f"{slot.name} must be equal in all parts"
+    fix = "Concatenate the dequantized tensors and quantize the result"
+    if others and (torch.compiler.is_compiling() or type(first) is not Tensor):
+        # A trace has no data: the op compares the factors when the graph runs.
+        rows = torch.stack([b.contiguous().view(-1).view(torch.uint8) for b in (first, *others)])
+        message = f"{op}: {rule}; got other values in one of them. {fix}."
+        return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)
+    for other in others:
+        if not torch.equal(other, first):
+            fail(op, rule, [b.flatten()[:4].tolist() for b in buffers], fix, QTensorError)
     return first
 
 

@@ -12,7 +12,7 @@ from qtensor.storage import geometry, indexing
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.checks import check_nominal
 from qtensor.storage.rebuild import FLOATING, Handler, map_buffers, same, with_buffers
-from qtensor.storage.views import VIEWS
+from qtensor.storage.views import VIEWS, own_copy
 from qtensor.storage.write import copy_into, plain
 
 _ROW_MAJOR = (None, torch.contiguous_format, torch.preserve_format)
@@ -35,13 +35,16 @@ def _check_memory_format(op: str, t: Any, memory_format: torch.memory_format | N
 
 
 def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _check_memory_format("contiguous", args[0], kwargs.get("memory_format"))
-    return same(args[0])
+    """Handle contiguous: a part is copied into a tensor of its own."""
+    t = args[0]
+    _check_memory_format("contiguous", t, kwargs.get("memory_format"))
+    return same(t) if t._view_note is None else own_copy(t)
 
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _check_memory_format("clone", args[0], kwargs.get("memory_format"))
-    return map_buffers(args[0], torch.clone)
+    t = args[0]
+    _check_memory_format("clone", t, kwargs.get("memory_format"))
+    return map_buffers(t, torch.clone) if t._view_note is None else own_copy(t)
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +89,22 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             torch.ones(1, dtype=torch.float32, device=device) if t._quantizer.needs_scale else None
         )
         t._quantizer.update_quantized(zeros, result, scale=scale)
+        _take_shared(result, t)
     return result
+
+
+def _take_shared(zeros: Any, t: Any) -> None:
+    """Give a tensor of zeros, which every factor encodes, the factors that rows of ``t`` share.
+
+    A copy of ``t`` into a part of the zeros then moves bytes: fully_shard pads shards so.
+    """
+    for slot in t._quantizer.slots:
+        source = getattr(t, slot.name)
+        if not any(d.axis in ("m", "lead") for d in slot.dims):
+            target = getattr(zeros, slot.name)
+            if target.shape == source.shape:
+                target.copy_(source)
+    zeros._shards = getattr(t, "_shards", None)
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +130,10 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     square = block[1] if block is not None and quantizer.two_dimensional else 1
     if any(math.prod(t.shape[dim:-1] or t.shape[-1:]) % square for t in tensors[:-1]):
         quantizer = quantizer.without_square_blocks()
-    return with_buffers(first, geometry.cat_buffers(tensors, dim), shape, quantizer=quantizer)
+    joined = with_buffers(first, geometry.cat_buffers(tensors, dim), shape, quantizer=quantizer)
+    if all(getattr(t, "_is_gathered", False) for t in tensors):
+        joined._is_gathered = True
+    return joined
 
 
 def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

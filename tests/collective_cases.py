@@ -1,0 +1,200 @@
+"""Calls of collectives on quantized tensors, and what each rank must receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from formats import BY_NAME, assert_same_tensor, rand
+
+ROWS, COLS = 256, 256
+
+
+def tensor(case: str, options: dict[str, Any], seed: int, rows: int = ROWS) -> Any:
+    """Return a quantized (rows, 256) tensor whose amax does not depend on the seed."""
+    x = rand(rows, COLS, seed=seed)
+    x[0] = x[:, 0] = 8.0
+    return BY_NAME[case].quantize(x, **options)
+
+
+def empty(like: Any) -> Any:
+    """Return a quantized tensor like another, with other bytes in every buffer."""
+    out = torch.empty_like(like)
+    for buffer in out.buffers():
+        buffer.fill_(3)
+    return out
+
+
+def finish(work: Any) -> None:
+    """Wait for a work as a caller does who keeps no other reference."""
+    if work is not None:
+        work.wait()
+
+
+def broadcast(make: Callable[[int], Any], wait: bool) -> None:
+    rank = dist.get_rank()
+    q = make(1) if rank == 1 else empty(make(1))
+    finish(dist.broadcast(q, 1, async_op=wait))
+    assert_same_tensor(q, make(1))
+
+
+def all_gather(make: Callable[[int], Any], wait: bool) -> None:
+    outs = [empty(make(0)) for _ in range(dist.get_world_size())]
+    finish(dist.all_gather(outs, make(dist.get_rank()), async_op=wait))
+    for rank, out in enumerate(outs):
+        assert_same_tensor(out, make(rank))
+
+
+def all_gather_into_tensor(make: Callable[[int], Any], wait: bool) -> None:
+    size = dist.get_world_size()
+    wanted = torch.cat([make(rank) for rank in range(size)])
+    out = empty(wanted)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    finish(gather(out, make(dist.get_rank()), async_op=wait))
+    assert_same_tensor(out, wanted)
+
+
+def gather(make: Callable[[int], Any], wait: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outs = [empty(make(0)) for _ in range(size)] if rank == 0 else None
+    finish(dist.gather(make(rank), outs, 0, async_op=wait))
+    for source, out in enumerate(outs or []):
+        assert_same_tensor(out, make(source))
+
+
+def scatter(make: Callable[[int], Any], wait: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [make(r) for r in range(size)] if rank == 1 else None
+    out = empty(make(0))
+    finish(dist.scatter(out, parts, 1, async_op=wait))
+    assert_same_tensor(out, make(rank))
+
+
+def all_to_all_single(make: Callable[[int], Any], wait: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = ROWS // size
+    wanted = torch.cat([make(r)[rank * rows : (rank + 1) * rows].clone() for r in range(size)])
+    out = empty(wanted)
+    finish(dist.all_to_all_single(out, make(rank), async_op=wait))
+    assert_same_tensor(out, wanted)
+
+
+def all_to_all_single_uneven(make: Callable[[int], Any], wait: bool) -> None:
+    """The first rank receives 128 rows of each rank, the second one the others, and so on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = [128, 128, *[0] * size][:size]
+    mine = sizes[rank]
+    start = sum(sizes[:rank])
+    wanted = torch.cat([make(r)[start : start + mine].clone() for r in range(size)])
+    out = empty(wanted)
+    finish(dist.all_to_all_single(out, make(rank), [mine] * size, sizes, async_op=wait))
+    assert_same_tensor(out, wanted)
+
+
+def send_and_receive(make: Callable[[int], Any], wait: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = empty(make(0))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    if wait:
+        works = [dist.isend(make(rank), after), dist.irecv(out, before)]
+        for work in works:
+            finish(work)
+    elif rank == 0:
+        dist.send(make(rank), after)
+        assert dist.recv(out, before) == before
+    else:
+        assert dist.recv(out, before) == before
+        dist.send(make(rank), after)
+    assert_same_tensor(out, make(before))
+
+
+def batch_send_and_receive(make: Callable[[int], Any], wait: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    out = empty(make(0))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    ops = [dist.P2POp(dist.isend, make(rank), after), dist.P2POp(dist.irecv, out, before)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert_same_tensor(out, make(before))
+
+
+COLLECTIVES = (
+    broadcast,
+    all_gather,
+    all_gather_into_tensor,
+    gather,
+    scatter,
+    all_to_all_single,
+    all_to_all_single_uneven,
+    send_and_receive,
+    batch_send_and_receive,
+)
+
+
+def run(case: str, options: dict[str, Any], wait: bool) -> None:
+    """Run every collective of ``torch.distributed`` on this rank."""
+    for collective in COLLECTIVES:
+        collective(lambda seed: tensor(case, options, seed), wait)
+
+
+# ---- functional collectives
+
+
+def waited(t: Any) -> Any:
+    return t.wait() if isinstance(t, functional.AsyncCollectiveTensor) else t
+
+
+def gather_along(dim: int) -> Callable[[Any], Any]:
+    def call(q: Any) -> Any:
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        return waited(gather(q, dim, dist.group.WORLD))
+
+    return call
+
+
+def gather_coalesced(q: Any) -> Any:
+    group = dist.group.WORLD
+    new = getattr(functional, "all_gather_single_coalesced", None)
+    gather = new or functional.all_gather_into_tensor_coalesced
+    return torch.cat([waited(t) for t in gather([q, q.clone()], group)])
+
+
+def functional_broadcast(q: Any) -> Any:
+    return waited(functional.broadcast(q, 1, dist.group.WORLD))
+
+
+def functional_all_to_all(q: Any) -> Any:
+    return waited(functional.all_to_all_single(q, None, None, dist.group.WORLD))
+
+
+def wanted_gather(dim: int) -> Callable[..., Any]:
+    return lambda make: torch.cat([make(r) for r in range(dist.get_world_size())], dim)
+
+
+def wanted_all_to_all(make: Callable[[int], Any]) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = ROWS // size
+    return torch.cat([make(r)[rank * rows : (rank + 1) * rows].clone() for r in range(size)])
+
+
+FUNCTIONAL: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
+    "gather0": (gather_along(0), wanted_gather(0)),
+    "gather1": (gather_along(1), wanted_gather(1)),
+    "coalesced": (gather_coalesced, lambda make: torch.cat([wanted_gather(0)(make)] * 2)),
+    "broadcast": (functional_broadcast, lambda make: make(1)),
+    "all_to_all": (functional_all_to_all, wanted_all_to_all),
+}
+
+
+def run_functional(name: str, case: str, options: dict[str, Any], compiled: bool) -> None:
+    """Run a functional collective on this rank, in eager mode or under aot_eager."""
+    call, wanted = FUNCTIONAL[name]
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        got = call(tensor(case, options, dist.get_rank()))
+    assert_same_tensor(got, wanted(lambda seed: tensor(case, options, seed)))

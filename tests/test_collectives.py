@@ -1,0 +1,32 @@
+"""Collectives move codes and scales, or refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collective_cases import FUNCTIONAL, run, run_functional
+from formats import FormatCase, layouts
+from ranks import Ranks
+
+columnwise = pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
+
+
+@layouts
+@columnwise
+@pytest.mark.parametrize("wait", [False, True], ids=["sync", "async"])
+def test_collectives_move_the_bytes(
+    ranks: Ranks, wait: bool, columnwise: bool, case: FormatCase, options: dict[str, Any]
+) -> None:
+    ranks.run(run, case.name, {**options, "columnwise": columnwise}, wait)
+
+
+@layouts
+@columnwise
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
+def test_functional_collectives_move_the_bytes(
+    ranks: Ranks, compiled: bool, columnwise: bool, case: FormatCase, options: dict[str, Any]
+) -> None:
+    names = ["gather0", "gather1", "all_to_all"] if compiled else list(FUNCTIONAL)
+    for name in names:
+        ranks.run(run_functional, name, case.name, {**options, "columnwise": columnwise}, compiled)
