@@ -1,8 +1,8 @@
 """Write docs/distributed_matrix.md: which feature of torch's engine works with which format.
 
-Two processes with gloo run every cell of ``distributed_matrix_cells.SECTIONS``. docs/
+Two processes with gloo run every cell of ``distributed_cells.table.SECTIONS``. docs/
 distributed_matrix.json holds the outcomes for programs. ``--check`` writes nothing and fails if
-the files are out of date, ``--only TEXT`` prints the outcomes of some features.
+the files are out of date, ``--only TEXT`` prints the outcomes of some cells.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-for folder in ("tests", "docs"):  # the started processes read this path
-    if str(ROOT / folder) not in sys.path:
-        sys.path.insert(0, str(ROOT / folder))
+sys.path.insert(0, str(ROOT / "tests"))  # the started processes read it, too
 
-import distributed_matrix_cells as table  # noqa: E402 - see above
+from distributed_cells import table  # noqa: E402 - see above
 from ranks import RankError, Ranks  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "distributed_matrix.md"
 RESULTS = ROOT / "docs" / "distributed_matrix.json"
-PATIENCE = 20
+PATIENCE = 60
 """Seconds that a rank waits for the other."""
 
 Outcome = tuple[str, str]
@@ -85,13 +83,17 @@ def render(outcomes: Outcomes) -> str:
         "- **fail**: another value, another exception, or a rank that waits in vain.",
         "",
         "Tensors have 256 x 256 values and both usages. Training means two steps of AdamW on two "
-        "layers. Under `aot_eager`, the block (or the call) is compiled.",
+        "layers. Under `aot_eager`, the block (or the call) is compiled. Rows without `aot_eager` "
+        "have nothing to compile: torch runs these calls between its graphs.",
         "",
     ]
     for title, rows in table.SECTIONS.items():
         lines += [f"## {title}", ""]
         columns = rows[0].columns
-        lines += [f"| feature | mode | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+        lines += [
+            f"| feature | mode | {' | '.join(columns)} |",
+            f"|---|---|{'---|' * len(columns)}",
+        ]
         for row in rows:
             for mode in row.modes:
                 words = [_word(outcomes[row.name][mode][c], reasons) for c in columns]
@@ -121,7 +123,10 @@ def _count(outcomes: Outcomes) -> list[str]:
     total: Counter[str] = Counter()
     for title, rows in table.SECTIONS.items():
         found = Counter(
-            kind for row in rows for mode in outcomes[row.name].values() for kind, _ in mode.values()
+            kind
+            for row in rows
+            for mode in outcomes[row.name].values()
+            for kind, _ in mode.values()
         )
         total += found
         lines.append(f"| {title} | {found['pass']} | {found['error']} | {found['fail']} |")
@@ -144,11 +149,11 @@ def main() -> int:
     """Write the files, or compare them with ``--check``, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    parser.add_argument("--only", metavar="TEXT", help="run features whose name contains TEXT")
+    parser.add_argument("--only", metavar="TEXT", help="run cells whose name contains TEXT")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if arguments.only is not None:
-        run((c for c in table.cells() if arguments.only in c[0]), echo=True)
+        run((c for c in table.cells() if arguments.only in " ".join(c)), echo=True)
         return 0
     outcomes = run(table.cells(), echo=not arguments.check)
     files = {DOCUMENT: render(outcomes), RESULTS: as_json(outcomes)}
@@ -158,7 +163,10 @@ def main() -> int:
             path.write_text(text)
     elif stale:
         names = ", ".join(f"docs/{path.name}" for path in stale)
-        print(f"{names}: out of date. Run: python docs/generate_distributed_matrix.py", file=sys.stderr)
+        print(
+            f"{names}: out of date. Run: python docs/generate_distributed_matrix.py",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qtensor.api import Format, quantizer
+from qtensor.dtensor import from_part, is_dtensor, local_part
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
@@ -67,6 +68,10 @@ def quantize_state_(
     optimizer without these hooks cannot take roots for squares. ``load_state_dict`` accepts such a
     dict, and one with plain entries, which the next step quantizes.
 
+    The state of a sharded parameter (DTensor) is quantized as the whole is: each rank has its part of
+    the codes, and factors of the whole tensor come from the maximum over all ranks. Shards must end
+    at blocks.
+
     Args:
         optimizer: an optimizer of ``torch.optim``, with or without state.
         formats: format id or quantizer by name of the entry, for example
@@ -90,7 +95,7 @@ def quantize_state_(
         QTensorError: a format is unknown or cannot store state, or ``seed`` is given and nothing
             is rounded at random.
         ArgumentTypeError: ``optimizer`` is not an optimizer.
-        UnsupportedError: at a step, if an entry is a subclass of tensor such as a DTensor.
+        UnsupportedError: at a step, if an entry is a subclass of tensor other than a DTensor.
     """
     _check_optimizer("quantize_state_", optimizer)
     quantizers = {
@@ -211,7 +216,7 @@ class _State:
                 root = entries.pop(name + _ROOT, None)
                 if root is not None:
                     entries[name] = root.dequantize().square_()
-                elif isinstance(entries.get(name), QuantizedTensor):
+                elif isinstance(local_part(entries.get(name)), QuantizedTensor):
                     entries[name] = entries[name].dequantize()
 
     @torch.no_grad()
@@ -234,7 +239,8 @@ class _State:
         device = values.device
         if self.stochastic_rounding:
             generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-            values = _round_at_random(values, found.element.mantissa_bits, generator)
+            rounded = _round_at_random(local_part(values), found.element.mantissa_bits, generator)
+            values = _as_part(rounded, values)
         random = found.stochastic_rounding and seed is not None
         return found.quantize(
             values, generator=torch.tensor([seed], device=device) if random else None
@@ -243,7 +249,7 @@ class _State:
     def _is_stored(self, parameter: Any, value: Any) -> bool:
         return (
             isinstance(value, Tensor)
-            and not isinstance(value, QuantizedTensor)
+            and not isinstance(local_part(value), QuantizedTensor)
             and value.shape == parameter.shape
             and value.numel() >= self.min_numel
         )
@@ -281,12 +287,19 @@ def _round_at_random(
     return torch.where(values.isfinite(), rounded, values)
 
 
+def _as_part(local: Tensor, like: Any) -> Any:
+    """Return ``local``, or the DTensor with the layout of ``like`` that has this part."""
+    if not is_dtensor(like):
+        return local
+    return from_part(local, like.device_mesh, like.placements, like.shape)
+
+
 def _check_plain(name: str, value: Tensor) -> None:
-    if type(value) is not Tensor:
+    if type(local_part(value)) is not Tensor:
         fail(
             f"quantize_state_[{name}]",
-            "only the state of plain or quantized parameters can be quantized",
+            "only the state of plain, quantized or sharded parameters can be quantized",
             type(value).__name__,
-            "Leave the state of sharded parameters plain",
+            f"Leave {name!r} out of the formats",
             UnsupportedError,
         )

@@ -9,7 +9,13 @@ import torch_process
 import qtensor
 
 ROOT = Path(__file__).parents[1]
-GENERATED = ("op_matrix.md", "torch_versions.md", "training_losses.md")
+GENERATED = (
+    "distributed_matrix.md",
+    "distributed_planning.md",
+    "op_matrix.md",
+    "torch_versions.md",
+    "training_losses.md",
+)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
 

@@ -210,7 +210,7 @@ def test_memory_of_the_state(fmt: str, bits: float) -> None:
 # ---- what the formats do to training -------------------------------------------------------------
 
 
-def largest_step(decades: float, **options: Any) -> float:
+def largest_step(decades: float, fmt: Any = "mxfp8", **options: Any) -> float:
     """Return the largest change of an element in 100 steps of Adam, in units of lr.
 
     The sizes of the gradients of one block span ``decades`` powers of ten; for each element Adam's
@@ -219,7 +219,7 @@ def largest_step(decades: float, **options: Any) -> float:
     parameter = nn.Parameter(torch.zeros(32, 128))
     optimizer = torch.optim.Adam([parameter], lr=1.0)
     if options:
-        quantize_state_(optimizer, {"exp_avg": "mxfp8", "exp_avg_sq": "mxfp8"}, **options)
+        quantize_state_(optimizer, {"exp_avg": fmt, "exp_avg_sq": fmt}, **options)
     sizes, worst = 0.01 * 10 ** -torch.linspace(0, decades, 32).repeat(4), 0.0
     for seed in range(100):
         before = parameter.detach().clone()
@@ -229,11 +229,25 @@ def largest_step(decades: float, **options: Any) -> float:
     return worst
 
 
-def test_roots_do_not_underflow_where_squares_do() -> None:
-    """E4M3 spans 2^17.8 below the block's maximum: 5 decades of gradients, but 2.7 of squares."""
-    assert largest_step(4) < 1.1
-    assert largest_step(4, square_roots=SQUARE_ROOTS) < 2
-    assert largest_step(4, square_roots=()) > 100
+@pytest.mark.parametrize(
+    ("fmt", "options", "roots", "squares"),
+    [
+        ("mxfp8", {}, 1.3, 786),
+        ("fp8_blockwise", {}, 1.3, 786),
+        ("fp8_blockwise", {"force_pow_2_scales": False}, 1.1, 748),
+    ],
+)
+def test_roots_do_not_underflow_where_squares_do(
+    fmt: str, options: dict[str, Any], roots: float, squares: int
+) -> None:
+    """E4M3 spans 2^17.8 below the block's maximum: 5 decades of gradients, but 2.7 of squares.
+
+    docs/training.md has these figures.
+    """
+    quantizer = qtensor.quantizer(fmt, **options)
+    assert round(largest_step(4), 1) == 1.0
+    assert round(largest_step(4, quantizer, square_roots=SQUARE_ROOTS), 1) == roots
+    assert round(largest_step(4, quantizer, square_roots=())) == squares
 
 
 class Model(nn.Module):

@@ -1,0 +1,148 @@
+"""The rows of the document, and how a rank runs a cell.
+
+A cell is one feature with one format or recipe, in eager mode or under aot_eager. It raises if a
+result differs from that of one process, in any byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from distributed_cells import collectives, dtensors, styles, training
+from distributed_cells.base import FORMATS, MODES, RECIPES, SIZE, Cell, same
+from qtensor import QTensorError
+
+__all__ = ["FORMATS", "MODES", "RECIPES", "SECTIONS", "SIZE", "Cell", "Feature", "cells", "same"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the document: ``run(cell)`` on each rank."""
+
+    name: str
+    run: Callable[[Cell], None]
+    columns: tuple[str, ...] = FORMATS
+    modes: tuple[str, ...] = MODES
+
+
+def _by_recipe(name: str, run: Callable[[Cell], None], modes: tuple[str, ...] = MODES) -> Feature:
+    return Feature(name, run, tuple(RECIPES), modes)
+
+
+S0, S1, WHOLE = Shard(0), Shard(1), Replicate()
+EAGER = MODES[:1]
+
+SECTIONS: dict[str, list[Feature]] = {
+    "Collectives": [
+        Feature("`broadcast`", collectives.broadcast, modes=EAGER),
+        Feature("`scatter`", collectives.scatter, modes=EAGER),
+        Feature("`gather`", collectives.gather, modes=EAGER),
+        Feature("`all_gather`", collectives.all_gather),
+        Feature("`all_gather_into_tensor`", collectives.all_gather_into_tensor),
+        Feature("`all_to_all_single`", collectives.all_to_all_single),
+        Feature("`send`, `recv`", collectives.send_recv, modes=EAGER),
+        Feature("`batch_isend_irecv`", collectives.batch_isend_irecv, modes=EAGER),
+        Feature("`all_reduce`", collectives.all_reduce),
+        Feature("`reduce_scatter_tensor`", collectives.reduce_scatter),
+        Feature("functional `all_gather_tensor`", collectives.functional_gather),
+        Feature("functional `broadcast`", collectives.functional_broadcast),
+        Feature("functional `all_to_all_single`", collectives.functional_all_to_all),
+        Feature("functional `all_reduce`", collectives.functional_reduce),
+    ],
+    "DTensor": [
+        *(
+            Feature(f"`distribute_tensor`, `from_local`: {p}", dtensors.distribute(p))
+            for p in (S0, S1, WHOLE)
+        ),
+        *(Feature(f"`full_tensor`: {p}", dtensors.full_tensor(p)) for p in (S0, S1)),
+        *(
+            Feature(f"`redistribute`: {a} to {b}", dtensors.redistribute(a, b))
+            for a, b in ((S0, S1), (S1, S0), (S0, WHOLE), (WHOLE, S1))
+        ),
+        *(Feature(f"`quantize`: {p}", dtensors.quantize(p)) for p in (S0, S1, WHOLE)),
+        *(Feature(f"`dequantize`: {p}", dtensors.dequantize(p)) for p in (S0, S1)),
+        Feature("`linear`: weight Shard(0)", dtensors.linear),
+        Feature("`matmul`: both Shard(1)", dtensors.matmul),
+        Feature("`embedding`: weight Shard(1)", dtensors.embedding),
+    ],
+    "Weights that are stored quantized, in layers of torch": [
+        Feature("DDP, frozen weight", training.ddp_frozen),
+        Feature("`fully_shard`, frozen weight", training.fsdp_frozen),
+        Feature("`ColwiseParallel`, `RowwiseParallel`", styles.styles_of_weights),
+        Feature("quantized all-gather", training.fsdp_gather_format),
+        Feature(
+            "`dcp.save`, `dcp.load`: Shard(0) to Shard(0)", training.checkpoint(S0, S0), modes=EAGER
+        ),
+        Feature(
+            "`dcp.save`, `dcp.load`: Shard(0) to Shard(1)", training.checkpoint(S0, S1), modes=EAGER
+        ),
+        Feature(
+            "`dcp.save`, `dcp.load`: Shard(1) to Replicate",
+            training.checkpoint(S1, WHOLE),
+            modes=EAGER,
+        ),
+    ],
+    "Training": [
+        _by_recipe("DDP", training.ddp(False)),
+        _by_recipe("DDP, `quantized_params`", training.ddp(True)),
+        _by_recipe("`fully_shard`", training.fsdp(False)),
+        _by_recipe("`fully_shard`, `quantized_params`", training.fsdp(True)),
+        _by_recipe("`fully_shard`, quantized all-gather", training.fsdp_gather),
+        _by_recipe("torch's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_torch),
+        _by_recipe("qtensor's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_qtensor),
+        _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
+        _by_recipe("`fully_shard`: next step after `dcp.load`", training.resume(False)),
+        _by_recipe("the same, `quantized_params`", training.resume(True)),
+    ],
+}
+
+
+@functools.cache
+def features() -> dict[str, Feature]:
+    """Return each feature by its name."""
+    return {feature.name: feature for rows in SECTIONS.values() for feature in rows}
+
+
+def cells() -> Iterator[tuple[str, str, str]]:
+    """Yield (feature, mode, column) of every cell."""
+    for mode in MODES:
+        for feature in features().values():
+            for column in feature.columns if mode in feature.modes else ():
+                yield feature.name, mode, column
+
+
+def run_cell(feature: str, mode: str, column: str) -> tuple[str, str]:
+    """Run a cell on this rank.
+
+    Returns:
+        ("pass", ""), ("error", the first clause of a QTensorError), or ("fail", what differs).
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Dynamo about graph breaks, and of checkpoints
+            features()[feature].run(Cell(column, mode))
+    except Exception as error:  # noqa: BLE001 - an outcome of the cell
+        return verdict(error)
+    finally:
+        torch._dynamo.reset()
+    return "pass", ""
+
+
+def verdict(error: BaseException) -> tuple[str, str]:
+    """Return the outcome of a cell that raised.
+
+    An error that torch raised from a QTensorError, as Dynamo does, counts as that.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, QTensorError):
+        cause = cause.__cause__
+    if cause is not None:
+        return "error", str(cause).partition("; got ")[0]
+    text = " ".join(str(error).split())
+    return "fail", f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,170 @@
+"""The script behind docs/distributed_matrix.md runs cells on two ranks and sees lies."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cells import table
+from ranks import Ranks
+
+import qtensor
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.append(str(DOCS))  # the ranks read it when they start
+
+import generate_distributed_matrix as script  # noqa: E402
+
+WRITTEN = json.loads((DOCS / "distributed_matrix.json").read_text())
+QUICK_COMPILED = 6
+
+
+def sample() -> Iterator[tuple[str, str, str]]:
+    """Yield a cell in eager mode of every feature, and a few compiled ones, of changing columns."""
+    for number, feature in enumerate(table.features().values()):
+        yield feature.name, "eager", feature.columns[number % len(feature.columns)]
+    compiled = [f for f in table.features().values() if "aot_eager" in f.modes]
+    for number, feature in enumerate(compiled[:: len(compiled) // QUICK_COMPILED]):
+        yield feature.name, "aot_eager", feature.columns[3 * number % len(feature.columns)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    """Ranks that wait no longer for each other than those of the script."""
+    with tempfile.TemporaryDirectory() as folder:
+        group = Ranks(Path(folder), table.SIZE, script.PATIENCE)
+        yield group
+        group.stop(kill=True)
+
+
+def check(pair: Ranks, feature: str, mode: str, column: str) -> None:
+    """Compare the kind of a cell with that of the document."""
+    kind, text = script.run_cell(pair, feature, mode, column)
+    wanted = WRITTEN[feature][mode][column]
+    assert kind == wanted.partition(":")[0], f"{text or kind}; the document says {wanted}"
+
+
+QUICK = list(sample())
+WIDE = pytest.mark.nightly(reason="all cells; the default tier has one of each feature")
+REST = [cell for cell in table.cells() if cell not in set(QUICK)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(c, id="-".join(c)) for c in QUICK),
+        *(pytest.param(c, id="-".join(c), marks=WIDE) for c in REST),
+    ],
+)
+def test_cells(pair: Ranks, cell: tuple[str, str, str]) -> None:
+    check(pair, *cell)
+
+
+def test_every_cell_is_in_the_document() -> None:
+    """The sample holds every feature and every column."""
+    written = {(f, m, c) for f, modes in WRITTEN.items() for m, row in modes.items() for c in row}
+    assert set(table.cells()) == written
+    assert {cell[0] for cell in QUICK} == set(table.features())
+    assert {cell[2] for cell in QUICK} == {*table.FORMATS, *table.RECIPES}
+
+
+def test_nothing_fails() -> None:
+    words = {w for modes in WRITTEN.values() for row in modes.values() for w in row.values()}
+    assert not [word for word in words if word.startswith("fail")]
+
+
+# ---- lies ----------------------------------------------------------------------------------------
+
+
+def run_liar(kind: str) -> tuple[str, str]:
+    cell = table.Cell("mxfp8", "eager")
+    try:
+        if kind == "one byte":
+            changed = cell.weight()
+            changed.buffers()[0][3, 5] ^= 1
+            table.same(changed, cell.weight())
+        elif kind == "dequantized":
+            table.same(cell.weight().dequantize(), cell.weight())
+        elif kind == "one rank" and dist.get_rank() == 0:
+            raise qtensor.QTensorError("no")
+        elif kind == "other":
+            raise RuntimeError("boom")
+        elif kind == "caused":
+            try:
+                raise qtensor.QTensorError("a rule; got mxfp8. Do this.")
+            except qtensor.QTensorError as error:
+                raise RuntimeError("torch's") from error
+        elif kind == "waits" and dist.get_rank() == 0:
+            dist.recv(torch.zeros(1), 1)
+    except Exception as error:  # noqa: BLE001 - as run_cell does
+        return table.verdict(error)
+    return "pass", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("honest", ("pass", "")),
+        ("one byte", ("fail", "1 of 65536 differ")),
+        ("dequantized", ("fail", "Tensor instead of MXFP8Tensor")),
+        ("one rank", ("fail", "rank 0: error no; rank 1: pass")),
+        ("other", ("fail", "RuntimeError: boom")),
+        ("caused", ("error", "a rule")),
+    ],
+)
+def test_lies_are_seen(pair: Ranks, monkeypatch: Any, kind: str, wanted: tuple[str, str]) -> None:
+    monkeypatch.setattr(table, "run_cell", run_liar)
+    monkeypatch.setattr(pair, "run", lambda f, *_: type(pair).run(pair, run_liar, kind))
+    found = script.run_cell(pair, "", "", "")
+    assert found[0] == wanted[0]
+    assert wanted[1] in found[1]
+
+
+def test_a_rank_that_waits_in_vain_is_a_failure(tmp_path: Path, monkeypatch: Any) -> None:
+    group = Ranks(tmp_path, 2, patience=2)
+    monkeypatch.setattr(group, "run", lambda f, *_: type(group).run(group, run_liar, "waits"))
+    kind, text = script.run_cell(group, "", "", "")
+    group.stop(kill=True)
+    assert kind == "fail"
+    assert "rank 1: pass" in text
+
+
+def test_the_sections_are_rendered(monkeypatch: Any) -> None:
+    feature = table.Feature("`call`", lambda cell: None, ("a", "b"))
+    monkeypatch.setattr(table, "SECTIONS", {"Part": [feature]})
+    outcomes: Any = {
+        "`call`": {
+            "eager": {"a": ("pass", ""), "b": ("error", "no `x`")},
+            "aot_eager": {"a": ("fail", "boom"), "b": ("error", "no `x`")},
+        }
+    }
+    text = script.render(outcomes)
+    assert (
+        "| `call` | eager | pass | error 1 |\n| `call` | aot_eager | **fail** 2 | error 1 |" in text
+    )
+    assert "1. `no 'x'`\n2. `boom`" in text
+    assert "| Part | 1 | 2 | 1 |" in text
+    assert json.loads(script.as_json(outcomes))["`call`"]["eager"]["b"] == "error: no `x`"
+
+
+@pytest.mark.parametrize(("stale", "status"), [(False, 0), (True, 1)])
+def test_check_compares_and_writes_nothing(
+    monkeypatch: Any, tmp_path: Path, capsys: Any, stale: bool, status: int
+) -> None:
+    for name, text in (("DOCUMENT", "fresh"), ("RESULTS", "old" if stale else "fresh")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(script, name, tmp_path / name)
+    monkeypatch.setattr(script, "run", lambda *_, **__: {})
+    monkeypatch.setattr(script, "render", lambda _: "fresh")
+    monkeypatch.setattr(script, "as_json", lambda _: "fresh")
+    monkeypatch.setattr(sys, "argv", ["generate_distributed_matrix.py", "--check"])
+    assert script.main() == status
+    assert ("docs/RESULTS: out of date" in capsys.readouterr().err) == stale
+    assert (tmp_path / "RESULTS").read_text() == ("old" if stale else "fresh")
