@@ -234,3 +234,32 @@ def test_a_weight_that_is_not_sharded_has_the_same_codes() -> None:
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
     assert math.isfinite(float(outputs[0].sum()))
+
+
+def run_modules(name: str) -> None:
+    kinds: Any = {
+        "norm": lambda **o: qtensor.LayerNormLinear(64, 128, **o),
+        "mlp": lambda **o: qtensor.LayerNormMLP(64, 128, **o),
+        "grouped": lambda **o: qtensor.GroupedLinear(2, 64, 128, **o),
+    }
+    for kind, make in kinds.items():
+        results = []
+        for quantized in (False, True):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"layer": make(recipe=recipe_of(name))})
+            if quantized:
+                assert len(quantized_all_gather(model)) == (1 if kind == "norm" else 2)
+            fully_shard(model["layer"])
+            torch.manual_seed(1 + dist.get_rank())
+            x = torch.randn(64, 64, requires_grad=True)
+            splits = ([32, 32],) if kind == "grouped" else ()
+            y = model["layer"](x, *splits)
+            y.square().sum().backward()
+            gradients = [(n, whole(p.grad)) for n, p in model.named_parameters()]
+            results.append([("y", y.detach()), ("dx", x.grad), *gradients])
+        assert_equal(*results)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4 2-D"])
+def test_every_kind_of_layer(ranks: Ranks, name: str) -> None:
+    ranks.run(run_modules, name)
