@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_cases import GPT, Named, assert_equal, loss_of, plain, shard, state, whole
 from ranks import RankError, Ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qtensor
@@ -74,11 +75,14 @@ def converted(name: str) -> GPT:
     return model
 
 
-def run_training(name: str, mixed: bool, reduces: bool, is_compiled: bool) -> None:
-    options = {}
+def run_training(
+    name: str, mixed: bool, reduces: bool, is_compiled: bool, sizes: tuple[int, ...] = (2,)
+) -> None:
+    names = ("replicate", "shard")[-len(sizes) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names)}
     if mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mp_policy": policy}
+        options["mp_policy"] = policy
     results: list[Named] = []
     for quantized in (False, True):
         model: Any = converted(name)
@@ -122,6 +126,11 @@ def test_training_equals_a_gather_in_high_precision(
 @pytest.mark.parametrize("name", ["fp8", "mxfp8 2-D"])
 def test_compiled_training_equals_a_gather_in_high_precision(ranks: Ranks, name: str) -> None:
     ranks.run(run_training, name, False, True, True)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_meshes_with_replicas(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    ranks.run(run_training, "nvfp4 2-D", False, True, False, sizes)
 
 
 def run_amaxes() -> None:
