@@ -2,7 +2,7 @@
 
 Two processes with gloo run every cell of ``distributed_cells.table.SECTIONS``. docs/
 distributed_matrix.json holds the outcomes for programs. ``--check`` writes nothing and fails if
-the files are out of date, ``--only TEXT`` prints the outcomes of some cells.
+the files are out of date, ``--only TEXT`` runs some cells and keeps the other outcomes.
 """
 
 from __future__ import annotations
@@ -145,17 +145,47 @@ def as_json(outcomes: Outcomes) -> str:
     return json.dumps(words, indent=1) + "\n"
 
 
+def read() -> Outcomes:
+    """Return the outcomes that the file holds."""
+    if not RESULTS.exists():
+        return {}
+    found: Outcomes = {}
+    for feature, modes in json.loads(RESULTS.read_text()).items():
+        for mode, cells in modes.items():
+            for column, word in cells.items():
+                kind, _, reason = word.partition(": ")
+                found.setdefault(feature, {}).setdefault(mode, {})[column] = (kind, reason)
+    return found
+
+
+def in_order(outcomes: Outcomes) -> Outcomes:
+    """Return the outcomes of the cells of the table, in its order."""
+    found: Outcomes = {}
+    for feature in table.features().values():
+        for mode in feature.modes:
+            for column in feature.columns:
+                outcome = outcomes.get(feature.name, {}).get(mode, {}).get(column)
+                outcome = outcome or ("fail", "this cell has not been run")
+                found.setdefault(feature.name, {}).setdefault(mode, {})[column] = outcome
+    return found
+
+
 def main() -> int:
     """Write the files, or compare them with ``--check``, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
-    parser.add_argument("--only", metavar="TEXT", help="run cells whose name contains TEXT")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run the cells whose name contains TEXT"
+    )
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments.only is not None:
-        run((c for c in table.cells() if arguments.only in " ".join(c)), echo=True)
-        return 0
-    outcomes = run(table.cells(), echo=not arguments.check)
+    chosen = [c for c in table.cells() if arguments.only in " ".join(c)]
+    new = run(chosen, echo=not arguments.check)
+    outcomes = read() if arguments.only else {}
+    for feature, modes in new.items():
+        for mode, cells in modes.items():
+            outcomes.setdefault(feature, {}).setdefault(mode, {}).update(cells)
+    outcomes = in_order(outcomes)
     files = {DOCUMENT: render(outcomes), RESULTS: as_json(outcomes)}
     stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
     if not arguments.check:

@@ -68,9 +68,9 @@ def quantize_state_(
     optimizer without these hooks cannot take roots for squares. ``load_state_dict`` accepts such a
     dict, and one with plain entries, which the next step quantizes.
 
-    The state of a sharded parameter (DTensor) is quantized as the whole is: each rank has its part of
-    the codes, and factors of the whole tensor come from the maximum over all ranks. Shards must end
-    at blocks.
+    The state of a sharded parameter (DTensor) is quantized as the whole is: each rank has its part
+    of the codes, and factors of the whole tensor come from the maximum over all ranks. Shards must
+    end at blocks.
 
     Args:
         optimizer: an optimizer of ``torch.optim``, with or without state.

@@ -97,8 +97,11 @@ SECTIONS: dict[str, list[Feature]] = {
         _by_recipe("torch's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_torch),
         _by_recipe("qtensor's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_qtensor),
         _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
-        _by_recipe("`fully_shard`: next step after `dcp.load`", training.resume(False)),
-        _by_recipe("the same, `quantized_params`", training.resume(True)),
+        *(
+            _by_recipe(f"step after `dcp.load`, {what}{where}", training.resume(stored, reduced))
+            for stored, what in ((False, "`fully_shard`"), (True, "`quantized_params`"))
+            for reduced, where in ((False, ""), (True, ", maxima of all ranks"))
+        ),
     ],
 }
 

@@ -17,8 +17,8 @@ import qtensor.optim
 from qtensor.distributed import Traffic, quantized_all_gather, reduce_amaxes
 from qtensor.recipes import CustomRecipe
 
-N, K, TOKENS = 1536, 512, 384
-"""Rows, columns and tokens. A part over 2, 3 or 4 ranks is whole blocks of every format."""
+N, K, TOKENS = 1536, 512, 1536
+"""Rows, columns and tokens. A part over 2, 3 or 4 ranks is whole tiles of 128 rows."""
 
 WEIGHTS: dict[str, tuple[str, dict[str, Any], float]] = {
     "`fp8`": ("fp8", {}, 8),
@@ -122,7 +122,8 @@ def gather_of_activations(name: str) -> int:
     if name != "bfloat16":
         given = qtensor.quantize(x, ACTIVATIONS[name][0])
     with torch.no_grad(), Traffic() as traffic:
-        out = functional.all_gather_tensor(given, 0, dist.group.WORLD)
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        out = gather(given, 0, dist.group.WORLD)
         out = out.wait() if isinstance(out, functional.AsyncCollectiveTensor) else out
     assert out.shape == (TOKENS, K)
     return sum(traffic.sent.values())

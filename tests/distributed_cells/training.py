@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -218,7 +219,19 @@ def checkpoint(before: Any, after: Any) -> Callable[[Cell], None]:
     return run
 
 
-def resume(stored: bool) -> Callable[[Cell], None]:
+def resume(stored: bool, reduced: bool) -> Callable[[Cell], None]:
+    """Compare the step after a load with the step that would have come.
+
+    Args:
+        stored: weights are stored quantized.
+        reduced: maxima of delayed scaling are reduced over the ranks.
+    """
+
+    def region(cell: Cell) -> Any:
+        if not reduced:
+            return contextlib.nullcontext()
+        return qtensor.autocast(recipe=cell.recipe(), amax_reduction_group=dist.group.WORLD)
+
     def run(cell: Cell) -> None:
         import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - warns, and takes a second
         from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
@@ -232,10 +245,13 @@ def resume(stored: bool) -> Callable[[Cell], None]:
             made = shard(model(cell, stored))
             optimizer = optimizer_of(made)
             if number == 0:
-                backward(made, 0, rank)
+                with region(cell):
+                    backward(made, 0, rank)
                 optimizer.step()
                 optimizer.zero_grad()
-            state = dict(zip(("model", "optimizer"), get_state_dict(made, optimizer), strict=True))
+            with region(cell), torch.no_grad():
+                parts = get_state_dict(made, optimizer)
+            state = dict(zip(("model", "optimizer"), parts, strict=True))
             if number == 0:
                 quietly(dcp.save, state, checkpoint_id=folder)
             else:
@@ -246,7 +262,8 @@ def resume(stored: bool) -> Callable[[Cell], None]:
                     model_state_dict=state["model"],
                     optim_state_dict=state["optimizer"],
                 )
-            loss = backward(made, 1, rank)
+            with region(cell):
+                loss = backward(made, 1, rank)
             optimizer.step()
             results.append([("loss", loss), *parameters(made)])
         same_training(results[1], results[0])
