@@ -49,7 +49,7 @@ ACTIVATIONS = {
 
 STORED = {
     "float32": (None, 4.0),
-    "`Float8CurrentScaling`": (qtensor.recipes.Float8CurrentScaling, 1.0),
+    "`Float8CurrentScaling`": (qtensor.recipes.Float8CurrentScaling, 2.0),
     "`Float8BlockScaling`": (qtensor.recipes.Float8BlockScaling, 2 * (1 + 4 / 128**2)),
     "`MXFP8BlockScaling`": (qtensor.recipes.MXFP8BlockScaling, 2 * (1 + 1 / 32)),
     "`NVFP4BlockScaling`": (qtensor.recipes.NVFP4BlockScaling, 2 * (0.5 + 1 / 16)),
