@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
 from native_cases import ISAS, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,31 +20,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import qtensor
 from qtensor.build import build
 from qtensor.kernels.cpu import native, sources
-from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.cpu.small_calls.program import SMALL as SMALL_CALLS
 from qtensor.kernels.gemm import few_rows, reference
 from qtensor.storage.grouped import group_sizes, grouped_product
 
-WEIGHTS: list[tuple[str, dict[str, Any]]] = [
-    ("mxfp4", {}),
-    ("nvfp4", {}),
-    ("fp8", {}),
-    ("fp8", {"dtype": "e5m2"}),
-    ("fp8_rowwise", {}),
-    ("fp8_blockwise", {"block_scaling_dim": 1}),
-    ("fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
-    ("mxfp8", {}),
-    ("mxfp8", {"dtype": "e5m2", "swizzled": True}),
-    ("mxfp6", {}),
-    ("mxfp6", {"dtype": "e3m2"}),
-    ("mxfp6", {"packed": True}),
-    ("mxfp6", {"packed": True, "dtype": "e3m2"}),
-    ("mxfp4", {"swizzled": True}),
-    ("nvfp4", {"swizzled": True}),
-    ("nvfp4", {"row_scaled": True}),
-    ("nvfp4", {"with_2d_quantization": True}),
-    ("nvfp4", {"use_4over6": True}),
-]
 weights = pytest.mark.parametrize(
     ("fmt", "options"), WEIGHTS, ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in WEIGHTS]
 )
@@ -58,23 +38,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(reason=f"this CPU has no {request.param}")
     with loaded(native.Library(str(build(sources.build_spec(request.param))))):
         yield
-
-
-def quantized(n: int, k: int, fmt: str, options: dict[str, Any], spread: float = 3.0) -> Any:
-    """A weight whose blocks and rows have factors of many sizes."""
-    w = (
-        torch.randn(n, k)
-        * torch.exp2(torch.randn(n, k // 16 + 1) * spread).repeat_interleave(16, 1)[:, :k]
-    )
-    return qtensor.quantize(w, fmt, **options)
-
-
-def same_bits(a: Tensor, b: Tensor) -> None:
-    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    different = (a.view(whole) != b.view(whole)).nonzero()
-    assert not len(different), f"{len(different)} of {a.numel()}, first {different[0].tolist()}"
 
 
 def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,22 +84,8 @@ def test_bytes_of_every_format(isa: None, fmt: str, options: dict[str, Any]):
 
 
 @weights
-@pytest.mark.parametrize("k", [1, 2, 15, 16, 31, 33, 64, 127, 128, 129, 255, 512, 513, 640, 1536])
-def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any], k: int):
-    torch.manual_seed(1)
-    w = quantized(9, k, fmt, options)
-    x = torch.randn(6, k).bfloat16()
-    want = oracle.product(x, w)
-    for rows in (1, 4, 6):
-        out = torch.full((rows, 9), torch.nan)
-        assert native.linear_(weight_of(w), Rows(x[:rows]), None, out, few=True)
-        same_bits(out, want[:rows])
-
-
-def weight_of(w: Any) -> Any:
-    from qtensor.kernels.gemm.tiles import GemmRows  # noqa: PLC0415
-
-    return GemmRows(w.quantizer, w.buffers(), tuple(w.shape))
+def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any]):
+    check_tails(fmt, options)
 
 
 @weights
