@@ -110,7 +110,11 @@ def _slice_axis(
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
-        _refuse("slice", t, rule, f"{start}:{end} of {total}")
+        fix = (
+            f"Slice at multiples of {needed} (a tensor that n ranks share has a multiple of "
+            f"n * {needed}), or call .dequantize() first"
+        )
+        _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
     if not slot.swizzled:
         return buffer.narrow(
@@ -126,7 +130,7 @@ def granule(slot: Slot, axis: Dim) -> int:
     return axis.per * (TILE[0] if axis.pad == TILE[0] else TILE[1])
 
 
-def _as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
+def as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
     """Return a view (rows of tiles, columns of tiles, bytes of a tile) of swizzled scales."""
     flipped = slot.dims[0].pad != TILE[0]
     shape = buffer.shape[::-1] if flipped else buffer.shape
@@ -134,7 +138,7 @@ def _as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
 
 
 def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
-    """Return swizzled scales of ``slot`` made of tiles; the inverse of ``_as_tiles``."""
+    """Return swizzled scales of ``slot`` made of tiles; the inverse of ``as_tiles``."""
     sizes = (tiles.shape[0] * TILE[0], tiles.shape[1] * TILE[1])
     return tiles.reshape(sizes[::-1] if slot.dims[0].pad != TILE[0] else sizes)
 
@@ -142,12 +146,12 @@ def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
 def _cat_tiles(slot: Slot, axis: Dim, buffers: Sequence[Tensor]) -> Tensor:
     """Return the swizzled scales of parts that begin and end at tiles."""
     along = 0 if axis.pad == TILE[0] else 1
-    return _from_tiles(slot, torch.cat([_as_tiles(slot, b) for b in buffers], along))
+    return _from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
     """Return a slice of swizzled scales: rows of tiles are a view, columns of tiles a copy."""
-    tiles = _as_tiles(slot, buffer)
+    tiles = as_tiles(slot, buffer)
     along = 0 if axis.pad == TILE[0] else 1
     kept = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
     return _from_tiles(slot, kept)
