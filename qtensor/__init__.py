@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
+    from qtensor.weights import SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -85,6 +86,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "SearchResult",
     "TensorProto",
     "UnsupportedError",
     "__version__",
@@ -103,10 +105,12 @@ __all__ = [
     "ops",
     "optim",
     "quantize",
+    "quantize_",
     "quantizer",
     "recipes",
     "record_amax_",
     "revert_",
+    "search",
     "to_tensor_proto",
 ]
 
@@ -148,10 +152,13 @@ _LAZY = {
     "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
     "ops": "qtensor.ops",
+    "quantize_": "qtensor.weights",
     "optim": "qtensor.optim",
     "recipes": "qtensor.recipes",
     "record_amax_": "qtensor.quantizers.delayed",
     "revert_": "qtensor.modules.convert",
+    "search": "qtensor.weights",
+    "SearchResult": "qtensor.weights",
 }
 
 

@@ -171,6 +171,20 @@ def _gemm(make: Maker) -> Arguments:
     }
 
 
+def _weight_gemm(make: Maker) -> Arguments:
+    n = make.random.choice((32, 48))
+    weight, canonical = make.operand(n, make.columns, columnwise=False)
+    while not canonical:
+        weight, canonical = make.operand(n, make.columns, columnwise=False)
+    return {
+        "x": make.floats(make.rows, make.columns),
+        "weight": weight,
+        "quantizer": canonical,
+        "n": n,
+        "bias": make.maybe(make.floats(n)),
+    }
+
+
 def _accumulate(make: Maker) -> Arguments:
     operands = make.pair("NT", 32, 48, make.rows)
     return {"out": torch.ones(32, 48), **operands, "layout": "NT", "overwrite": False}
@@ -332,6 +346,7 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
     "dequantize_": _dequantize_inplace,
     "dequantize_tensor": lambda make: {"x": make.floats(make.rows, 8), "dtype": make.dtype},
     "gemm": _gemm,
+    "weight_gemm": _weight_gemm,
     "gemm_tensor": lambda make: {
         **{"a": make.floats(make.rows, 32), "b": make.floats(48, 32), "layout": "TN"},
         **{"dtype": make.maybe(make.dtype), "bias": make.maybe(make.floats(48))},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import UserDict
 
 import pytest
@@ -109,6 +110,19 @@ def test_infinite_numbers_of_a_config_stay(tmp_path):
         assert checkpoint.config["time_step_limit"] == [0.0, math.inf]
         assert_same_bytes(checkpoint["a.weight"], state["a.weight"])
     assert json.loads((tmp_path / "b" / "config.json").read_text())["time_step_limit"][1] > 1e300
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+    """Root reads every folder, so the system's answer is replaced."""
+
+    def refused(path="."):
+        raise PermissionError(13, "Permission denied", path)
+
+    checkpoints.save({"x": torch.ones(2)}, tmp_path / "a")
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(CheckpointError, match=r"the folder must be readable.*Permission denied"):
+        checkpoints.open(tmp_path / "a")
+    assert not checkpoints.verify(tmp_path / "a").ok
 
 
 CALLS = {

@@ -143,6 +143,13 @@ def test_links_of_the_hugging_face_cache(tmp_path):
     os.rename(tmp_path / "x.safetensors", blobs / "0123")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
     assert list(checkpoints.open(snapshot)) == ["a"]
+    part = snapshot / "transformer" / "fp8"  # a part of a pipeline of diffusers
+    part.mkdir(parents=True)
+    (part / "model.safetensors").symlink_to("../../../../blobs/0123")
+    assert list(checkpoints.open(part)) == ["a"]
+    (part / "config.json").symlink_to("../../../../other")
+    with pytest.raises(checkpoints.CheckpointError, match="does not link"):
+        checkpoints.open(part)
     (snapshot / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(checkpoints.CheckpointError, match="does not link"):
         checkpoints.open(snapshot)

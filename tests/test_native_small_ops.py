@@ -26,7 +26,7 @@ from qtensor.kernels.cpu.small_calls import answers as cpp
 from qtensor.library.define import FILLS
 from qtensor.registry import by_name
 
-OPS = ("quantize", "quantize_", "dequantize", "gemm")
+OPS = ("quantize", "quantize_", "dequantize", "gemm", "weight_gemm")
 QUANTIZE_IN_PLACE = torch.ops.qtensor.quantize_
 QUANTIZE, DEQUANTIZE = torch.ops.qtensor.quantize, torch.ops.qtensor.dequantize
 

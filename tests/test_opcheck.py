@@ -131,6 +131,14 @@ def gemm(case: FormatCase) -> Iterator[Sample]:
     yield (*plain, "auto", True), {}
 
 
+def weight_gemm(case: FormatCase) -> Iterator[Sample]:
+    q = case.quantizer()
+    weight = buffers_of(case, q, (32, 48))
+    for x in (torch.randn(48), torch.randn(5, 48).bfloat16(), torch.randn(2, 3, 48)):
+        yield (x, weight, q.canonical, 32), {}
+    yield (torch.randn(5, 48), weight, q.canonical, 32, torch.randn(32)), {}
+
+
 def gemm_tensor(case: FormatCase) -> Iterator[Sample]:
     a, b = (case.quantize(ordinary(s), columnwise=True) for s in ((32, 48), (48, 48)))
     x = torch.randn(5, 48)
@@ -351,6 +359,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::dequantize": dequantize,
     "qtensor::dequantize_": dequantize_,
     "qtensor::gemm": gemm,
+    "qtensor::weight_gemm": weight_gemm,
     "qtensor::gemm_tensor": gemm_tensor,
     "qtensor::linear_forward": linear_forward,
     "qtensor::linear_backward": linear_backward,

@@ -37,6 +37,7 @@ REASONS: dict[str, str] = {
     "qtensor/modules/layernorm_mlp.py::LayerNormMLP.__init__": _OPTIONS,
     "qtensor/modules/linear.py::LinearBase.__init__": _OPTIONS,
     "qtensor/reference/float8.py::quantize_blocks_": _BYTES,
+    "qtensor/weights/format_search.py::search": "public; all but two are keyword-only options",
     "qtensor/storage/serialize.py::rebuild": (
         "what a pickle names, flat, so that old files load by position"
     ),

@@ -46,7 +46,8 @@ for case in FORMATS:
             value = torch.ops.qtensor.dequantize(buffers, q.canonical, x.shape, dtype)
             operands = ([y], "", y.shape, buffers, q.canonical, x.shape)
             product = torch.ops.qtensor.gemm(*operands, "TN", dtype, torch.ones(33))
-            note(f"{q.canonical} {dtype} {round}", [*made, value, product])
+            linear = torch.ops.qtensor.weight_gemm(y.to(dtype), buffers, q.canonical, 33)
+            note(f"{q.canonical} {dtype} {round}", [*made, value, product, linear])
 for recipe in (
     None,
     recipes.Float8CurrentScaling(),
@@ -90,7 +91,7 @@ def test_the_same_bytes_without_small_calls() -> None:
         pytest.skip(reason="no compiler, or a torch without its headers")
     _, programs, _, observers = planned.split()
     assert int(programs) > 50
-    assert int(observers) == 10
+    assert int(observers) == 11
 
 
 def explain(m: int) -> choice.Explanation:

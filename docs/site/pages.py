@@ -39,6 +39,9 @@ API = {
     "qtensor.recipes": ["qtensor.recipes"],
     "qtensor.ops": ["qtensor.ops"],
     "qtensor.checkpoints": ["qtensor.checkpoints"],
+    "qtensor.optim": ["qtensor.optim"],
+    "qtensor.distributed": ["qtensor.distributed"],
+    "qtensor.debug": ["qtensor.debug"],
     "qtensor.integrations": ["qtensor.integrations.transformers", "qtensor.integrations.offload"],
 }
 """Pages of the API, and the modules that each one shows."""

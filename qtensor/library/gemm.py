@@ -11,7 +11,15 @@ from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.kernels.gemm.problem import Pair, Product
 from qtensor.layout import Shape
 from qtensor.library.checks import check_operand
-from qtensor.library.define import LIBRARY, below_autograd, check_one_device, empty, leaf_op
+from qtensor.library.define import (
+    FILLS,
+    LIBRARY,
+    SymInt,
+    below_autograd,
+    check_one_device,
+    empty,
+    leaf_op,
+)
 from qtensor.registry import QuantizerLike, parse
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -156,6 +164,36 @@ def check_operands(
 
 GEMM = leaf_op("gemm", GemmArgs, "Tensor", _gemm_alloc, _gemm_fill)
 """Multiply two operands: the buffers of a quantized tensor, or (quantizer "") one tensor."""
+
+
+class WeightGemmArgs(NamedTuple):
+    """Arguments of the op ``weight_gemm``."""
+
+    x: Tensor
+    weight: list[Tensor]
+    quantizer: str
+    n: SymInt
+    bias: Tensor | None = None
+
+
+def _weight_gemm_alloc(args: WeightGemmArgs) -> Tensor:
+    return empty(args.x, (*args.x.shape[:-1], args.n))
+
+
+def _weight_gemm_fill(out: Tensor, args: WeightGemmArgs) -> None:
+    x, weight, quantizer, n, bias = args
+    pair = Pair([x], "", x.shape, weight, quantizer, (n, *x.shape[-1:]))
+    FILLS["gemm"](out, GemmArgs(pair, "TN", x.dtype, bias))
+
+
+WEIGHT_GEMM = leaf_op(
+    "weight_gemm", WeightGemmArgs, "Tensor", _weight_gemm_alloc, _weight_gemm_fill
+)
+"""``gemm`` in layout TN of plain x (..., K) and the buffers of a quantized weight (N, K).
+
+A call has half the arguments of ``gemm``, which take longer to pass than a small product takes to
+compute. The dtype of the result is that of x.
+"""
 
 LIBRARY.define(
     "gemm_tensor(Tensor a, Tensor b, str layout, ScalarType? dtype=None, Tensor? bias=None) -> "

@@ -12,11 +12,13 @@ from qtensor.kernels.gemm.problem import sides
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
+    WEIGHT_GEMM,
     check_bias,
     check_layout,
     check_operands,
     output_shape,
 )
+from qtensor.registry import transposed
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.grouped import grouped_mm
@@ -191,6 +193,26 @@ def operands(
     )
 
 
+def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
+    """Return the product (..., M, N) of operands as an aten op passes them.
+
+    Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
+    """
+    if isinstance(bias, QuantizedTensorStorage):
+        bias = plain(bias)
+    left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
+    # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
+    if left is None and right is not None and (layout == "TN" or not right.rowwise):
+        weight = b.buffers()
+        shape = b.shape
+        if layout == "NN":
+            right, weight = transposed(right, weight)
+            shape = shape[::-1]
+        if len(shape) == 2 and a.shape[-1] == shape[1] and a.dtype in FLOATING:
+            return WEIGHT_GEMM(a, weight, right.canonical, shape[0], bias)
+    return gemm_operands(a, b, layout, bias)
+
+
 def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Handle ``qtensor::gemm_tensor``."""
     a, b, layout, dtype, bias = (*args, None, None)[:5]
@@ -200,7 +222,7 @@ def gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
-    if any(t.ndim != rank for t in operands):
+    if [t.ndim for t in operands] != [rank] * len(operands):
         fail(
             op,
             f"operands must have {rank} dims",
@@ -211,7 +233,7 @@ def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
 
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _ranks("mm", args[:2], 2)
-    return gemm_operands(args[0], args[1], "NN")
+    return _product(args[0], args[1], "NN")
 
 
 def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -234,17 +256,14 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
     if alpha == 1 and beta == 1:
-        return gemm_operands(a, b, "NN", bias)
+        return _product(a, b, "NN", bias)
     product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
     return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
 
 
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight, bias = (*args, None)[:3]
-    bias = kwargs.get("bias", bias)
-    return gemm_operands(
-        x, weight, "TN", plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
-    )
+    return _product(x, weight, "TN", kwargs.get("bias", bias))
 
 
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

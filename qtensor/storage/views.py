@@ -12,7 +12,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
-from qtensor.storage.rebuild import Handler, with_buffers
+from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
 
@@ -182,13 +182,11 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def transpose_tensor(t: Any) -> Any:
     """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
     quantizer, moves = t._quantizer.transpose_plan
-    named = {}
-    for keyword, source, turn in moves:
-        buffer = getattr(t, source)
-        named[keyword] = turn(buffer) if turn is not None else buffer
-    rows, cols = t.shape
-    cls: Any = type(t)
-    turned = cls.__new__(cls, (cols, rows), t._context[1], quantizer, **named)
+    buffers = [
+        getattr(t, source) if turn is None else turn(getattr(t, source))
+        for _, source, turn in moves
+    ]
+    turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers)
     if t._view_note is not None:
         inherit_note(
             turned,

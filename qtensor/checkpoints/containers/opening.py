@@ -92,9 +92,13 @@ def _file_of_folder(folder: str) -> str:
     """Return the file or index that a folder holds.
 
     Raises:
-        CheckpointError: the folder holds none, or several of which none is the model.
+        CheckpointError: the folder cannot be read, or holds none, or several of which none is the
+            model.
     """
-    names = sorted(os.listdir(folder))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        refuse(Place(folder), "the folder must be readable", error, "Check the path", error)
     for name in _NAMES:
         if name in names:
             return path_inside(folder, name, folder)

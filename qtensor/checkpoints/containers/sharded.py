@@ -183,7 +183,14 @@ def path_inside(folder: str, name: str, file: str) -> str:
 
 
 def _blobs(root: str) -> str | None:
-    """Return the folder of the blobs if ``root`` is a snapshot of the Hugging Face cache."""
-    parent, _ = os.path.split(root)
-    repository, kind = os.path.split(parent)
-    return os.path.join(repository, "blobs") if kind == "snapshots" else None
+    """Return the folder of the blobs if ``root`` lies in a snapshot of the Hugging Face cache.
+
+    Diffusers keeps the weights of a part in a subfolder: ``REPOSITORY/snapshots/HASH/transformer``.
+    """
+    folder = root
+    while (parent := os.path.dirname(folder)) != folder:
+        repository, kind = os.path.split(parent)
+        if kind == "snapshots":
+            return os.path.join(repository, "blobs")
+        folder = parent
+    return None

@@ -130,6 +130,8 @@ class Journal:
 
     def discard(self) -> None:
         """Remove the work folder and the journal."""
+        with contextlib.suppress(OSError):
+            os.chmod(self.folder, 0o700)  # it may be the old result, which was not writable
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

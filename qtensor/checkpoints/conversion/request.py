@@ -160,6 +160,9 @@ def make_request(
     jobs = values.get("jobs")
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         refuse(Place(), "jobs is a positive number of threads", repr(jobs), "Leave it out")
+    if not (values.get("progress") is None or callable(values["progress"])):
+        rule = "progress is a function of one argument, the state"
+        refuse(Place(), rule, repr(values["progress"]), "Leave it out")
     request = Request(paths[0], paths[1], layout, **values, **more)
     _check_places(request)
     return request
@@ -168,7 +171,8 @@ def make_request(
 def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    words = (value,) if isinstance(value, str) else tuple(value)
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    words = tuple(value) if several else (value,)
     if any(not isinstance(word, str) for word in words):
         refuse(Place(), f"{name} has shell patterns such as '*.mlp.*'", repr(value), "Pass texts")
     return words

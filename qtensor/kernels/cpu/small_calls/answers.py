@@ -18,7 +18,7 @@ from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Arguments, Parse
 from qtensor.kernels.cpu.small_calls.program import Program
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_PACKS_FIRST = ("quantize", "quantize_", "linear_backward")
+_PACKS_FIRST = ("quantize", "quantize_", "linear_backward", "weight_gemm")
 """Ops whose first tensor may have any strides. C++ copies it if it is not contiguous."""
 _OWNED: list[Program] = []
 """Programs that C++ runs. They live as long as the process."""

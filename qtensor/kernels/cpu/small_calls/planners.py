@@ -209,30 +209,63 @@ def _read_addresses(builder: Builder, matrix_layout: BufferLayout) -> tuple[list
 # ---- products -----------------------------------------------------------------------------------
 
 
+class _Operand(NamedTuple):
+    """An operand of a product: its buffers, quantizer (None: plain), shape and address sources."""
+
+    buffers: Sequence[Tensor]
+    quantizer: Any
+    shape: Shape
+    sources: list[Address]
+
+
 def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
     """Plan `gemm`: two matrices, at least one of them quantized, to their product (M, N)."""
-    a_shape, b_shape, layout, bias = call.a_shape, call.b_shape, call.layout, call.bias
     if call.backend != "auto" or call.fast:
         return None  # The caller has chosen who computes.
-    if len(a_shape) != 2 or len(b_shape) != 2 or not (call.a_quantizer or call.b_quantizer):
+    if not (call.a_quantizer or call.b_quantizer):
+        return None
+    a, b = [
+        _Operand(
+            call.values[name], parse(canonical) if canonical else None, shape, call.all_at(name)
+        )
+        for name, canonical, shape in (
+            ("a", call.a_quantizer, call.a_shape),
+            ("b", call.b_quantizer, call.b_shape),
+        )
+    ]
+    return _plan_product(call, a, b, call.layout, call.dtype)
+
+
+def plan_weight_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgram | None:
+    """Plan `weight_gemm`: plain x (..., K) and a quantized weight (N, K) to (..., N)."""
+    x, columns = call.x, call.x.shape[-1]
+    rows = x.reshape(-1, columns).contiguous()
+    a = _Operand([rows], None, rows.shape, [call.at("x")])
+    b = _Operand(call.weight, parse(call.quantizer), (call.n, columns), call.all_at("weight"))
+    return _plan_product(call, a, b, "TN", x.dtype)
+
+
+def _plan_product(
+    call: Arguments, left: _Operand, right: _Operand, layout: str, dtype: torch.dtype
+) -> CallProgram | None:
+    """Plan a product with the `bias` of the call."""
+    a_shape, b_shape, bias = left.shape, right.shape, call.bias
+    if len(a_shape) != 2 or len(b_shape) != 2:
         return None
     m, k = (a_shape[1], a_shape[0]) if layout == "NT" else (a_shape[0], a_shape[1])
     n = b_shape[0] if layout == "TN" else b_shape[1]
     if tuple(b_shape) != ((n, k) if layout == "TN" else (k, n)):
         return None
-    if not _fits(m, n, k) or call.dtype not in DTYPES or not available():
+    if not _fits(m, n, k) or dtype not in DTYPES or not available():
         return None
     if bias is not None and (bias.dtype not in DTYPES or tuple(bias.shape) != (n,)):
         return None
     builder = Builder()
     addresses: list[Address] = []
-    matrices = []
-    for name, shape in (("a", a_shape), ("b", b_shape)):
-        buffers, canonical = call.values[name], call.values[f"{name}_quantizer"]
-        quantizer = parse(canonical) if canonical else None
+    matrices: list[ProgramMatrix | Source] = []
+    for buffers, quantizer, shape, sources in (left, right):
         matrix = _matrix(builder, buffers, quantizer, shape)
-        sources = call.all_at(name)
-        if matrix is None and name == "b" and layout in _OTHER_LAYOUT:
+        if matrix is None and len(matrices) == 1 and layout in _OTHER_LAYOUT:
             matrix, slots = _transposed_matrix(builder, buffers, quantizer, shape)
             sources, layout = [sources[slot] for slot in slots], _OTHER_LAYOUT[layout]
         if matrix is None:
@@ -241,7 +274,7 @@ def plan_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallProgr
         if isinstance(matrix, ProgramMatrix):
             sources = sources[: len(matrix.layout.slots)]
         addresses += sources
-    out = Source(builder.call_address(), call.dtype)
+    out = Source(builder.call_address(), dtype)
     added = None if bias is None else Source(builder.call_address(), bias.dtype)
     builder.multiply(matrices[0], matrices[1], Result(layout, (m, n, k), out, added))
     addresses += _outputs([0]) if bias is None else [*_outputs([0]), call.at("bias")]
@@ -460,6 +493,7 @@ PLANNERS: dict[str, Planner] = {
     "quantize_": plan_quantize_in_place,
     "dequantize": plan_dequantize,
     "gemm": plan_gemm,
+    "weight_gemm": plan_weight_gemm,
     "linear_forward": plan_linear_forward,
     "linear_backward": plan_linear_backward,
 }

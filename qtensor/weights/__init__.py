@@ -1,0 +1,7 @@
+"""Quantize the weights of a model, in one format or in those that a search chose."""
+
+from qtensor.weights.format_search import search
+from qtensor.weights.quantize import quantize_
+from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
+
+__all__ = ["CurvePoint", "GroupChoice", "SearchResult", "quantize_", "search"]

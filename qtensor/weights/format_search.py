@@ -1,0 +1,202 @@
+"""``search``: choose the format of each layer under a budget of bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from qtensor.api import Format
+from qtensor.errors import check
+from qtensor.quantizers import Quantizer
+from qtensor.weights.groups import layer_groups
+from qtensor.weights.journal import Journal
+from qtensor.weights.knapsack import Option, front
+from qtensor.weights.layers import Filter, linear_layers, match
+from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
+from qtensor.weights.metrics import Metric, named_metric
+from qtensor.weights.quantize import as_quantizer
+from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
+
+Progress = Callable[[int, int, str], None]
+"""Called with (measurements done, all measurements, what was measured)."""
+
+FORMATS = ("mxfp4", "nvfp4", "mxfp6(packed=True)", "mxfp8")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that get one format, and the formats to choose from."""
+
+    names: tuple[str, ...]
+    layers: tuple[Any, ...]
+    formats: tuple[Quantizer | None, ...]
+
+    @property
+    def values(self) -> int:
+        return sum(layer.weight.numel() for layer in self.layers)
+
+    def bytes(self, option: int) -> int:
+        chosen = self.formats[option]
+        return sum(stored_bytes(layer.weight, chosen) for layer in self.layers)
+
+    def choice(self, option: int) -> dict[Any, Quantizer | None]:
+        return dict.fromkeys(self.layers, self.formats[option])
+
+    def text(self, option: int) -> str | None:
+        chosen = self.formats[option]
+        return None if chosen is None else chosen.canonical
+
+
+def search(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    *,
+    budget_bits: float = 5.0,
+    formats: Sequence[Format | None] = FORMATS,
+    metric: str | Metric = "kl",
+    activations: bool = False,
+    groups: Iterable[Sequence[str]] | None = None,
+    pinned: Mapping[str, Format | None] | None = None,
+    filter_fn: Filter | None = None,
+    progress: Progress | None = None,
+    resume: str | None = None,
+) -> SearchResult:
+    """Choose a format for the weight of each linear layer, so that the model loses least.
+
+    Each group of layers is quantized alone, to each format, and the metric compares the model's
+    outputs with those in high precision. The errors of the groups are taken to add up. The best
+    choice under that assumption is found exactly, and then measured. The model is unchanged.
+
+    Args:
+        model: the root; it runs in eval mode, without gradients.
+        inputs: calibration inputs: tensors, tuples of arguments or dicts of keyword arguments. The
+            model's outputs for all of them are kept in memory.
+        budget_bits: most bits for each value of the weights, with factors and padding, as a mean
+            over all layers.
+        formats: format ids, quantizers or canonical texts to choose from; None is high precision.
+        metric: ``"kl"``: divergence of the logits' softmax; ``"sqnr"``: noise of the outputs; or a
+            function ``(reference, output) -> float``, where less is better. The mean over the
+            inputs counts.
+        activations: quantize the inputs of a layer to the format of its weight, too.
+        groups: lists of names or patterns of layers that must have one format. None: query, key and
+            value; gate and up projections; and the experts of a block.
+        pinned: formats (None: high precision) of layers by name or pattern, which are not searched.
+        filter_fn: ``(module, name) -> bool`` selects layers; the others do not count.
+        progress: called after each measurement.
+        resume: path of a file that keeps the measurements. A search that was interrupted goes on
+            where it stopped.
+
+    Returns:
+        The choice, its error, and the trade-off curve. ``result.apply(model)`` quantizes.
+
+    Raises:
+        QTensorError: no inputs or layers; a name or pattern matches nothing; the budget is below
+            the smallest choice; ``resume`` belongs to another search.
+    """
+    metric_name, function = named_metric(metric)
+    batches = list(inputs)
+    check(bool(batches), "search", "inputs must hold at least one input", "none", "Pass some")
+    parts = _groups(model, formats, groups, pinned or {}, filter_fn)
+    values = sum(part.values for part in parts)
+    sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
+    limit = _limit(budget_bits, values, sum(map(min, sizes)))
+    with evaluating(model), torch.no_grad():
+        measure = Measurement(model, batches, function, activations)
+        journal = Journal(resume, _identity(parts, metric_name, measure))
+        errors = _errors(parts, measure, journal, progress)
+        options = [list(map(Option, *pair)) for pair in zip(sizes, errors, strict=True)]
+        best = front(options, sum(map(max, sizes)))
+        within = int(np.searchsorted(best.bytes, limit, side="right")) - 1
+        picks = best.choice(within)
+        chosen = [part.choice(pick) for part, pick in zip(parts, picks, strict=True)]
+        measured = measure({layer: q for each in chosen for layer, q in each.items()})
+    rows = zip(parts, picks, sizes, errors, strict=True)
+    return SearchResult(
+        groups=tuple(
+            GroupChoice(part.names, part.text(i), 8 * size[i] / part.values, error[i])
+            for part, i, size, error in rows
+        ),
+        metric=metric_name,
+        activations=activations,
+        bits=8 * int(best.bytes[within]) / values,
+        predicted=float(best.errors[within]),
+        measured=measured,
+        curve=tuple(
+            CurvePoint(8 * int(b) / values, float(e))
+            for b, e in zip(best.bytes, best.errors, strict=True)
+        ),
+    )
+
+
+def _groups(
+    model: nn.Module,
+    formats: Sequence[Format | None],
+    groups: Iterable[Sequence[str]] | None,
+    pinned: Mapping[str, Format | None],
+    filter_fn: Filter | None,
+) -> list[_Group]:
+    """Return the groups of the model's layers, each with its formats."""
+    layers, _ = linear_layers("search", model, filter_fn)
+    fix = "Check filter_fn; layers of qtensor and quantized weights are not searched"
+    check(bool(layers), "search", "the model needs nn.Linear layers", "none", fix)
+    choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
+    check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
+    patterns = match("search", pinned, layers, "pinned")
+    fixed = {name: as_quantizer("search", pinned[p]) for name, p in patterns.items()}
+    free = [name for name in layers if name not in fixed]
+    return [_Group((name,), (layers[name],), (q,)) for name, q in fixed.items()] + [
+        _Group(names, tuple(layers[name] for name in names), choices)
+        for names in layer_groups(free, groups)
+    ]
+
+
+def _limit(budget_bits: float, values: int, least: int) -> int:
+    """Return the bytes of the budget, which must be at least ``least``."""
+    limit = budget_bits * values / 8
+    rule = "budget_bits must be at least what the smallest formats need"
+    fix = f"Pass {math.ceil(800 * least / values) / 100} or more, or smaller formats"
+    check(least <= limit, "search", rule, f"{budget_bits} bits a value", fix)
+    return math.floor(min(limit, 1 << 62))
+
+
+def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dict[str, Any]:
+    """Return what the measurements depend on, as JSON values."""
+    shapes = {n: [*x.weight.shape] for p in parts for n, x in zip(p.names, p.layers, strict=True)}
+    sums = [float(reference.double().sum()).hex() for reference in measure.references]
+    return {
+        "layers": shapes,
+        "metric": metric,
+        "activations": measure.activations,
+        "outputs in high precision": sums,
+    }
+
+
+def _errors(
+    parts: Sequence[_Group], measure: Measurement, journal: Journal, progress: Progress | None
+) -> list[list[float]]:
+    """Return the error of each group alone in each of its formats; inf for one that is NaN."""
+    total, done = sum(len(part.formats) for part in parts), 0
+    errors = []
+    for part in parts:
+        row = []
+        for option, chosen in enumerate(part.formats):
+            key = f"{' '.join(part.names)} in {part.text(option)}"
+            error = 0.0 if chosen is None else journal.get(key)
+            if error is None:
+                error = measure(part.choice(option))
+                journal.add(key, error)
+            row.append(math.inf if math.isnan(error) else error)
+            done += 1
+            if progress is not None:
+                progress(done, total, key)
+        rule = "a format must leave the model's outputs finite"
+        fix = "Pin these layers to another format, or add formats"
+        check(min(row) < math.inf, "search", rule, ", ".join(part.names), fix)
+        errors.append(row)
+    return errors

@@ -1,0 +1,80 @@
+"""How far a model's outputs are from those in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.errors import ArgumentTypeError, fail
+
+Metric = Callable[[Tensor, Tensor], float]
+
+
+def kl(reference: Tensor, output: Tensor) -> float:
+    """Return the mean Kullback-Leibler divergence of the softmax over the last dim, in nats.
+
+    ``sum p (log p - log q)`` with p of the reference and q of the output, in float64.
+    """
+    p = torch.log_softmax(reference.double(), -1)
+    q = torch.log_softmax(output.double(), -1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def noise(reference: Tensor, output: Tensor) -> float:
+    """Return ``sum (x - y)^2 / sum x^2``, which is ``10^(-SQNR / 10)``, in float64."""
+    x = reference.double()
+    return float((x - output.double()).square().sum() / x.square().sum())
+
+
+METRICS: dict[str, Metric] = {"kl": kl, "sqnr": noise}
+
+
+def named_metric(metric: str | Metric) -> tuple[str, Metric]:
+    """Return the name and the function of a metric.
+
+    Raises:
+        ArgumentTypeError: it is neither a known name nor a function.
+    """
+    if isinstance(metric, str) and metric in METRICS:
+        return metric, METRICS[metric]
+    if isinstance(metric, str) or not callable(metric):
+        rule = f"metric is one of {', '.join(METRICS)}, or a function of two tensors"
+        fix = "Pass a function (reference, output) -> float; less is better"
+        fail("search", rule, repr(metric), fix, ArgumentTypeError)
+    return getattr(metric, "__name__", type(metric).__name__), metric
+
+
+def call(model: Any, batch: Any) -> Tensor:
+    """Run a model on one input and return its output tensor, without padding.
+
+    Args:
+        model: the module.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. Of a
+            mapping with an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+
+    Returns:
+        The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
+        itself; (positions, V) if padding was removed.
+
+    Raises:
+        ArgumentTypeError: the output is not such a value.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    for name in ("logits", "last_hidden_state"):
+        output = getattr(output, name, output) if not isinstance(output, Tensor) else output
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        rule = "the model must return a floating tensor, logits or last_hidden_state, or a tuple"
+        fix = "Wrap the model in a module that returns the tensor to compare"
+        fail("search", rule, type(output).__name__, fix, ArgumentTypeError)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.shape == output.shape[:2]:
+        return output[mask.bool()]
+    return output
