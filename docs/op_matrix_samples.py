@@ -76,6 +76,7 @@ PRESERVED: dict[str, Sample] = {
         lambda n: lambda o: getattr(A, n)(o.matrix),
     ),
     "_to_copy": lambda o: A._to_copy(o.matrix, dtype=torch.bfloat16),
+    "as_strided": lambda o: A.as_strided(o.matrix, [ROWS, COLS], [COLS, 1]),
     "copy_": _in_place(lambda t, o: A.copy_(t, o.other)),
     "empty_like": lambda o: A.empty_like(o.matrix),
     "new_empty": lambda o: A.new_empty(o.matrix, [64, COLS]),
@@ -119,7 +120,7 @@ ELSEWHERE: dict[str, Sample] = {
     "split by 5 rows": lambda o: o.matrix.split(5),
     "(128, 256) viewed as (64, 512)": lambda o: o.matrix.view(64, 512),
     "(128, 256) viewed as (256, 128)": lambda o: o.matrix.view(256, 128),
-    "flattened: `t.view(-1)`": lambda o: o.matrix.view(-1),
+    "flattened: `t.flatten()`": lambda o: o.matrix.flatten(),
     "the last two of three dims transposed: `t.mT`": lambda o: o.batch.mT,
     "the first two of three dims transposed": lambda o: o.batch.transpose(0, 1),
     "repeated to more rows: `t.expand(2, 128, 256)`": lambda o: o.matrix.expand(2, ROWS, COLS),
@@ -262,7 +263,6 @@ def _fused(name: str, targets: list[Any], o: Operands) -> None:
 
 
 REFUSED: dict[str, Sample] = {
-    "as_strided": lambda o: A.as_strided(o.matrix, [4, 4], [COLS, 1]),
     "diagonal": lambda o: A.diagonal(o.matrix),
     "unfold": lambda o: A.unfold(o.matrix, 0, 32, 32),
     "index_put_": lambda o: A.index_put_(o.matrix.clone(), [o.rows], torch.zeros(())),

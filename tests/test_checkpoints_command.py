@@ -14,6 +14,7 @@ pytest.importorskip("typer", reason="the extra 'cli' is not installed")
 
 from typer.testing import CliRunner
 
+import qtensor
 from qtensor import checkpoints, cli
 
 NVFP4 = EXAMPLES / "ct_nvfp4"
@@ -51,6 +52,16 @@ def test_inspect():
         assert word in text
     found = as_json("inspect", NVFP4, "--tensor", NAME)
     assert found["stored"]["codes"]["shape"] == [48, 48]
+    text = invoke("inspect", NVFP4, "--tensor", NAME, "--rows", "2:4", "--cols", "0:32").stdout
+    with checkpoints.open(NVFP4) as opened:
+        view = qtensor.debug.show(opened[NAME], (2, 4), (0, 32))
+    assert str(view) in text
+    text = invoke("inspect", NVFP4, "--tensor", NAME, "--bits", "7,5").stdout
+    assert "[7, 5] e2m1 code 0x" in text
+    error = invoke("inspect", NVFP4, "--tensor", NAME, "--rows", "2-4", status=2).stderr
+    assert "--rows: the form is 0:8; got '2-4'" in error
+    error = invoke("inspect", NVFP4, "--rows", "2:4", status=2).stderr
+    assert "--rows, --cols and --bits need --tensor" in error
     assert "'absent'" in invoke("inspect", NVFP4, "--tensor", "absent", status=1).stderr
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import RECIPES
 
 import qtensor
+from qtensor.optim import quantize_state_
 
 STORED = ["current", "delayed", "blockwise", "mxfp8", "nvfp4"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -180,6 +181,45 @@ def test_join(ranks: Ranks) -> None:
         mean_gradient(model)  # by two ranks, even where one has joined
         step.step()
     for rank, after in enumerate(ranks.run(join_uneven, "mxfp8")):
+        same_state(after, parameters(model), f"rank {rank}")
+
+
+def train_with_shared_state(recipe: str, state: bool) -> State:
+    """Each rank steps a part of the parameters and broadcasts it."""
+    # The import warns that torch's own use of torch.jit.script is deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+
+    rank = dist.get_rank()
+    model = model_of(recipe, seed=rank)
+    run = DistributedDataParallel(model)
+    step = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.02, fused=True)
+    if state:
+        quantize_state_(step.optim, {"exp_avg": "mxfp8", "exp_avg_sq": "mxfp8"}, min_numel=64)
+    for number in range(STEPS):
+        step.zero_grad()
+        backward(run, recipe, number, rank, amax_reduction_group=dist.group.WORLD)
+        step.step()
+    entries = [e for e in step.optim.state.values() if "exp_avg_sq_sqrt" in e]
+    assert bool(entries) == state
+    return parameters(model)
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["plain_state", "quantized_state"])
+@pytest.mark.parametrize("recipe", STORED)
+def test_zero_redundancy_optimizer(ranks: Ranks, recipe: str, state: bool) -> None:
+    """Codes and scales of the stepped weights travel: the bytes of one process."""
+    model = model_of(recipe, seed=0)
+    step = OPTIMIZERS["AdamW-fused"](model.parameters())
+    if state:
+        quantize_state_(step, {"exp_avg": "mxfp8", "exp_avg_sq": "mxfp8"}, min_numel=64)
+    for number in range(STEPS):
+        step.zero_grad()
+        with qtensor.autocast(recipe=RECIPES[recipe]()):
+            for rank in range(2):
+                backward(model, recipe, number, rank)
+        mean_gradient(model)
+        step.step()
+    for rank, after in enumerate(ranks.run(train_with_shared_state, recipe, state)):
         same_state(after, parameters(model), f"rank {rank}")
 
 

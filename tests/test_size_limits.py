@@ -19,6 +19,7 @@ _BYTES = "each parameter is one number of the contract; a bundle would be built 
 REASONS: dict[str, str] = {
     "qtensor/cli/checkpoints.py::convert": _COMMAND,
     "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
+    "qtensor/cli/checkpoints.py::inspect": _COMMAND,
     "qtensor/debug/recording.py::record": (
         "options of a recording, each with a default, as keywords of one public call"
     ),

@@ -69,15 +69,28 @@ def inspect(
     layout: Annotated[
         str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
     ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="A:B", help="With --tensor: show codes of these rows.")
+    ] = None,
+    cols: Annotated[
+        str | None, typer.Option(metavar="A:B", help="With --tensor: show codes of these columns.")
+    ] = None,
+    bits: Annotated[
+        str | None, typer.Option(metavar="R,C", help="With --tensor: explain an element's bits.")
+    ] = None,
     every: Every = False,
     as_json: AsJson = False,
 ) -> None:
     """Show layout, formats, counts, bytes and odd tensors of a checkpoint; reads headers alone."""
+    if tensor is None and (rows or cols or bits):
+        raise typer.BadParameter("--rows, --cols and --bits need --tensor")
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
+        view = None
         if tensor is not None:
             found: Any = checkpoints.inspect_tensor(path, tensor, layout)
+            view = _view(path, tensor, layout, (rows, cols, bits))
         else:
             found = checkpoints.inspect(path, layout)
         if as_json:
@@ -87,8 +100,44 @@ def inspect(
 
         if tensor is not None:
             tables.show_tensor(found)
+            if view is not None:
+                typer.echo(view)
         else:
             tables.show_summary(found, every)
+
+
+def _view(
+    path: Path, tensor: str, layout: str | None, region: tuple[str | None, str | None, str | None]
+) -> Any:
+    """Return the view that --rows, --cols and --bits ask for; None without them."""
+    rows, cols, bits = region
+    if region == (None, None, None):
+        return None
+    from qtensor.checkpoints.inspection.summary import view_tensor  # noqa: PLC0415
+
+    with _usage_errors():
+        element = _numbers("--bits", bits, ",")
+        chosen = (_numbers("--rows", rows, ":"), _numbers("--cols", cols, ":"))
+        if element is not None:
+            around = [e if c is None else c for e, c in zip(element, chosen, strict=True)]
+            chosen = (around[0], around[1])
+        return view_tensor(path, tensor, chosen, element or False, layout)
+
+
+def _numbers(option: str, text: str | None, separator: str) -> Any:
+    """Return the two numbers of an option such as ``0:8``; None without it.
+
+    Raises:
+        QTensorError: the text has another form.
+    """
+    from qtensor.errors import check  # noqa: PLC0415 - quick --help
+
+    if text is None:
+        return None
+    parts = text.split(separator)
+    good = len(parts) == 2 and all(part.isdecimal() for part in parts)
+    check(good, option, f"the form is 0{separator}8", repr(text), "Give two numbers")
+    return int(parts[0]), int(parts[1])
 
 
 def convert(

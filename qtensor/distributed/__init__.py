@@ -4,6 +4,14 @@ Importing this package imports ``torch.distributed.tensor``, which takes about a
 torch; ``import qtensor`` alone does not.
 """
 
+from qtensor.distributed.quantized_gather import quantized_all_gather, reduce_amaxes
 from qtensor.distributed.styles import ColwiseParallel, RowwiseParallel
+from qtensor.distributed.traffic import Traffic
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+__all__ = [
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "Traffic",
+    "quantized_all_gather",
+    "reduce_amaxes",
+]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qtensor.dtensor import is_dtensor
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.functional.plan import alignment, weight_canonical
 from qtensor.modules.base import QuantizedModule
@@ -18,7 +19,6 @@ from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.in_place import is_held, plain_class, with_base
 from qtensor.modules.linear import Linear, LinearBase
 from qtensor.modules.parameters import FLOATING, stored_canonical
-from qtensor.modules.sharded import is_sharded
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
@@ -275,7 +275,7 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
     """Return the reason for which the recipe cannot read a weight (N, K), or ""."""
     stored = stored_canonical(weight)
     kind = type(weight)
-    if not stored and kind is not nn.Parameter and not is_sharded(weight):
+    if not stored and kind is not nn.Parameter and not is_dtensor(weight):
         return f"its weight is a {kind.__name__}"
     if weight.dtype not in FLOATING:
         return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from qtensor.modules.sharded import is_sharded
+from qtensor.dtensor import is_dtensor
 
 _MADE: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 """Classes that ``with_base`` made, by the class of a layer and the new base."""
@@ -29,7 +29,7 @@ def is_held(model: nn.Module) -> bool:
     kind = _fsdp_module()
     if kind is not None and any([isinstance(module, kind) for module in model.modules()]):
         return True
-    return any([is_sharded(parameter) for parameter in model.parameters()])
+    return any([is_dtensor(parameter) for parameter in model.parameters()])
 
 
 def plain_class(module: nn.Module) -> type[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtensor.dtensor import local_part
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.shards import GatheredWeight
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,7 +21,8 @@ def follows_calls() -> bool:
 def stored_canonical(parameter: Any) -> str:
     """Return the canonical string of a parameter's quantizer; "" for a plain parameter."""
     own = local_part(parameter)
-    return own._quantizer.canonical if isinstance(own, QuantizedTensorStorage) else ""
+    # A weight in high precision that fully_shard gathers quantized reaches the layer so.
+    return own._whole_quantizer().canonical if isinstance(own, GatheredWeight) else ""
 
 
 def activation_dtype(input: Tensor) -> Tensor:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor.dtensor import is_dtensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.functional.delayed_wgrad import accumulate, delayed_wgrad
-
-
-def is_sharded(parameter: Any) -> bool:
-    """Return whether a parameter is a ``DTensor``, as those of ``fully_shard`` are."""
-    # Importing torch.distributed.tensor takes a second, and a DTensor needs it.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def set_values(parameter: Any, values: Tensor) -> None:
@@ -26,10 +19,10 @@ def set_values(parameter: Any, values: Tensor) -> None:
     mesh, even if the ranks drew other values.
     """
     with torch.no_grad():
-        if not is_sharded(parameter):
+        if not is_dtensor(parameter):
             parameter.copy_(values)
             return
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - see is_sharded
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - takes a second
 
         mesh = parameter.device_mesh
         parts = distribute_tensor(values, mesh, parameter.placements)
@@ -43,7 +36,7 @@ def check_not_sharded(label: str, parameter: Any) -> None:
     Raises:
         UnsupportedError: the parameter is sharded.
     """
-    if is_sharded(parameter):
+    if is_dtensor(parameter):
         fail(
             label,
             "the values of quantized_params are set before the layer is sharded, because a shard "
@@ -70,7 +63,7 @@ def backward_dw(label: str, weight: Any, key: int, into_main_grad: bool) -> None
         QTensorError: no gradient is postponed, or the weight is split in a way that its gradient
             (N, K) does not have.
     """
-    if not is_sharded(weight):
+    if not is_dtensor(weight):
         accumulate(weight, key, into_main_grad)
         return
     grad = delayed_wgrad(weight.dtype, key)
@@ -82,7 +75,7 @@ def backward_dw(label: str, weight: Any, key: int, into_main_grad: bool) -> None
             "Build the layer with delay_wgrad_compute=False",
             UnsupportedError,
         )
-    from torch.distributed.tensor import DTensor, Partial  # noqa: PLC0415 - see is_sharded
+    from torch.distributed.tensor import DTensor, Partial  # noqa: PLC0415 - takes a second
 
     mesh = weight.device_mesh
     sums = DTensor.from_local(grad / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)

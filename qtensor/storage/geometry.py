@@ -110,7 +110,11 @@ def _slice_axis(
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
-        _refuse("slice", t, rule, f"{start}:{end} of {total}")
+        fix = (
+            f"Slice at multiples of {needed} (a tensor that n ranks share has a multiple of "
+            f"n * {needed}), or call .dequantize() first"
+        )
+        _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
     if not slot.swizzled:
         return buffer.narrow(

@@ -89,7 +89,22 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             torch.ones(1, dtype=torch.float32, device=device) if t._quantizer.needs_scale else None
         )
         t._quantizer.update_quantized(zeros, result, scale=scale)
+        _take_shared(result, t)
     return result
+
+
+def _take_shared(zeros: Any, t: Any) -> None:
+    """Give a tensor of zeros, which every factor encodes, the factors that rows of ``t`` share.
+
+    A copy of ``t`` into a part of the zeros then moves bytes: fully_shard pads shards so.
+    """
+    for slot in t._quantizer.slots:
+        source = getattr(t, slot.name)
+        if not any(d.axis in ("m", "lead") for d in slot.dims):
+            target = getattr(zeros, slot.name)
+            if target.shape == source.shape:
+                target.copy_(source)
+    zeros._shards = getattr(t, "_shards", None)
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,6 +55,8 @@ def same(t: Any) -> Any:
     other._quantizer, other._context = quantizer, context
     if t._view_note is not None:
         other._view_note = t._view_note
+    if t._shards is not None:
+        other._shards = t._shards
     return other
 
 

@@ -26,6 +26,7 @@ from qtensor.storage.dispatch import dispatch
 from qtensor.storage.export import record_construction
 from qtensor.storage.indexing import is_element, read_element
 from qtensor.storage.serialize import deepcopy, reduce
+from qtensor.storage.shards import GatheredWeight, Shards
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
 
@@ -76,7 +77,7 @@ def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
 
 
-class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
+class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     """Wrap a storage as a ``torch.Tensor`` of the nominal dtype and the logical shape.
 
     Make one with a quantizer, ``quantizer(x)``, or from buffers:
@@ -170,6 +171,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return describe(self)
+
+    def _whole_quantizer(self) -> QuantizerLike:
+        return self._quantizer
+
+    def _sent_buffers(self, sent: Any, shards: Shards) -> dict[str, Tensor]:
+        return {slot.name: getattr(self, slot.name) for slot in sent.slots}
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return [slot.name for slot in self._quantizer.slots], self._context

@@ -12,6 +12,7 @@ from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
+from qtensor.storage.flat import flat_view
 from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
@@ -60,6 +61,9 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         part = own_copy(sliced)
         part._is_gathered = True
         return part
+    if start == 0 and dim == 0 and getattr(t, "_shards", None) is not None:
+        # fully_shard takes the rows of a shard from its padded form.
+        sliced._shards = t._shards
     if start == 0 and end == total:
         return inherit_note(sliced, t)
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
@@ -155,7 +159,32 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "disk_offload of qtensor.integrations.offload"
         )
         fail("view.dtype", rule, args[1], fix, UnsupportedError)
-    return view_tensor(args[0], args[1])
+    t, shape = args
+    # Literally view(-1), which fully_shard calls; flatten() names the size, and is refused.
+    if tuple(shape) == (-1,) and t.ndim > 1 and _has_no_flat_form(t):
+        return flat_view(t)
+    return view_tensor(t, shape)
+
+
+def _has_no_flat_form(t: Any) -> bool:
+    """Return whether the blocks of ``t`` do not run along one dim."""
+    quantizer = t._quantizer
+    return bool(quantizer.columnwise or quantizer.two_dimensional)
+
+
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle as_strided for the strides of a contiguous tensor, which fully_shard asks for."""
+    t, size, stride = args[0], tuple(args[1]), tuple(args[2])
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if offset in (None, 0) and size[1:] == tuple(t.shape[1:]) and stride == tuple(t.stride()):
+        return slice_tensor(t, 0, 0, size[0])
+    fail(
+        f"as_strided[{t._quantizer.format}]",
+        "it can only keep the strides and take the first rows",
+        f"size {size}, stride {stride}, offset {offset} of {tuple(t.shape)}",
+        "Use slices and views, or dequantize first",
+        UnsupportedError,
+    )
 
 
 def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,6 +305,7 @@ VIEWS: dict[str, Handler] = {
     "reshape": _view,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
+    "as_strided": _as_strided,
     "t": _t,
     "transpose": _permute,
     "permute": _permute,

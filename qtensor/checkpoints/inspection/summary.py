@@ -24,6 +24,7 @@ from qtensor.checkpoints.conversion.rows import (
 )
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.modes import in_memory
+from qtensor.debug.viewer import Region, View, show
 from qtensor.layout import rows_cols
 from qtensor.report import decode_factors
 from qtensor.storage.tensor import QuantizedTensor
@@ -218,16 +219,7 @@ def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSum
     Raises:
         CheckpointError: there is no such tensor, or it cannot be read.
     """
-    checkpoint = open_with_factors(path, layout)
-    if name not in checkpoint and checkpoint.reader.conversion_options:
-        checkpoint.close()
-        checkpoint = open_checkpoint(path, layout)  # the name may be that of a factor
-    with checkpoint:
-        if name not in checkpoint:
-            close = [known for known in checkpoint if name in known][:3]
-            fix = f"Similar ones: {', '.join(close)}" if close else "List them without --tensor"
-            rule = "the checkpoint has a tensor of this name"
-            refuse(Place(checkpoint.path, name, checkpoint.layout), rule, "none", fix)
+    with _opened(path, name, layout) as checkpoint:
         tensor = checkpoint[name]
         group = checkpoint.groups.get(name)
         kind = "dense" if group else "plain"
@@ -244,6 +236,50 @@ def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSum
             **_range(values_of(checkpoint, name, None)),
             blocks=tuple(_blocks(tensor)),
         )
+
+
+@in_memory
+def view_tensor(
+    path: Any,
+    name: str,
+    region: tuple[Region, Region] = (None, None),
+    bits: tuple[int, int] | bool = False,
+    layout: str | None = None,
+) -> View:
+    """Return a view of a region of a quantized tensor, as ``qtensor.debug.show`` gives it.
+
+    Args:
+        path: a file, a folder, an index or an open file.
+        name: the logical name.
+        region: the rows and the columns, as arguments of ``show``.
+        bits: (row, column) of an element whose bits are explained; True for the first one.
+        layout: name of the layout; by default it is recognised.
+
+    Raises:
+        CheckpointError: there is no such tensor, or it cannot be read.
+        QTensorError: the tensor is not quantized, or the region is not in it.
+    """
+    with _opened(path, name, layout) as checkpoint:
+        return show(checkpoint[name], *region, bits)
+
+
+def _opened(path: Any, name: str, layout: str | None) -> Checkpoint:
+    """Return an open checkpoint that has a tensor, with all factors of its weights.
+
+    Raises:
+        CheckpointError: there is no such tensor, or the file cannot be read.
+    """
+    checkpoint = open_with_factors(path, layout)
+    if name not in checkpoint and checkpoint.reader.conversion_options:
+        checkpoint.close()
+        checkpoint = open_checkpoint(path, layout)  # the name may be that of a factor
+    if name not in checkpoint:
+        with checkpoint:
+            close = [known for known in checkpoint if name in known][:3]
+            fix = f"Similar ones: {', '.join(close)}" if close else "List them without --tensor"
+            rule = "the checkpoint has a tensor of this name"
+            refuse(Place(checkpoint.path, name, checkpoint.layout), rule, "none", fix)
+    return checkpoint
 
 
 def values_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Values:

@@ -144,6 +144,22 @@ struct Fetch {
                     _mm_prefetch((const char*)next_scale + at * scales + line, _MM_HINT_T1);
         }
     }
+    // The same in smaller parts: a piece begins, and `count` lines of it at a time.
+    const u8* piece_end = nullptr;
+    template <int Elements>
+    void begin(i64 at) {
+        if (!on) return;
+        piece_end = next + i64(R) * Elements / F::SPAN * F::BYTES;
+        if constexpr (F::SCALES > 0) {
+            constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES;
+            for (i64 line = 0; line < scales; line += 64)
+                _mm_prefetch((const char*)next_scale + at * scales + line, _MM_HINT_T1);
+        }
+    }
+    ALWAYS_INLINE void lines(int count) {
+        for (; count > 0 && next < piece_end; count--, next += 64)
+            _mm_prefetch((const char*)next, _MM_HINT_T1);
+    }
 };
 
 // R rows of the weight.
@@ -242,8 +258,7 @@ static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, con
 }
 
 // 2. More rows of x: the codes of two sets of four rows of the weight, a stage at a time, with tiles of T
-// rows of x. The codes are decoded again for each tile, which costs less than keeping their values in the
-// first cache level.
+// rows of x.
 constexpr int SET = 4, SETS = 2;
 constexpr i64 TILED_ROWS = 16;  // of x: their sums stay in the first cache level
 template <class F>
@@ -251,7 +266,10 @@ struct Stage {
     static constexpr int SPANS = int(STAGE) / F::SPAN;
     static constexpr bool KEEP =
         F::SCALED && F::STEPS <= 4;  // sums in registers: factors follow every few products
-    alignas(64) __m512i t[SETS][SPANS][SET][F::LOADS];
+    // Codes are decoded again for each tile where that costs less than to store their values.
+    static constexpr bool DECODED = KEEP && F::PER == 2;
+    static constexpr int VECTORS = DECODED ? F::STEPS : F::LOADS;
+    alignas(64) __m512i t[SETS][SPANS][SET][VECTORS];  // codes or values
     alignas(64) __m512 s[SETS][SPANS][SET];
     alignas(64) __m512 acc[SETS][TILED_ROWS][SET];
 };
@@ -284,7 +302,13 @@ INLINE void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans
 #undef QT_STEP
             } else {
                 __m512i d[R][F::PER];
-                for (int r = 0; r < R; r++) F::decode_all(codes, stage.t[set][i][r0 + r][l], d[r]);
+                for (int r = 0; r < R; r++) {
+                    const __m512i* stored = stage.t[set][i][r0 + r];
+                    if constexpr (!Stage<F>::DECODED)
+                        F::decode_all(codes, stored[l], d[r]);
+                    else
+                        for (int v = 0; v < F::PER; v++) d[r][v] = stored[l * F::PER + v];
+                }
                 for (int v = 0; v < F::PER; v++)
                     for (int m = 0; m < T; m++)
                         for (int r = 0; r < R; r++)
@@ -304,20 +328,27 @@ INLINE void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans
         }
 }
 template <class F, int T, class X>
-static void tiles(const F& codes, const X* x, Stage<F>& stage, int spans, i64 m0) {
+static void tiles(const F& codes, const X* x, Stage<F>& stage, int spans, i64 m0, Fetch<F, SETS * SET>& fetch,
+                  int lines) {
     constexpr int R = T > 4 || Stage<F>::KEEP ? 2 : 4;
     for (int set = 0; set < SETS; set++)
-        for (int r = 0; r < SET; r += R) tile<F, R, T, X>(codes, x, stage, set, spans, r, m0);
+        for (int r = 0; r < SET; r += R) {
+            fetch.lines(lines * T * R);
+            tile<F, R, T, X>(codes, x, stage, set, spans, r, m0);
+        }
 }
 template <class F, class X>
-static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int spans, i64 count) {
+static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int spans, i64 count,
+                           Fetch<F, SETS * SET>& fetch) {
+    // Lines of memory for each product of two rows, so that all tiles fetch alike.
+    const int lines = int((STAGE / F::SPAN * F::BYTES / 64 + count - 1) / count);
     constexpr int most = F::SCALED ? 4 : 8;
     i64 m = 0;
-    for (; count - m >= most; m += most) tiles<F, most>(codes, x + m * STAGE, stage, spans, m);
-    if (count - m >= 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m), m += 4;
-    if (count - m == 3) tiles<F, 3>(codes, x + m * STAGE, stage, spans, m);
-    if (count - m == 2) tiles<F, 2>(codes, x + m * STAGE, stage, spans, m);
-    if (count - m == 1) tiles<F, 1>(codes, x + m * STAGE, stage, spans, m);
+    for (; count - m >= most; m += most) tiles<F, most>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m >= 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m, fetch, lines), m += 4;
+    if (count - m == 3) tiles<F, 3>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m == 2) tiles<F, 2>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m == 1) tiles<F, 1>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
 }
 // Rows m0 .. m0 + count of x times rows of the weight from n on.
 template <class F, class X>
@@ -330,18 +361,25 @@ static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs,
         for (i64 m = 0; m < count; m++)
             for (int r = 0; r < SET; r++) stage.acc[set][m][r] = _mm512_setzero_ps();
     for (i64 e = 0; e < f.k; e += STAGE) {
-        if (m0 == 0 && e + STAGE <= f.k) fetch.template piece<int(STAGE)>(e / STAGE);
+        if (m0 == 0 && e + STAGE <= f.k) fetch.template begin<int(STAGE)>(e / STAGE);
         const int spans = int(smaller(SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
         for (int q = 0; q < R; q++)
             for (int i = 0; i < spans; i++) {
-                auto& t = stage.t[q / SET][i][q % SET];
+                __m512i t[F::LOADS];
                 auto& s = stage.s[q / SET][i][q % SET];
                 if (e + (i + 1) * F::SPAN <= f.k)
                     rows.whole(q, e / F::SPAN + i, t, s);
                 else
                     rows.part(q, e / F::SPAN + i, t, s);
+                auto& to = stage.t[q / SET][i][q % SET];
+                for (int l = 0; l < F::LOADS; l++) {
+                    if constexpr (Stage<F>::DECODED)
+                        F::decode_all(codes, t[l], to + l * F::PER);
+                    else
+                        to[l] = t[l];
+                }
             }
-        tiles_of_stage<F>(codes, xs + e * f.m + m0 * STAGE, stage, spans, count);
+        tiles_of_stage<F>(codes, xs + e * f.m + m0 * STAGE, stage, spans, count, fetch);
     }
     for (i64 m = 0; m < count; m++) {
         __m512 v[R];

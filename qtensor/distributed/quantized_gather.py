@@ -1,0 +1,393 @@
+"""Weights in high precision that ``fully_shard`` gathers as codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qtensor.autocasting import active_recipe
+from qtensor.dtensor import is_dtensor, local_part
+from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
+from qtensor.library.quantize import AMAX, QUANTIZE
+from qtensor.modules.base import QuantizedModule
+from qtensor.recipes import Recipe, parse_recipe, role_quantizers
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.shards import Gathered, GatheredWeight, Shards, pack, sent_quantizer
+from qtensor.storage.write import max_over, tensor_wide
+
+_OP = "quantized_all_gather"
+_VIEWS = frozenset([
+    *("detach", "alias", "contiguous", "view", "_unsafe_view", "as_strided"),
+    *("slice", "split", "split_with_sizes"),
+])
+_COPIES = frozenset(["clone", "_to_copy", "new_zeros", "new_empty", "empty_like", "lift_fresh"])
+"""Ops whose result is a weight of the same kind; all others return plain tensors."""
+
+
+class _Memory:
+    """What the tensors that share memory know about it.
+
+    Attributes:
+        root: the plain tensor that owns the memory. Views that a subclass makes inside of its ops
+            do not share a version with it, so that plain views for others are views of the root.
+        writes: the number of in-place ops on the weights. torch does not count ops on a subclass.
+        maxima: those that ``reduce_amaxes`` computed: one value for the whole tensor, or the row
+            (K,), for each tensor-wide maximum.
+        valid_for: the writes, the version of the root and the name of the group of the maxima.
+    """
+
+    __slots__ = ("maxima", "root", "valid_for", "writes")
+
+    def __init__(self, root: Tensor) -> None:
+        self.root, self.writes = root, 0
+        self.maxima: list[Tensor] = []
+        self.valid_for: tuple[int, int, str] | None = None
+
+
+class MasterWeight(GatheredWeight, torch.Tensor):
+    """A weight in high precision that travels quantized under ``fully_shard``.
+
+    Optimizers, norms and all other code see its values. Before a gather, each rank quantizes its
+    shard, and the gathered weight is a quantized tensor.
+
+    Attributes:
+        _high_precision: the values, plain.
+        _quantizer_of_weight: quantizer of the gathered weight.
+        _name: the parameter's name in errors.
+        _memory: shared with the views of this tensor.
+    """
+
+    _high_precision: Tensor
+    _quantizer_of_weight: Any
+    _name: str
+    _memory: _Memory
+
+    @staticmethod
+    def __new__(cls: type[MasterWeight], values: Tensor, quantizer: Any, name: str) -> MasterWeight:
+        """Wrap ``values`` (N, K), or a part of them."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+        self._high_precision, self._quantizer_of_weight, self._name = values, quantizer, name
+        self._memory = _Memory(values)
+        return self
+
+    def __init__(self, values: Tensor, quantizer: Any, name: str) -> None: ...
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        canonical = self._quantizer_of_weight.canonical
+        return f"MasterWeight({self._high_precision!r}, gathered as {canonical!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, str]]:
+        return ["_high_precision"], (self._quantizer_of_weight, self._name)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, str], outer_size: Any, outer_stride: Any
+    ) -> MasterWeight:
+        return MasterWeight(inner["_high_precision"], *context)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        weights = [leaf for leaf in leaves if isinstance(leaf, cls)]
+        plain = [leaf._high_precision if isinstance(leaf, cls) else leaf for leaf in leaves]
+        values, options = pytree.tree_unflatten(plain, structure)
+        result = func(*values, **options)
+        if func._schema.is_mutable:
+            for weight in weights:
+                weight._memory.writes += 1
+                # An in-place op returns the tensor that it changed.
+                result = weight if result is weight._high_precision else result
+        name = func._schema.name.removeprefix("aten::")
+        if name not in _VIEWS and name not in _COPIES:
+            return result
+        memory = weights[0]._memory if name in _VIEWS else None
+        return pytree.tree_map_only(Tensor, lambda t: weights[0]._like(t, memory), result)
+
+    def _like(self, values: Tensor, memory: _Memory | None) -> MasterWeight:
+        """Return a weight with other values; ``memory`` is that of this weight for a view."""
+        other = MasterWeight(values, self._quantizer_of_weight, self._name)
+        other._shards = self._shards
+        if memory is not None:
+            other._memory = memory
+        return other
+
+    # ---- the hooks of fully_shard
+
+    def _whole_quantizer(self) -> Any:
+        return self._quantizer_of_weight
+
+    def plain_view(self) -> Tensor:
+        """Return the values as a plain tensor that shares their memory."""
+        values = self._high_precision
+        layout = values.size(), values.stride(), values.storage_offset()
+        return self._memory.root.detach().as_strided(*layout)
+
+    def _now(self, group: str) -> tuple[int, int, str]:
+        return self._memory.writes, self._memory.root._version, group
+
+    def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
+        """Return the maxima of a shard, those that all rows share reduced over the shards."""
+        maxima: list[Tensor] = AMAX(values, sent.canonical)
+        shared = [a for a, wide in zip(maxima, tensor_wide(sent), strict=True) if wide]
+        if not shared or len(shards.rows) == 1:
+            return maxima or None
+        if self._memory.valid_for == self._now(shards.group):
+            # Rounding is monotonic: the maximum of rounded values is the rounded maximum.
+            whole = [a.to(values.dtype).float() for a in self._memory.maxima]
+        else:
+            sizes = [a.numel() for a in shared]
+            flat = max_over(torch.cat([a.flatten() for a in shared]), shards.group)
+            whole = list(flat.split(sizes))
+        for target, reduced in zip(shared, whole, strict=True):
+            target.copy_(reduced.view(target.shape))
+        return maxima
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return the bytes of this rank's shard, and what the second hook needs.
+
+        Args:
+            mesh: the mesh over which the parameter is sharded, one dim.
+            outer_size: the shape of the whole weight.
+            outer_stride: its strides.
+            module: the module of the parameter.
+            mp_policy: the policy of ``fully_shard``; values are rounded to its ``param_dtype``.
+
+        Raises:
+            QTensorError: on every rank, if the shards have different numbers of rows or end inside
+                of a block.
+        """
+        group = mesh.get_group()
+        shards, rest = self._known_shards(group), tuple(outer_size[1:])
+        if len(set(shards.rows)) > 1:
+            ranks, per = len(shards.rows), f"rank {torch.distributed.get_rank()}, Shard(0)"
+            fail(
+                f"{_OP} {self._name} ({per})",
+                f"the {ranks} ranks must have equally many rows of the weight",
+                f"{outer_size[0]} rows as {list(shards.rows)}",
+                f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
+            )
+        dtype = mp_policy.param_dtype
+        values = self._high_precision if dtype is None else self._high_precision.to(dtype)
+        sent = sent_quantizer(self._quantizer_of_weight)
+        maxima = self._maxima(values, sent, shards)
+        buffers = QUANTIZE(values, sent.canonical, None, maxima, None)
+        named = dict(zip([slot.name for slot in sent.slots], buffers, strict=True))
+        data = Gathered(sent, self._quantizer_of_weight, shards.rows, rest)
+        return (pack(sent, named, shards, rest),), data
+
+
+# ---- public calls --------------------------------------------------------------------------------
+
+
+def quantized_all_gather(
+    model: nn.Module, recipe: Recipe | None = None, filter_fn: Any = None
+) -> list[str]:
+    """Make ``fully_shard`` gather the weights of the layers of qtensor as codes and scales.
+
+    The parameters stay in high precision, for the optimizer and for checkpoints: a ``state_dict``
+    holds plain tensors. Training has the same bytes as with a gather in high precision. Call this
+    function before ``fully_shard`` and before the optimizer is created.
+
+    Rowwise data travel alone if they determine the columnwise data: one factor for a tensor or
+    row, and square blocks (``fp8``, ``fp8_rowwise``, and 2-D ``fp8_blockwise``, MX and NVFP4).
+    With 1-D blocks both directions travel, which takes twice as many bytes.
+
+    Args:
+        model: holds layers of qtensor. It is changed in place: weights become new parameters.
+        recipe: decides the quantizers; by default each layer's own, or the active one.
+        filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
+
+    Returns:
+        The names of the parameters that travel quantized.
+
+    Raises:
+        QTensorError: no layer has a recipe that quantizes weights; a weight is sharded already,
+            or shared with another kind of module.
+        UnsupportedError: the recipe quantizes weights with delayed scaling or stochastic rounding,
+            or its backward reads weights in high precision.
+    """
+    if not isinstance(model, nn.Module):
+        rule = "model must be a torch.nn.Module"
+        fail(_OP, rule, type(model).__name__, "Pass one", ArgumentTypeError)
+    found = list(_weights(model, recipe, filter_fn))
+    if not found:
+        fail(
+            _OP,
+            "the model must have layers of qtensor with a recipe that quantizes weights",
+            "none",
+            "Call qtensor.convert_(model, recipe) first, or pass recipe=",
+        )
+    _check_owners(model, found)
+    made: dict[Any, nn.Parameter] = {}
+    for weight in found:
+        old = getattr(weight.module, weight.attribute)
+        if old not in made:
+            values = MasterWeight(old.detach(), weight.quantizer, weight.name)
+            made[old] = nn.Parameter(values, requires_grad=old.requires_grad)
+            made[old].__dict__.update(vars(old))
+        setattr(weight.module, weight.attribute, made[old])
+        weight.module.register_state_dict_post_hook(_plain_entries)
+    return [weight.name for weight in found]
+
+
+class _Weight(NamedTuple):
+    """A parameter that will travel quantized."""
+
+    module: QuantizedModule
+    attribute: str
+    name: str
+    quantizer: Any
+
+
+def _weights(model: nn.Module, recipe: Recipe | None, filter_fn: Any) -> Iterable[_Weight]:
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        if filter_fn is not None and not filter_fn(module, path):
+            continue
+        own = module.recipe if recipe is None else recipe
+        key = active_recipe(None if own is None else own.key)
+        for weight in module._states:
+            options = module._layer_options(weight)
+            quantizer: Any = (
+                role_quantizers(key, options.module, options.name)["weight"] if key else None
+            )
+            if quantizer is None:
+                continue
+            parameters = module._weights(weight)
+            for attribute, parameter in module._parameters.items():
+                if any([parameter is p for p in parameters]):
+                    name = f"{path}.{attribute}" if path else attribute
+                    _check_weight(name, parameter, quantizer, key)
+                    both = quantizer.with_usage(rowwise=True, columnwise=True)
+                    yield _Weight(module, attribute, name, both)
+
+
+def _check_weight(name: str, parameter: Any, quantizer: Any, key: str) -> None:
+    if is_dtensor(parameter) or isinstance(parameter, (QuantizedTensorStorage, MasterWeight)):
+        kind = "a DTensor" if is_dtensor(parameter) else type(parameter).__name__
+        fix = "Call quantized_all_gather once, before fully_shard; quantized weights need no call"
+        fail(f"{_OP} {name}", "the weight must be a plain parameter", kind, fix)
+    override = parse_recipe(key).backward_override
+    if not quantizer.is_requantization_safe() or override == "high_precision":
+        fail(
+            f"{_OP} {name}",
+            "all ranks must find the codes of the whole weight from their shards, and backward "
+            "must read them",
+            quantizer.canonical if override is None else f"backward_override={override!r}",
+            "Use a recipe with current or block scaling, such as Float8CurrentScaling",
+            UnsupportedError,
+        )
+
+
+def _check_owners(model: nn.Module, found: list[_Weight]) -> None:
+    """Refuse weights that another kind of module shares, which needs their values."""
+    ours = {(weight.module, weight.attribute) for weight in found}
+    shared = {getattr(weight.module, weight.attribute): weight.name for weight in found}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter in shared and (module, key) not in ours:
+                fail(
+                    f"{_OP} {shared[parameter]}",
+                    "the weight must belong to layers of qtensor alone",
+                    f"a weight that {path or 'the root'} shares as {key}",
+                    "Leave the layer out by filter_fn",
+                )
+
+
+def _plain_entries(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """Replace the entries of a module by plain tensors that share the memory of the weights."""
+    for key in module._parameters:
+        entry = state_dict.get(f"{prefix}{key}")
+        if entry is not None:
+            state_dict[f"{prefix}{key}"] = _plain(entry)
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, MasterWeight):
+        return entry.plain_view()
+    if is_dtensor(entry):
+        with torch.no_grad():
+            local = entry.to_local()
+        if isinstance(local, MasterWeight):
+            return type(entry).from_local(
+                local.plain_view(),
+                entry.device_mesh,
+                entry.placements,
+                run_check=False,
+                shape=entry.shape,
+                stride=entry.stride(),
+            )
+    return entry
+
+
+def reduce_amaxes(model: nn.Module) -> int:
+    """Compute the maxima of all weights that travel quantized, with one collective.
+
+    Call it after each optimizer step, on every rank, with sharded parameters. Without the call,
+    each gather of a weight with a tensor-wide factor reduces its maxima itself; the bytes are the
+    same. Formats whose factors are those of blocks or rows need no maxima.
+
+    Args:
+        model: its weights were given to ``quantized_all_gather`` and ``fully_shard``.
+
+    Returns:
+        The number of float32 values that were reduced, over all process groups.
+
+    Raises:
+        QTensorError: a weight is sharded over several dims of its mesh.
+    """
+    by_group: dict[str, list[tuple[MasterWeight, list[Tensor]]]] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = local_part(parameter) if is_dtensor(parameter) else None
+            if not isinstance(local, MasterWeight):
+                continue
+            sent = sent_quantizer(local._quantizer_of_weight)
+            wide = tensor_wide(sent)
+            # A rotation mixes values, so that the maxima of rounded values are not known.
+            if any(wide) and sent.factors_are_local:
+                maxima = AMAX(local._high_precision, sent.canonical)
+                shared = [a for a, is_wide in zip(maxima, wide, strict=True) if is_wide]
+                group = _shard_group(name, parameter)
+                by_group.setdefault(group, []).append((local, shared))
+        count = 0
+        for group, entries in by_group.items():
+            flat = max_over(torch.cat([a.flatten() for _, own in entries for a in own]), group)
+            count += flat.numel()
+            sizes = [a.numel() for _, own in entries for a in own]
+            reduced = iter(flat.split(sizes))
+            for local, own in entries:
+                local._memory.maxima = [next(reduced) for _ in own]
+                local._memory.valid_for = local._now(group)
+    return count
+
+
+def _shard_group(name: str, parameter: Any) -> str:
+    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if len(dims) != 1:
+        raise QTensorError(
+            f"reduce_amaxes {name}: the weight must be sharded over one dim of its mesh; got "
+            f"{parameter.placements}. Shard it by fully_shard alone."
+        )
+    group: str = parameter.device_mesh.get_group(dims[0]).group_name
+    return group

@@ -1,0 +1,174 @@
+"""Weights that are stored quantized, under ``fully_shard``: frozen and trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import converted, loss_of, shard
+from ranks import RankError, Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import qtensor
+
+BOTH = {"columnwise": True}
+WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("fp8", BOTH),
+    "fp8_delayed": ("fp8_delayed", BOTH),
+    "fp8_rowwise": ("fp8_rowwise", BOTH),
+    "fp8_blockwise": ("fp8_blockwise", BOTH),
+    "fp8_blockwise 2-D": ("fp8_blockwise", {**BOTH, "block_scaling_dim": 2}),
+    "mxfp8": ("mxfp8", BOTH),
+    "mxfp8 2-D": ("mxfp8", {**BOTH, "with_2d_quantization": True}),
+    "mxfp8 rowwise": ("mxfp8", {}),
+    "mxfp6": ("mxfp6", BOTH),
+    "mxfp6 packed": ("mxfp6", {**BOTH, "packed": True}),
+    "mxfp4": ("mxfp4", BOTH),
+    "nvfp4": ("nvfp4", BOTH),
+    "nvfp4 2-D": ("nvfp4", {**BOTH, "with_2d_quantization": True}),
+    "nvfp4 rowwise": ("nvfp4", {}),
+}
+
+
+def layer(name: str, rows: int = 256, columns: int = 128) -> nn.Linear:
+    """Return a layer with a frozen quantized weight and a plain bias."""
+    fmt, options = WEIGHTS[name]
+    torch.manual_seed(1)
+    made = nn.Linear(columns, rows)
+    call = {"scale": torch.tensor([3.0])} if fmt == "fp8_delayed" else {}
+    quantized = qtensor.quantizer(fmt, **options)(made.weight.detach(), **call)
+    made.weight = nn.Parameter(quantized, requires_grad=False)
+    return made
+
+
+def run_frozen(name: str, sizes: tuple[int, ...], rows: int) -> None:
+    """The gathered weight has every byte of the weight, in two passes over the same memory."""
+    made = layer(name, rows)
+    kind, bytes_before = type(made.weight), [b.clone() for b in made.weight.buffers()]
+    x, results = torch.randn(32, 128), []
+    seen: list[Any] = []
+    made.register_forward_pre_hook(lambda m, _: seen.append(m.weight))
+    for is_sharded in (False, True):
+        model = nn.Sequential(made)
+        if is_sharded:
+            names = ("replicate", "shard")[-len(sizes) :]
+            fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        for _ in range(2):
+            inputs = x.clone().requires_grad_()
+            y = model(inputs)
+            if is_sharded:
+                model.unshard()
+            assert isinstance(seen[-1], kind)
+            for ours, theirs in zip(seen[-1].buffers(), bytes_before, strict=True):
+                assert torch.equal(ours, theirs)
+            y.square().sum().backward()
+            results.append([y.detach(), inputs.grad])
+    for pair in results[1:]:
+        for ours, theirs in zip(pair, results[0], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_frozen_weights_travel_as_bytes(ranks: Ranks, name: str, sizes: tuple[int, ...]) -> None:
+    ranks.run(run_frozen, name, sizes, 256)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "mxfp8 rowwise", "nvfp4 rowwise"])
+def test_uneven_shards(ranks: Ranks, name: str) -> None:
+    ranks.run(run_frozen, name, (2,), 97)
+
+
+def run_cut(name: str, rows: int) -> None:
+    fully_shard(nn.Sequential(layer(name, rows)))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "block"),
+    [("mxfp8", 96, 32), ("fp8_blockwise 2-D", 384, 128), ("nvfp4", 16, 16)],
+)
+def test_shards_that_cut_a_block_are_refused(
+    ranks: Ranks, name: str, rows: int, block: int
+) -> None:
+    with pytest.raises(RankError, match=rf"multiple of {block}.*of n \* {block}"):
+        ranks.run(run_cut, name, rows)
+
+
+def run_different() -> None:
+    """One rank alone has another format: every rank raises."""
+    made = layer("mxfp8" if dist.get_rank() else "mxfp8 rowwise")
+    model = fully_shard(nn.Sequential(made))
+    with pytest.raises(qtensor.QTensorError, match=f"rank {dist.get_rank()}.*alike"):
+        model(torch.randn(32, 128))
+
+
+def test_ranks_with_different_formats_raise_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(run_different)
+
+
+def run_factors() -> None:
+    """Each rank wrote its shard with factors of its own before the first forward."""
+    made = layer("fp8")
+    model = fully_shard(nn.Sequential(made))
+    made.weight.detach().to_local().copy_(torch.randn(128, 128) * (1 + dist.get_rank()))
+    with pytest.raises(qtensor.QTensorError, match="must be equal in all shards"):
+        model(torch.randn(32, 128))
+
+
+def test_shards_with_different_factors_raise_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(run_factors)
+
+
+# ---- trained -------------------------------------------------------------------------------------
+
+
+def run_trained(recipe: str, mixed: bool) -> None:
+    """Bytes of the weights after each step equal those of one process with two replicas."""
+    dtype = torch.bfloat16 if mixed else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = shard(
+        converted(recipe, quantized_params=True), **({"mp_policy": policy} if mixed else {})
+    )
+    replicas = [converted(recipe, quantized_params=True) for _ in range(2)]
+    everyone = [model, *replicas]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in everyone]
+    rank = dist.get_rank()
+    for step in range(2):
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        if not mixed:
+            losses = [loss_of(replica, step, r) for r, replica in enumerate(replicas)]
+            for own in losses:
+                own.backward()
+            assert torch.equal(loss, losses[rank])
+            for a, b in zip(*[r.parameters() for r in replicas], strict=True):
+                a.grad = (a.grad + b.grad) / 2
+                b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if mixed:
+        assert torch.isfinite(loss_of(model, 2, rank))
+        return
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    compared = 0
+    for (name, ours), theirs in zip(
+        model.named_parameters(), replicas[0].parameters(), strict=True
+    ):
+        if isinstance(theirs, qtensor.QuantizedTensor):
+            pairs = zip(ours.buffers(), theirs.buffers(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+            compared += 1
+    assert compared == 5
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "nvfp4"])
+def test_quantized_weights_are_trained(ranks: Ranks, recipe: str, mixed: bool) -> None:
+    ranks.run(run_trained, recipe, mixed)
