@@ -42,7 +42,7 @@ SIZES = {False: ((14336, 4096), (4096, 4096)), True: ((1024, 1024),)}
 ROWS = {False: (1, 4, 16, 32), True: (1, 4)}
 COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
 """Bytes of all copies of a weight together: several times the last cache level."""
-SECONDS = {False: 0.25, True: 0.02}
+SECONDS = {False: 0.2, True: 0.02}
 """For each function of a table."""
 
 

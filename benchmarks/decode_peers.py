@@ -6,6 +6,7 @@ bytes a weight has, factors included.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class Weight:
     """A weight (N, K) of a peer."""
 
     nbytes: int
-    values: Tensor
-    """(N, K) float32: the values of its codes, for a test."""
+    values: Callable[[], Tensor]
+    """Returns (N, K) float32: the values of its codes, for a test."""
     bind: Callable[[Tensor, int], Callable[[], Any]]
     """``bind(x, threads)`` takes (M, K) bfloat16 and returns the call that multiplies."""
 
@@ -46,7 +47,7 @@ class Way:
 
 def _dense(n: int, k: int, generator: torch.Generator) -> Weight:
     weight = torch.randn(n, k, generator=generator).bfloat16()
-    return Weight(weight.nbytes, weight.float(), lambda x, threads: lambda: F.linear(x, weight))
+    return Weight(weight.nbytes, weight.float, lambda x, threads: lambda: F.linear(x, weight))
 
 
 def _torch_int8(n: int, k: int, generator: torch.Generator) -> Weight:
@@ -55,7 +56,7 @@ def _torch_int8(n: int, k: int, generator: torch.Generator) -> Weight:
     multiply = torch.ops.aten._weight_int8pack_mm.default
     return Weight(
         codes.nbytes + scales.nbytes,
-        codes.float() * scales.float()[:, None],
+        lambda: codes.float() * scales.float()[:, None],
         lambda x, threads: lambda: multiply(x, codes, scales),
     )
 
@@ -68,7 +69,7 @@ def _torch_int4(n: int, k: int, generator: torch.Generator) -> Weight:
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
     return Weight(
         packed.nbytes + pairs.nbytes,
-        (codes - 8).float() * scales.float().T.repeat_interleave(GROUP, 1),
+        lambda: (codes - 8).float() * scales.float().T.repeat_interleave(GROUP, 1),
         lambda x, threads: lambda: multiply(x, packed, GROUP, pairs),
     )
 
@@ -79,8 +80,12 @@ def _onnxruntime(bits: int) -> Callable[[int, int, torch.Generator], Weight]:
         scales = torch.rand(n, k // GROUP, generator=generator) + 0.5
         packed = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
         model = _matmul_nbits(n, k, bits, packed.numpy(), scales.numpy())
-        values = (codes.float() - (1 << (bits - 1))) * scales.repeat_interleave(GROUP, 1)
-        return Weight(packed.nbytes + scales.nbytes, values, lambda x, t: _session(model, x, n, t))
+        session = functools.cache(functools.partial(_session, model))
+        return Weight(
+            packed.nbytes + scales.nbytes,
+            lambda: (codes.float() - (1 << (bits - 1))) * scales.repeat_interleave(GROUP, 1),
+            lambda x, threads: _run(session(threads), x, n),
+        )
 
     return make
 
@@ -112,21 +117,24 @@ def _matmul_nbits(n: int, k: int, bits: int, packed: Any, scales: Any) -> bytes:
     return model
 
 
-def _session(model: bytes, x: Tensor, n: int, threads: int) -> Callable[[], Any]:
+def _session(model: bytes, threads: int) -> Any:
     runtime: Any = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     # Threads that wait busily would slow down whatever is measured next.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _run(session: Any, x: Tensor, n: int) -> Callable[[], Tensor]:
     binding = session.io_binding()
     x, y = x.float(), torch.empty(x.shape[0], n)
     for bind, name, t in ((binding.bind_input, "x", x), (binding.bind_output, "y", y)):
         bind(name, "cpu", 0, "float32", list(t.shape), t.data_ptr())
 
-    def call() -> Tensor:
+    def call(memory: tuple[Tensor, Tensor] = (x, y)) -> Tensor:
         session.run_with_iobinding(binding)
-        return y if x is not None else x  # keeps x alive
+        return memory[1]
 
     return call
 

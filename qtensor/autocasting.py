@@ -113,13 +113,15 @@ class LastRegion:
         is_ambiguous: since the last recomputation, forwards ran under several recipes, so that
             nobody knows which of them is computed again.
         was_used: a recomputation has read the state, so that the next forward begins anew.
+        is_new: the next forward must be noted even if its region is the same.
     """
 
-    __slots__ = ("has_graph", "is_ambiguous", "state", "was_used")
+    __slots__ = ("has_graph", "is_ambiguous", "is_new", "state", "was_used")
 
     def __init__(self) -> None:
         self.state: State = _OUTSIDE
         self.is_ambiguous, self.was_used, self.has_graph = False, True, False
+        self.is_new = True
 
     def __reduce__(self) -> tuple[type[LastRegion], tuple[()]]:
         # The copy of a layer has had no forward.
@@ -132,7 +134,7 @@ class LastRegion:
                 self.is_ambiguous = self.was_used = False
             elif state[0] != self.state[0]:
                 self.is_ambiguous = True
-            self.state, self.has_graph = state, True
+            self.state, self.has_graph, self.is_new = state, True, False
         elif not self.has_graph:
             self.state = state
 
@@ -150,16 +152,20 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
     Raises:
         QTensorError: the layer is computed again, and its forwards ran under several recipes.
     """
-    key = _ACTIVE.key
+    active = _ACTIVE
+    key = active.key
     if key is not None:
-        last.note((key, _ACTIVE.group, _ACTIVE.step))
+        known, group, step = last.state
+        # Most calls find what the call before has noted.
+        if known is not key or group is not active.group or step is not active.step or last.is_new:
+            last.note((key, active.group, active.step))
         return key
     if torch._C._current_graph_task_id() == -1:
         last.note(_OUTSIDE)
     else:
         key = _inherited()[0]
         if key is None:
-            last.was_used = True
+            last.was_used = last.is_new = True
             key = last.state[0]
             if last.is_ambiguous:
                 fail(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_cases import GPT, Named, assert_equal, loss_of, plain, shard, state, whole
 from ranks import RankError, Ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qtensor
@@ -74,11 +75,14 @@ def converted(name: str) -> GPT:
     return model
 
 
-def run_training(name: str, mixed: bool, reduces: bool, is_compiled: bool) -> None:
-    options = {}
+def run_training(
+    name: str, mixed: bool, reduces: bool, is_compiled: bool, sizes: tuple[int, ...] = (2,)
+) -> None:
+    names = ("replicate", "shard")[-len(sizes) :]
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names)}
     if mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mp_policy": policy}
+        options["mp_policy"] = policy
     results: list[Named] = []
     for quantized in (False, True):
         model: Any = converted(name)
@@ -122,6 +126,11 @@ def test_training_equals_a_gather_in_high_precision(
 @pytest.mark.parametrize("name", ["fp8", "mxfp8 2-D"])
 def test_compiled_training_equals_a_gather_in_high_precision(ranks: Ranks, name: str) -> None:
     ranks.run(run_training, name, False, True, True)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_meshes_with_replicas(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    ranks.run(run_training, "nvfp4 2-D", False, True, False, sizes)
 
 
 def run_amaxes() -> None:
@@ -234,3 +243,32 @@ def test_a_weight_that_is_not_sharded_has_the_same_codes() -> None:
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
     assert math.isfinite(float(outputs[0].sum()))
+
+
+def run_modules(name: str) -> None:
+    kinds: Any = {
+        "norm": lambda **o: qtensor.LayerNormLinear(64, 128, **o),
+        "mlp": lambda **o: qtensor.LayerNormMLP(64, 128, **o),
+        "grouped": lambda **o: qtensor.GroupedLinear(2, 64, 128, **o),
+    }
+    for kind, make in kinds.items():
+        results = []
+        for quantized in (False, True):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"layer": make(recipe=recipe_of(name))})
+            if quantized:
+                assert len(quantized_all_gather(model)) == (1 if kind == "norm" else 2)
+            fully_shard(model["layer"])
+            torch.manual_seed(1 + dist.get_rank())
+            x = torch.randn(64, 64, requires_grad=True)
+            splits = ([32, 32],) if kind == "grouped" else ()
+            y = model["layer"](x, *splits)
+            y.square().sum().backward()
+            gradients = [(n, whole(p.grad)) for n, p in model.named_parameters()]
+            results.append([("y", y.detach()), ("dx", x.grad), *gradients])
+        assert_equal(*results)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4 2-D"])
+def test_every_kind_of_layer(ranks: Ranks, name: str) -> None:
+    ranks.run(run_modules, name)

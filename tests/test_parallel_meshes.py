@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from formats import assert_same_bytes
 from parallel_cases import RECIPES, K, N
@@ -72,6 +73,8 @@ def run_mesh(name: str, shape: tuple[int, int], sequence: bool, own: bool, backe
     }
     parallel.parallelize_module(model, mesh["tp"], plan)
     if backend != "eager":
+        # The process has compiled the layers of other tests, and Dynamo counts them.
+        torch._dynamo.reset()
         for layer in (model[0], model[2]):
             layer.compile(backend=backend, fullgraph=True)
     fully_shard(model, mesh=mesh["dp"])

@@ -104,6 +104,49 @@ def test_small_calls_do_not_enter_python(case, monkeypatch):
                 same(F.linear(source, q), wanted)
 
 
+def large(case: FormatCase, **options):
+    """A weight of more elements than other small calls take."""
+    generator = torch.Generator().manual_seed(4)
+    return case.quantize(torch.randn(272, 256, generator=generator), **options)
+
+
+@formats
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (3,), (2, 1)], ids=str)
+def test_few_rows_do_not_enter_python(case, lead, bias, monkeypatch):
+    if answers.library() is None or not serves_here(case):
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    q, added = large(case), None if bias is None else torch.randn(272, dtype=bias)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(*lead, 256, dtype=dtype)
+        with torch.inference_mode():
+            with answers.left_to_python():
+                wanted = F.linear(x, q, added)
+            for _ in range(2):
+                F.linear(x, q, added)
+            with monkeypatch.context() as patch:
+                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
+                same(F.linear(x, q, added), wanted)
+
+
+@formats
+def test_few_rows_of_every_option(case):
+    x = torch.randn(2, 256).bfloat16()
+    for options in case.each_option():
+        q = large(case, **options)
+        with torch.inference_mode(), answers.left_to_python():
+            wanted = F.linear(x, q)
+        for threads in (1, 3):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                with torch.inference_mode():
+                    for _ in range(3):
+                        same(F.linear(x, q), wanted)
+            finally:
+                torch.set_num_threads(before)
+
+
 def test_compiled_code_calls_the_op(seen):
     layers = torch.nn.Sequential(*(torch.nn.Linear(K, K, dtype=torch.bfloat16) for _ in range(3)))
     for layer in layers:

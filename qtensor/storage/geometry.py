@@ -130,7 +130,7 @@ def granule(slot: Slot, axis: Dim) -> int:
     return axis.per * (TILE[0] if axis.pad == TILE[0] else TILE[1])
 
 
-def _as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
+def as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
     """Return a view (rows of tiles, columns of tiles, bytes of a tile) of swizzled scales."""
     flipped = slot.dims[0].pad != TILE[0]
     shape = buffer.shape[::-1] if flipped else buffer.shape
@@ -138,7 +138,7 @@ def _as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
 
 
 def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
-    """Return swizzled scales of ``slot`` made of tiles; the inverse of ``_as_tiles``."""
+    """Return swizzled scales of ``slot`` made of tiles; the inverse of ``as_tiles``."""
     sizes = (tiles.shape[0] * TILE[0], tiles.shape[1] * TILE[1])
     return tiles.reshape(sizes[::-1] if slot.dims[0].pad != TILE[0] else sizes)
 
@@ -146,12 +146,12 @@ def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
 def _cat_tiles(slot: Slot, axis: Dim, buffers: Sequence[Tensor]) -> Tensor:
     """Return the swizzled scales of parts that begin and end at tiles."""
     along = 0 if axis.pad == TILE[0] else 1
-    return _from_tiles(slot, torch.cat([_as_tiles(slot, b) for b in buffers], along))
+    return _from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
     """Return a slice of swizzled scales: rows of tiles are a view, columns of tiles a copy."""
-    tiles = _as_tiles(slot, buffer)
+    tiles = as_tiles(slot, buffer)
     along = 0 if axis.pad == TILE[0] else 1
     kept = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
     return _from_tiles(slot, kept)

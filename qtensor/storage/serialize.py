@@ -86,7 +86,8 @@ def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
 def _own_names(t: Any) -> set[str]:
     """Return the names of the attributes that make up a tensor."""
     inner = {attribute for attribute, _ in t._FLATTEN_TENSOR_BUFFERS}
-    return inner | {"_quantizer", "_context", "_view_note", "_is_gathered", "_shards", "_is_param"}
+    notes = {"_view_note", "_is_gathered", "_loaded_areas", "_shards"}
+    return inner | notes | {"_quantizer", "_context", "_is_param"}
 
 
 def state(t: Any) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ import torch
 
 from qtensor.errors import QTensorError
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls.planners import PLANNERS, Arguments, Parse
+from qtensor.kernels.cpu.small_calls.calls import Arguments, Parse
+from qtensor.kernels.cpu.small_calls.planners import PLANNERS
 from qtensor.kernels.cpu.small_calls.program import Program
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64

@@ -12,7 +12,7 @@ of a contiguous matrix, which belongs to the description and which only `plan_ge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,17 @@ from torch import Tensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.buffers import POSITIONS, SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.native import DTYPES
+from qtensor.kernels.cpu.small_calls.calls import (
+    Address,
+    Arguments,
+    CallProgram,
+    Parse,
+    are_buffers,
+    outputs_at,
+)
 from qtensor.kernels.cpu.small_calls.program import (
     SMALL,
     Builder,
-    Program,
     ProgramMatrix,
     Result,
     Source,
@@ -36,82 +43,10 @@ from qtensor.layout import Shape
 from qtensor.linear_plans import backward_plan, forward_plan
 from qtensor.registry import transposed
 
-Parse = Callable[[str], Any]
-"""Canonical text -> quantizer."""
-
-Address = tuple[int, int]
-"""(index of a tensor of the call, or -1 - index of an output; bytes after its start)."""
-
-
-class CallProgram(NamedTuple):
-    """A program for a call and all calls of the same description.
-
-    Attributes:
-        program: computes the outputs.
-        addresses: the source of each address that the program takes.
-        cleared: indices of the outputs that start as zeros.
-    """
-
-    program: Program
-    addresses: Sequence[Address]
-    cleared: Sequence[int] = ()
-
-
-class Arguments:
-    """The arguments of a call by name, and the index of each tensor among the call's tensors.
-
-    The fields of a record among the arguments (`Pair`) are arguments themselves, as in the schema.
-    """
-
-    def __init__(self, args: Any) -> None:
-        values: dict[str, Any] = {}
-        for name, value in args._asdict().items():
-            values |= value._asdict() if hasattr(value, "_asdict") else {name: value}
-        self.values = values
-        self.first: dict[str, int] = {}
-        count = 0
-        for name, value in values.items():
-            self.first[name] = count
-            if value is None or isinstance(value, Tensor):
-                count += 1
-            elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-                count += len(value)
-
-    def __getattr__(self, name: str) -> Any:
-        return self.values[name]
-
-    def are_contiguous(self, first: int = 0) -> bool:
-        """Return whether the tensors are contiguous, from tensor number `first` of the call on."""
-        tensors: list[Tensor | None] = []
-        for value in self.values.values():
-            if value is None or isinstance(value, Tensor):
-                tensors.append(value)
-            elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-                tensors += value
-        return all(t is None or t.is_contiguous() for t in tensors[first:])
-
-    def at(self, name: str, offset: int = 0) -> Address:
-        """Return the address source of a tensor argument, `offset` bytes after its start."""
-        return self.first[name], offset
-
-    def all_at(self, name: str) -> list[Address]:
-        """Return the address sources of the tensors of a list argument."""
-        return [(self.first[name] + i, 0) for i in range(len(self.values[name]))]
-
-
-def _outputs(indices: Iterable[int]) -> list[Address]:
-    return [(-1 - i, 0) for i in indices]
-
 
 def _is_one(t: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether `t` is absent, or holds one element of `dtype` that a kernel can read."""
     return t is None or (t.is_cpu and t.dtype is dtype and t.numel() == 1)
-
-
-def _are_buffers(buffers: Sequence[Tensor], matrix_layout: BufferLayout) -> bool:
-    """Return whether tensors are the buffers of a quantized matrix, in slot order."""
-    expected = [(tuple(size), dtype) for _, _, size, dtype in matrix_layout.slots]
-    return [(tuple(t.shape), t.dtype) for t in buffers[: len(expected)]] == expected
 
 
 def _has_scale(scales: Tensor | None, role: int) -> bool:
@@ -155,7 +90,7 @@ def plan_quantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> CallP
         is_returned = len(outputs) > len(quantizer.slots)
         values["amax"] = builder.call_address() if is_returned else builder.scratch_memory(4)
     builder.quantize(quantizer, matrix_layout, Source(x_at, x.dtype), saved, values)
-    addresses = [call.at("x"), call.at("scale"), call.at("seed"), *_outputs(range(len(outputs)))]
+    addresses = [call.at("x"), call.at("scale"), call.at("seed"), *outputs_at(range(len(outputs)))]
     # Kernels never write padding.
     padded = [i for i, slot in enumerate(quantizer.slots) if slot.padded]
     return CallProgram(builder.build(), addresses, padded)
@@ -169,7 +104,7 @@ def plan_quantize_in_place(
     matrix_layout = _small_layout(quantizer, call.x.shape)
     if matrix_layout is None or call.noop_flag is not None or len(call.out) < len(quantizer.slots):
         return None
-    if not _are_buffers(call.out, matrix_layout):
+    if not are_buffers(call.out, matrix_layout):
         return None
     planned = plan_quantize(call, call.out, parse)
     if planned is None:
@@ -185,14 +120,14 @@ def plan_dequantize(call: Arguments, outputs: list[Tensor], parse: Parse) -> Cal
     if (
         matrix_layout is None
         or call.dtype not in DTYPES
-        or not _are_buffers(call.buffers, matrix_layout)
+        or not are_buffers(call.buffers, matrix_layout)
     ):
         return None
     builder = Builder()
     at, slots = _read_addresses(builder, matrix_layout)
     builder.decode(matrix_layout, at, Source(builder.call_address(), call.dtype))
     sources = call.all_at("buffers")
-    return CallProgram(builder.build(), [*(sources[slot] for slot in slots), *_outputs([0])])
+    return CallProgram(builder.build(), [*(sources[slot] for slot in slots), *outputs_at([0])])
 
 
 def _read_addresses(builder: Builder, matrix_layout: BufferLayout) -> tuple[list[int], list[int]]:
@@ -242,7 +177,31 @@ def plan_weight_gemm(call: Arguments, outputs: list[Tensor], parse: Parse) -> Ca
     rows = x.reshape(-1, columns).contiguous()
     a = _Operand([rows], None, rows.shape, [call.at("x")])
     b = _Operand(call.weight, parse(call.quantizer), (call.n, columns), call.all_at("weight"))
+    if call.n * columns > SMALL:
+        return _plan_few_rows(call, rows, b)
     return _plan_product(call, a, b, "TN", x.dtype)
+
+
+def _plan_few_rows(call: Arguments, x: Tensor, weight: _Operand) -> CallProgram | None:
+    """Plan x (M, K) times a large weight (N, K): the product of the backend `few_rows`."""
+    bias, quantizer = call.bias, weight.quantizer
+    matrix_layout = buffer_layout(quantizer, torch.Size(weight.shape))
+    if matrix_layout is None or not are_buffers(weight.buffers, matrix_layout):
+        return None
+    if not 0 < x.shape[0] <= native.MOST_ROWS or x.dtype not in DTYPES or not quantizer.rowwise:
+        return None
+    if bias is not None and (bias.dtype not in DTYPES or tuple(bias.shape) != (call.n,)):
+        return None
+    builder = Builder()
+    source = Source(builder.call_address(), x.dtype)
+    matrix = builder.operand(quantizer, matrix_layout)
+    out = Source(builder.call_address(), x.dtype)
+    added = None if bias is None else Source(builder.call_address(), bias.dtype)
+    builder.multiply_few_rows(source, matrix, x.shape[0], out, added)
+    addresses = [call.at("x"), *weight.sources[: len(matrix_layout.slots)], *outputs_at([0])]
+    return CallProgram(
+        builder.build(), addresses if bias is None else [*addresses, call.at("bias")]
+    )
 
 
 def _plan_product(
@@ -277,7 +236,7 @@ def _plan_product(
     out = Source(builder.call_address(), dtype)
     added = None if bias is None else Source(builder.call_address(), bias.dtype)
     builder.multiply(matrices[0], matrices[1], Result(layout, (m, n, k), out, added))
-    addresses += _outputs([0]) if bias is None else [*_outputs([0]), call.at("bias")]
+    addresses += outputs_at([0]) if bias is None else [*outputs_at([0]), call.at("bias")]
     return CallProgram(builder.build(), addresses)
 
 
@@ -313,7 +272,7 @@ def _matrix(
             return None
         return Source(builder.call_address(), plain.dtype)
     matrix_layout = serves(quantizer, tuple(shape))
-    if matrix_layout is None or not _are_buffers(buffers, matrix_layout):
+    if matrix_layout is None or not are_buffers(buffers, matrix_layout):
         return None
     if not all(buffer.is_contiguous() for buffer in buffers):
         return None
@@ -336,7 +295,7 @@ def _transposed_matrix(
     count = len(quantizer.slots)
     twin, rows = transposed(quantizer, buffers[:count])
     matrix_layout = serves(twin, tuple(shape[::-1]))
-    if matrix_layout is None or not _are_buffers(rows, matrix_layout):
+    if matrix_layout is None or not are_buffers(rows, matrix_layout):
         return None, []
     if not all(buffer.is_contiguous() for buffer in rows):
         return None, []
@@ -397,7 +356,7 @@ def plan_linear_forward(call: Arguments, outputs: list[Tensor], parse: Parse) ->
     builder.multiply(matrices[0], matrices[1], result)
     addresses = [call.at("x"), call.at("weight"), call.at("bias")]
     addresses += [call.at("scales"), call.at("scales", 4), call.at("x_seed")]
-    addresses += [call.at("weight_seed"), *_outputs(range(len(outputs)))]
+    addresses += [call.at("weight_seed"), *outputs_at(range(len(outputs)))]
     padded = [1 + i for i, slot in enumerate([*slots[0], *slots[1]]) if slot.padded]
     return CallProgram(builder.build(), addresses, padded)
 
@@ -463,7 +422,7 @@ def plan_linear_backward(
         builder.multiply(gradient, x, Result("NT", (width, columns, rows), results[-1]))
     if plan.bias:
         builder.sum_rows(dy_source, rows, width, bias_at)
-    return CallProgram(builder.build(), [*addresses, *_outputs(range(len(outputs)))])
+    return CallProgram(builder.build(), [*addresses, *outputs_at(range(len(outputs)))])
 
 
 def _saved_addresses(
@@ -480,7 +439,7 @@ def _saved_addresses(
         operand_layout = serves(*operand)
         count = len(operand[0].slots)
         buffers = saved[first : first + count]
-        if operand_layout is None or not _are_buffers(buffers, operand_layout):
+        if operand_layout is None or not are_buffers(buffers, operand_layout):
             return None
         first += count
     return call.all_at("saved") if first == len(saved) else None

@@ -27,7 +27,7 @@ SMALL = 1 << 16
 _STEP_WORDS = 25
 _MAX_ADDRESSES = 96
 _ALIGNED = 64
-_QUANTIZE, _DECODE, _WIDEN, _MULTIPLY, _FINISH, _SUM_ROWS, _CLEAR = range(7)
+_QUANTIZE, _DECODE, _WIDEN, _MULTIPLY, _FINISH, _SUM_ROWS, _CLEAR, _FEW_ROWS = range(8)
 _NOTHING, _ONE, _FIRST = range(3)
 """Indices in the table: no address, the factor 1, the first address that a call passes."""
 
@@ -321,6 +321,39 @@ class Builder:
         line = self.scratch_memory(4 * n)
         self._step(_FINISH, c, m, n, left_factor, right_factor, added, DTYPES[kind], line)
         self._steps[-1] += (out.at, DTYPES[out.dtype])
+
+    def multiply_few_rows(
+        self, x: Source, weight: ProgramMatrix, rows: int, out: Source, bias: Source | None
+    ) -> None:
+        """Compute `x @ weight.T + bias` in the order of sums of few rows, for large weights.
+
+        Args:
+            x: (rows, K).
+            weight: (N, K), rowwise.
+            rows: at most `native.MOST_ROWS`.
+            out: (rows, N).
+            bias: N values, or None.
+        """
+        _, matrix_layout, at = weight
+        added = _NOTHING
+        if bias is not None:
+            added, _ = self._values(bias, matrix_layout.rows, None)
+        threaded = matrix_layout.rows * matrix_layout.cols > native.ONE_THREAD
+        self._step(
+            _FEW_ROWS,
+            self._address_of(matrix_layout),
+            x.at,
+            DTYPES[x.dtype],
+            rows,
+            matrix_layout.cols,
+            matrix_layout.rows,
+            *(at[i] for i in matrix_layout.read_positions(columnwise=False)),
+            at[SHARED],
+            added,
+            out.at,
+            DTYPES[out.dtype],
+            threaded,
+        )
 
     def sum_rows(self, x: Source, rows: int, cols: int, out: int) -> None:
         """Add up the rows of a matrix, and round the sums to its dtype."""

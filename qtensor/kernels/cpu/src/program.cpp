@@ -2,6 +2,7 @@
 // decode, multiply, sum.
 #include "denormals.h"
 #include "row_arithmetic.h"
+#include "threads.h"
 
 namespace QT_NAMESPACE {
 template <class D>
@@ -10,10 +11,20 @@ template <class D>
 bool dequantize_as(const CQuantizer& p, const DequantizeCall& c);
 template <class D>
 void sum_rows_as(const NormCall& c);
+bool few_rows(const CQuantizer& p, const LinearCall& c);
 
 // ---- Structs that program.py writes, with 8 bytes a field. A field whose name ends in "_at" is an index
 // into the table of addresses.
-enum StepKind { QUANTIZE = 0, DECODE = 1, WIDEN = 2, MULTIPLY = 3, FINISH = 4, SUM_ROWS = 5, CLEAR = 6 };
+enum StepKind {
+    QUANTIZE = 0,
+    DECODE = 1,
+    WIDEN = 2,
+    MULTIPLY = 3,
+    FINISH = 4,
+    SUM_ROWS = 5,
+    CLEAR = 6,
+    FEW_ROWS = 7
+};
 
 struct QuantizeStep {
     const CQuantizer* quantizer;
@@ -42,6 +53,12 @@ struct SumStep {
 struct ClearStep {
     i64 at, bytes;
 };
+struct FewRowsStep {  // contiguous x (m, k) @ weight (n, k).T + a bias of floats
+    const CQuantizer* quantizer;
+    i64 x_at, x_dtype, m, k, n;
+    i64 row_at[3], scale_inv_at, bias_at, y_at, dtype;
+    i64 threaded;  // whether to take all threads
+};
 struct Step {
     i64 kind;
     union {
@@ -53,6 +70,7 @@ struct Step {
         FinishStep finish;
         SumStep sum;
         ClearStep clear;
+        FewRowsStep few_rows;
     };
 };
 static_assert(sizeof(Step) == 200, "program.py writes 25 words");
@@ -204,6 +222,27 @@ struct ProgramRunner {
         c.threads = 1;
         with_type(s.dtype, [&](auto type) { sum_rows_as<decltype(type)>(c); });
     }
+    bool multiply_few_rows(const FewRowsStep& s) const {
+        int threads = 1;
+#ifdef _OPENMP
+        if (s.threaded) threads = omp_get_max_threads();
+#endif
+        const LinearCall call{at[s.x_at],
+                              i32(s.x_dtype),
+                              s.k,
+                              s.m,
+                              s.k,
+                              s.n,
+                              buffers(s.row_at),
+                              get<float>(s.scale_inv_at),
+                              nullptr,
+                              0,
+                              get<float>(s.bias_at),
+                              at[s.y_at],
+                              i32(s.dtype),
+                              threads};
+        return few_rows(*s.quantizer, call);
+    }
     bool run() const {
         for (i64 i = 0; i < program.step_count; i++) {
             const Step& s = program.steps[i];
@@ -225,6 +264,9 @@ struct ProgramRunner {
                     break;
                 case SUM_ROWS:
                     sum(s.sum);
+                    break;
+                case FEW_ROWS:
+                    if (!multiply_few_rows(s.few_rows)) return false;
                     break;
                 default:
                     memset(at[s.clear.at], 0, size_t(s.clear.bytes));

@@ -3,6 +3,7 @@
 // second time, Python plans a program for it (kernels/cpu/small_calls/). This file is compiled against
 // torch's headers into a library of its own, so that the other kernels do not need those headers.
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -184,6 +185,7 @@ bool compute(const Op& op, const Answer& answer, const CallDescription& descript
                                               : (const char*)description.addresses[size_t(source.tensor)];
         addresses.push_back(start ? start + source.offset : nullptr);
     }
+    at::get_num_threads();  // tells OpenMP, in a thread that has not asked yet
     return op.run(call.program, addresses.data()) == 0;
 }
 
