@@ -32,8 +32,8 @@ TEXT = (
     "bf16*: against bfloat16 in eager code, tokens/s above 1 and MB below 1 are better."
 )
 SIZE = {False: "1b", True: "tiny"}
-ROUNDS = {False: 5, True: 2}
-TOKENS = {False: 12, True: 4}
+ROUNDS = {False: 3, True: 2}
+TOKENS = {False: 10, True: 4}
 PROMPT = 16
 FORMATS = ("fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 
@@ -112,13 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser("generation", __doc__)
     command.add_argument("--compile", action="store_true", help="measure compiled code too")
     command.add_argument("--formats", nargs="*", default=FORMATS, help="default: %(default)s")
+    command.add_argument("--keep", type=Path, help="folder for the random model, for another run")
     command.set_defaults(peers="none")
     options = command.parse_args(arguments)
     settings = settings_of(options)
     names = [*example.DENSE, *options.formats]
-    with tempfile.TemporaryDirectory(prefix="qtensor-generation-") as folder:
-        example.write_random(Path(folder), SIZE[settings.quick])
-        rows = collect(Path(folder), names, settings, options.compile)
+    with tempfile.TemporaryDirectory(prefix="qtensor-generation-") as temporary:
+        folder = options.keep or Path(temporary)
+        if not (folder / "config.json").exists():
+            example.write_random(folder, SIZE[settings.quick])
+        rows = collect(folder, names, settings, options.compile)
     return suite.finish(document(rows, settings), settings)
 
 
