@@ -287,6 +287,14 @@ def test_grouped_layers_and_sequences():
     assert set(by_tensor(log)) == {("0", "input"), ("0", "output")}
 
 
+def test_an_input_by_keyword():
+    model = plain_model(1)
+    with qtensor.debug.record(model[0]) as log:
+        out = model[0](input=inputs())
+    assert torch.equal(out, model[0](inputs()))
+    assert by_tensor(log)["", "input"].shape == (32, WIDTH)
+
+
 # ---- NaN hunting
 
 

@@ -87,6 +87,26 @@ def test_replicated_parameters(ranks: Ranks, name: str, rows: bool, backend: str
             assert_same_bytes(a, b, what)
 
 
+def run_main_grad() -> list[Tensor]:
+    """Return ``main_grad`` of a split weight, and the gradient without it."""
+    found = []
+    for fused in (True, False):
+        layer = linear("mxfp8", fuse_wgrad_accumulation=fused)
+        parallel.parallelize_module(layer, mesh(), parallel.ColwiseParallel())
+        weight: Any = layer.weight
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        t = whole(True)
+        layer(t.x.clone().requires_grad_()).backward(part(t.dy, dist.get_rank(), 2))
+        found.append((weight.main_grad if fused else weight.grad).to_local())
+    return found
+
+
+def test_main_grad(ranks: Ranks) -> None:
+    for fused, plain in ranks.run(run_main_grad):
+        assert fused.any()
+        assert_same_bytes(fused, plain, "main_grad")
+
+
 # ---- grouped layers ------------------------------------------------------------------------------
 
 SPLITS = [33, 0, 64, 31]
@@ -285,6 +305,12 @@ def refuse_summed_main_grad() -> None:
     layer(distribute_tensor(whole(False).x, mesh(), [Shard(0)]))
 
 
+def refuse_delayed_wgrad() -> None:
+    layer = linear("mxfp8", delay_wgrad_compute=True)
+    parallel.parallelize_module(layer, mesh(), parallel.ColwiseParallel())
+    layer(whole(False).x)
+
+
 def error_of(call: Any) -> str:
     try:
         call()
@@ -304,6 +330,7 @@ def error_of(call: Any) -> str:
         ),
         (refuse_norm_in_rows, r"the norm needs whole rows.*Use ColwiseParallel"),
         (refuse_two_splits, r"split over its tp_group already; got parallel_mode='column'"),
+        (refuse_delayed_wgrad, r"delay_wgrad_compute does not know how ranks share the gradient"),
         (refuse_summed_main_grad, r"fuse_wgrad_accumulation adds the gradient of this rank's rows"),
     ],
 )

@@ -123,6 +123,7 @@ def test_compiled(ranks: Ranks, name: str, where: str) -> None:
 
 CASES: dict[str, tuple[str, Any, Any, Any]] = {
     "column": ("TN", Replicate(), Shard(0), Shard(1)),
+    "gathered": ("TN", Shard(0), Shard(0), Shard(1)),
     "rows": ("TN", Shard(0), Replicate(), Shard(0)),
     "row": ("TN", Shard(1), Shard(1), Partial()),
     "dgrad": ("NN", Shard(1), Shard(0), Partial()),

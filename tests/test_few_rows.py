@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
 from native_cases import ISAS, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,30 +20,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import qtensor
 from qtensor.build import build
 from qtensor.kernels.cpu import native, sources
-from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.cpu.small_calls.program import SMALL as SMALL_CALLS
-from qtensor.kernels.gemm import few_rows
+from qtensor.kernels.gemm import few_rows, reference
+from qtensor.storage.grouped import group_sizes, grouped_product
 
-WEIGHTS: list[tuple[str, dict[str, Any]]] = [
-    ("mxfp4", {}),
-    ("nvfp4", {}),
-    ("fp8", {}),
-    ("fp8", {"dtype": "e5m2"}),
-    ("fp8_rowwise", {}),
-    ("fp8_blockwise", {"block_scaling_dim": 1}),
-    ("fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
-    ("mxfp8", {}),
-    ("mxfp8", {"dtype": "e5m2", "swizzled": True}),
-    ("mxfp6", {}),
-    ("mxfp6", {"dtype": "e3m2"}),
-    ("mxfp6", {"packed": True}),
-    ("mxfp6", {"packed": True, "dtype": "e3m2"}),
-    ("mxfp4", {"swizzled": True}),
-    ("nvfp4", {"swizzled": True}),
-    ("nvfp4", {"row_scaled": True}),
-    ("nvfp4", {"with_2d_quantization": True}),
-    ("nvfp4", {"use_4over6": True}),
-]
 weights = pytest.mark.parametrize(
     ("fmt", "options"), WEIGHTS, ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in WEIGHTS]
 )
@@ -57,23 +38,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(reason=f"this CPU has no {request.param}")
     with loaded(native.Library(str(build(sources.build_spec(request.param))))):
         yield
-
-
-def quantized(n: int, k: int, fmt: str, options: dict[str, Any], spread: float = 3.0) -> Any:
-    """A weight whose blocks and rows have factors of many sizes."""
-    w = (
-        torch.randn(n, k)
-        * torch.exp2(torch.randn(n, k // 16 + 1) * spread).repeat_interleave(16, 1)[:, :k]
-    )
-    return qtensor.quantize(w, fmt, **options)
-
-
-def same_bits(a: Tensor, b: Tensor) -> None:
-    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    different = (a.view(whole) != b.view(whole)).nonzero()
-    assert not len(different), f"{len(different)} of {a.numel()}, first {different[0].tolist()}"
 
 
 def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,22 +84,8 @@ def test_bytes_of_every_format(isa: None, fmt: str, options: dict[str, Any]):
 
 
 @weights
-@pytest.mark.parametrize("k", [1, 2, 15, 16, 31, 33, 64, 127, 128, 129, 255, 512, 513, 640, 1536])
-def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any], k: int):
-    torch.manual_seed(1)
-    w = quantized(9, k, fmt, options)
-    x = torch.randn(6, k).bfloat16()
-    want = oracle.product(x, w)
-    for rows in (1, 4, 6):
-        out = torch.full((rows, 9), torch.nan)
-        assert native.linear_(weight_of(w), Rows(x[:rows]), None, out, few=True)
-        same_bits(out, want[:rows])
-
-
-def weight_of(w: Any) -> Any:
-    from qtensor.kernels.gemm.tiles import GemmRows  # noqa: PLC0415
-
-    return GemmRows(w.quantizer, w.buffers(), tuple(w.shape))
+def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any]):
+    check_tails(fmt, options)
 
 
 @weights
@@ -165,6 +115,60 @@ def test_compiled_is_eager(fmt: str):
         x = torch.randn(rows, K).bfloat16()
         same_bits(step(x, w, bias), F.linear(x, w, bias))
     assert counter.frame_count <= 2  # one row is a graph of its own
+
+
+@weights
+def test_the_weight_on_the_left(fmt: str, options: dict[str, Any]):
+    """``w @ x.T`` and ``w @ vector`` have the sums of ``x @ w.T``."""
+    torch.manual_seed(7)
+    w, x = quantized(N, K, fmt, options), torch.randn(5, K).bfloat16()
+    want = qtensor.gemm(x, w, "TN", dtype=torch.float32)
+    same_bits(qtensor.gemm(w, x.t(), "NN", dtype=torch.float32).t().contiguous(), want)
+    same_bits(qtensor.gemm(w, x, "TN", dtype=torch.float32).t().contiguous(), want)
+    same_bits(qtensor.gemm(w, x[:1], "TN", dtype=torch.float32).t().contiguous(), want[:1])
+    assert qtensor.explain(w, x.t(), "NN").backend == "few_rows"
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp8", "mxfp6", "fp8", "fp8_rowwise"])
+def test_slices_of_rows_and_experts(fmt: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows of a weight, whose factors have no padding of their own, and matrices of a stack."""
+    torch.manual_seed(8)
+    w, x = quantized(400, 1024, fmt, {}), torch.randn(3, 1024).bfloat16()
+    whole = F.linear(x, w)
+    stack = qtensor.quantize(torch.randn(3, 300, 1024), fmt)
+    want = [oracle.product(x, stack[i].clone()).bfloat16() for i in range(3)]
+    monkeypatch.setattr(reference, "matmul", lambda *args: pytest.fail("not by few rows"))
+    for first, end in ((0, 100), (37, 137), (300, 400), (128, 256)):
+        same_bits(F.linear(x, w[first:end]), whole[:, first:end].contiguous())
+    for i in range(3):
+        same_bits(F.linear(x, stack[i]), want[i])
+    sizes = group_sizes(torch.tensor([1, 1, 3]), 3, "test")
+    got = grouped_product(x, [stack[i] for i in range(3)], "TN", sizes)
+    same_bits(got, torch.cat([want[0][:1], want[2][1:]]))
+
+
+@weights
+def test_both_operands_quantized(fmt: str, options: dict[str, Any]):
+    """The factor of the rows of x follows the sum; its other factors are part of its values."""
+    torch.manual_seed(9)
+    w = quantized(N, K, fmt, options)
+    for name in ("mxfp8", "fp8", "fp8_rowwise", "nvfp4", "mxfp4"):
+        x = qtensor.quantize(torch.randn(4, K), name)
+        own = {"fp8": "_scale_inv", "fp8_rowwise": "_scale_inv"}.get(name)
+        factor = getattr(x, own) if own else None
+        values = x.dequantize(torch.float32)
+        if own:
+            values = torch.from_numpy(
+                oracle.narrow_values(x._data.view(torch.uint8).numpy(), "e4m3")
+            )
+        elif name == "nvfp4":
+            factor = x._amax_rowwise / (6 * 448)
+            parts = oracle.weight_parts(x)
+            scales = np.repeat(parts[1], 16, 1)[:, :K]
+            values = torch.from_numpy(parts[0] * scales)
+        want = oracle.product(values, w, own=factor)
+        same_bits(qtensor.gemm(x, w, "TN", dtype=torch.float32), want)
+        same_bits(qtensor.gemm(x[:1].clone(), w, "TN", dtype=torch.float32), want[:1])
 
 
 @pytest.mark.parametrize("tiny", [2.0**-97, 2.0**-126, 2.0**-133])

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 import torch
+from few_rows_cases import WEIGHTS, check_tails
 from float_cases import check_random as check_floats
 from fused_cases import check as check_fused
 from formats import FORMATS, USAGES, assert_same_bytes
@@ -53,6 +54,8 @@ with loaded(Library(sys.argv[1])):
                 if columnwise:
                     x = torch.randn(131, 260).bfloat16()
                     check_fused(x, codec, call_of(case, options), rowwise)
+    for fmt, options in WEIGHTS:
+        check_tails(fmt, options)
     for seed in range(int(sys.argv[2])):
         check_random(seed)
     for seed in range(int(sys.argv[2]) // 5):

@@ -175,6 +175,8 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return state.previous(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs)
     texts = _texts(self, site)
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {n: v for n, v in kwargs.items() if n != "input"}
     x = args[0] if args else None
     found = isinstance(x, Tensor) and x.is_floating_point()
     if found:

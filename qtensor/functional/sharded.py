@@ -73,13 +73,23 @@ class Localized(NamedTuple):
     shape: tuple[int, ...]
     sums_wgrad: bool
 
-    def refuse_summed_wgrad(self, label: str) -> None:
-        """Refuse a gradient that ranks must sum, where the caller needs a finished one.
+    def check_schedule(self, label: str, fused: bool, delayed: bool) -> None:
+        """Refuse ways to accumulate the gradient of the weight that DTensors do not have.
+
+        Args:
+            label: the layer, for error messages.
+            fused: the layer adds the gradient to ``main_grad``.
+            delayed: the layer postpones the gradient.
 
         Raises:
-            UnsupportedError: ranks have different rows of the input.
+            UnsupportedError: the gradient is postponed, or ``main_grad`` would get this rank's part
+                of a sum over ranks.
         """
-        if self.sums_wgrad:
+        if delayed:
+            rule = "delay_wgrad_compute does not know how ranks share the gradient of a DTensor"
+            got, fix = "weights that are DTensors", "Build the layer without it"
+            fail(f"{label} weight", rule, got, fix, UnsupportedError)
+        if fused and self.sums_wgrad:
             rule = "fuse_wgrad_accumulation adds the gradient of this rank's rows to main_grad"
             fix = "Build the layer without it, or pass an input whose rows are not split"
             got = f"rows split over ranks ({list(self.placements)})"

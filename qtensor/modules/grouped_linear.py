@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.dtensor import is_dtensor
+from qtensor.dtensor import is_dtensor, local_part
 from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
@@ -215,6 +215,8 @@ class GroupedLinear(QuantizedModule):
         if is_dtensor(weights[0]) or is_dtensor(input):
             self._check_features(input, weights[0].shape[1])
             own = localize(self.label, input, weights, added, grouped=True)
+            scheduled = self._options.fuse_wgrad_accumulation, self._options.delay_wgrad_compute
+            own.check_schedule(self.label, *scheduled)
             input, weights, added = own.input, tuple(own.weights), tuple(own.biases)
         args = self._args(input, m_splits, weights, added)
         if is_first_microbatch is not None and args.plan.weight:
@@ -346,7 +348,8 @@ class GroupedLinear(QuantizedModule):
                 )
         overwrite = tuple([bool(getattr(w, "overwrite_main_grad", False)) for w in weights])
         # Aliases, so that the caller may change main_grad between forward and backward.
-        return GroupedWgrad(tuple([w.main_grad.data for w in weights]), overwrite)
+        main_grads = [local_part(w.main_grad).data for w in weights]
+        return GroupedWgrad(tuple(main_grads), overwrite)
 
     def _use_group_workspaces(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
         """Use the quantized weights of an earlier microbatch, or store those of this call."""

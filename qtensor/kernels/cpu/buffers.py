@@ -60,6 +60,8 @@ class BufferLayout:
         reads_columnwise: whether the values of the tensor are read from the columnwise buffers.
         stores_global: whether tensor-wide factors are stored, and a decode reads them in place of
             the maxima.
+        factors_of_rows: position of the rowwise factors if each row has its own line of them,
+            followed by lines of padding; else None.
     """
 
     c_quantizer: CQuantizer
@@ -72,6 +74,7 @@ class BufferLayout:
     amax_entries: tuple[tuple[int, int], ...]
     reads_columnwise: bool
     stores_global: bool
+    factors_of_rows: int | None
 
     def read_positions(self, columnwise: bool) -> tuple[int, int, int]:
         """Return the positions of the buffers of one direction that a decode reads."""
@@ -128,7 +131,20 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
         amax_entries=tuple(zip(amax_positions, entries, strict=False)),
         reads_columnwise=reads_columnwise,
         stores_global=9 in positions or 10 in positions,
+        factors_of_rows=_factors_of_rows(quantizer),
     )
+
+
+def _factors_of_rows(quantizer: Any) -> int | None:
+    slot = next((s for s in quantizer.slots if s.name == "_rowwise_scale_inv"), None)
+    if slot is None or slot.swizzled or slot.dims[0].axis != "m" or slot.dims[0].per != 1:
+        return None
+    return _POSITIONS[slot.name]
+
+
+def _has_rows(buffer: Tensor, rows: int, size: torch.Size) -> bool:
+    """Return whether a buffer has a line for each row, as those of ``size`` are."""
+    return buffer.ndim == 2 and rows <= buffer.shape[0] and buffer.shape[1] == size[1]
 
 
 def is_columnwise(quantizer: Any, columnwise: bool | None) -> bool:
@@ -145,8 +161,16 @@ def is_plain(t: Tensor, dtype: torch.dtype) -> bool:
     return type(t) in PLAIN_TYPES and t.dtype is dtype and t.is_cpu and t.is_contiguous()
 
 
-def addresses(layout: BufferLayout, buffers: Sequence[Tensor]) -> list[int] | None:
+def addresses(
+    layout: BufferLayout, buffers: Sequence[Tensor], unpadded: bool = False
+) -> list[int] | None:
     """Return the addresses of the buffers by position, 0 for buffers that are absent.
+
+    Args:
+        layout: of the buffers.
+        buffers: in slot order.
+        unpadded: True if the kernel does not read the padding that follows the factors of rows, as
+            slices of rows lack it.
 
     Returns:
         None if a buffer is not that of a whole tensor: a part has no padding, and the kernels write
@@ -158,7 +182,11 @@ def addresses(layout: BufferLayout, buffers: Sequence[Tensor]) -> list[int] | No
     for slot, position, size, dtype in layout.slots:
         buffer = buffers[slot]
         # As `is_plain`, without a call of a function for each buffer.
-        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or buffer.shape != size:
+        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype:
+            return None
+        if buffer.shape != size and not (
+            unpadded and position == layout.factors_of_rows and _has_rows(buffer, layout.rows, size)
+        ):
             return None
         if not (buffer.is_cpu and buffer.is_contiguous()):
             return None

@@ -367,7 +367,7 @@ def linear_(
     if stride is None or not _are_linear_operands(layout, rows, bias, out):
         return False
     kernels = library()
-    pointers = addresses(layout, weight.buffers)
+    pointers = addresses(layout, weight.buffers, unpadded=few)
     if isinstance(kernels, str) or pointers is None or not pointers[0]:
         return False
     count = x.numel() // layout.cols
