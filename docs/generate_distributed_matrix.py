@@ -75,8 +75,8 @@ def render(outcomes: Outcomes) -> str:
         "",
         "This page tells which features of `torch.distributed` work with which format or recipe. "
         "`python docs/generate_distributed_matrix.py` writes it after running every cell on two "
-        "processes with gloo. Do not edit it. [distributed.md](distributed.md) explains the "
-        "features.",
+        "processes with gloo, and `make test-all` runs them again. Do not edit it. "
+        "[distributed.md](distributed.md) explains the features.",
         "",
         "- **pass**: every rank has the bytes of one process. Quantized tensors stay quantized.",
         "- **error**: every rank raises a `QTensorError`. The number stands for its text, below.",

@@ -40,7 +40,7 @@ def test_a_count_that_differs_from_its_formula_is_an_error(count: int, slack: in
     with pytest.raises(
         script.CountError, match=f"on 2 ranks: {count} bytes, the formula gives 100"
     ):
-        script._row("x", 8, 200, [count, 67, 50], slack)
+        script.row_of("x", 8, 200, [count, 67, 50], slack)
 
 
 def test_a_page_without_a_marker_is_an_error() -> None:
