@@ -201,9 +201,9 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
     if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
-    one_weight = left is None and right is not None and b.ndim == 2 and a.dtype in FLOATING
+    plain_left = left is None and a.dtype in FLOATING
     # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
-    if one_weight and (layout == "TN" or not right.rowwise):
+    if plain_left and right is not None and b.ndim == 2 and (layout == "TN" or not right.rowwise):
         weight = b.buffers()
         shape = b.shape
         if layout == "NN":
