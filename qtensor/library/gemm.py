@@ -201,7 +201,7 @@ LIBRARY.define(
 )
 
 
-def _gemm_plain(
+def gemm_plain(
     a: Tensor, b: Tensor, layout: str, dtype: torch.dtype | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Multiply two plain tensors. A subclass answers the op in its dispatch table instead."""
@@ -212,7 +212,7 @@ def _gemm_plain(
     return GEMM([a], "", a.shape, [b], "", b.shape, layout, dtype or a.dtype, bias)
 
 
-LIBRARY.impl("gemm_tensor", _gemm_plain, "CompositeExplicitAutograd")
+LIBRARY.impl("gemm_tensor", gemm_plain, "CompositeExplicitAutograd")
 
 
 def _gemm_tensor_fake(

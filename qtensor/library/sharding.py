@@ -159,7 +159,7 @@ def _product_placements(a: Any, b: Any, layout: str) -> tuple[Placements, Placem
 
 
 def _gemm_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    signature = inspect.signature(gemm._gemm_plain).bind(*args, **kwargs)
+    signature = inspect.signature(gemm.gemm_plain).bind(*args, **kwargs)
     signature.apply_defaults()
     a, b, layout, dtype, bias = signature.arguments.values()
     mesh = _same_mesh("gemm", (a, b, bias))

@@ -201,14 +201,15 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
     if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
+    plain_left = left is None and a.dtype in FLOATING
     # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
-    if left is None and right is not None and (layout == "TN" or not right.rowwise):
+    if plain_left and right is not None and b.ndim == 2 and (layout == "TN" or not right.rowwise):
         weight = b.buffers()
         shape = b.shape
         if layout == "NN":
             right, weight = transposed(right, weight)
             shape = shape[::-1]
-        if len(shape) == 2 and a.shape[-1] == shape[1] and a.dtype in FLOATING:
+        if a.shape[-1] == shape[1]:
             return WEIGHT_GEMM(a, weight, right.canonical, shape[0], bias)
     return gemm_operands(a, b, layout, bias)
 
