@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -397,6 +396,9 @@ def describe(storage: Any) -> str:
 
 def describe_html(storage: Any) -> str:
     """Return the metadata of a tensor and of its buffers as HTML, without reading data."""
+    # Only notebooks need it.
+    import html  # noqa: PLC0415
+
     numel = math.prod(storage.shape)
     title = f"{describe(storage)} on {storage.device}"
     if numel:
