@@ -330,6 +330,25 @@ def test_delayed_scaling(ranks: Ranks, layer: Layer, reduce: bool, backend: str)
     assert equal == ([True] * STEPS if reduce else [True] + [False] * (STEPS - 1))
 
 
+def quantized_input() -> tuple[Tensor, Tensor]:
+    """Outputs of a column layer for the quantized rows of a rank, and of a layer for all rows."""
+    x, weight = torch.randn(64, 256), torch.randn(512, 256)
+    rank, group = dist.get_rank(), dist.group.WORLD
+    options = {"parallel_mode": "column", "sequence_parallel": True, "tp_group": group}
+    split = qtensor.Linear(256, 512, bias=False, **options)
+    local = qtensor.Linear(256, 512 // SIZE, bias=False)
+    with torch.no_grad(), qtensor.autocast(recipe=qtensor.recipes.MXFP8BlockScaling()):
+        for layer in (split, local):
+            layer.weight.copy_(weight.chunk(SIZE)[rank])
+        own = qtensor.quantize(x.chunk(SIZE)[rank], "mxfp8", columnwise=True)
+        return split(own), local(qtensor.quantize(x, "mxfp8", columnwise=True))
+
+
+def test_a_quantized_input_is_gathered_as_its_codes(ranks: Ranks) -> None:
+    for got, want in ranks.run(quantized_input):
+        assert_same_bytes(got, want)
+
+
 @pytest.mark.parametrize("feature", [0, -1], ids=["first", "second"])
 def test_a_nan_on_one_rank_keeps_the_factors_of_both(ranks: Ranks, feature: int) -> None:
     """In a row layer the first features are the first rank's, the last the second's."""

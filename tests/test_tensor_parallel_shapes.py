@@ -316,8 +316,3 @@ def test_a_part_that_is_no_whole_block(world: Any) -> None:
     )
     with refused(f"Linear[up] input[mxfp8]: {message}"):
         module(torch.randn(8, 16))
-
-
-def test_a_quantized_input_is_not_gathered(world: Any) -> None:
-    with pytest.raises(qtensor.QTensorError, match="all_gather_into_tensor"):
-        layer("column", True)(qtensor.quantize(torch.randn(32, 256), "mxfp8", columnwise=True))
