@@ -98,7 +98,7 @@ class StateOfRank(Tensor):
     # -------------------------------------------------------------------------------------
 
     @property
-    def size(self) -> Any:  # type: ignore[override]
+    def size(self) -> Any:
         """The method ``Tensor.size``, and None for the comparison with the size in a checkpoint.
 
         A checkpoint of another number of ranks has another size, and ``RowsOfRanks`` checks it.
@@ -232,8 +232,10 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
         rank = 0
         for index, size in zip(coordinate, mesh.shape, strict=True):
             rank = rank * size + index
-    if group and dist.distributed_c10d._get_group_size_by_name(group) >= ranks:
-        return 0, 1
+    if group:
+        name: Any = group
+        if dist.distributed_c10d._get_group_size_by_name(name) >= ranks:
+            return 0, 1
     return rank, ranks
 
 
