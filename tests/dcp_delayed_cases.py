@@ -130,9 +130,13 @@ def resume(folder: str, stored: bool, reduced: bool, options: dict[str, bool]) -
     if not full:
         parts = get_state_dict(other, fresh, options=given)
         load(folder, {"model": parts[0], "optimizer": parts[1]}, group)
-    set_state_dict(
-        other, fresh, model_state_dict=parts[0], optim_state_dict=parts[1], options=setting
-    )
+    if setting is given:
+        set_state_dict(
+            other, fresh, model_state_dict=parts[0], optim_state_dict=parts[1], options=given
+        )
+    else:  # set_state_dict would skip the model on ranks without values
+        set_model_state_dict(other, parts[0], options=setting)
+        set_optimizer_state_dict(other, fresh, parts[1], options=setting)
     found = step(other, fresh, 1, region(reduced)), [p.full_tensor() for p in other.parameters()]
     assert torch.equal(found[0], wanted[0])
     for a, b in zip(found[1], wanted[1], strict=True):

@@ -27,7 +27,6 @@ OPTIONS = {
     "shards": {},
     "cpu": {"cpu_offload": True},
     "full": {"full_state_dict": True},
-    "broadcast": {"full_state_dict": True, "cpu_offload": True},
 }
 
 
@@ -41,7 +40,7 @@ def test_the_step_after_a_resume(
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
-@pytest.mark.parametrize("options", ["full", "broadcast"])
+@pytest.mark.parametrize("options", ["full"])
 def test_the_step_after_a_full_state_dict(
     ranks: Ranks, tmp_path: Path, options: str, stored: bool
 ) -> None:
