@@ -1,0 +1,195 @@
+"""Benchmark of the roundings of weights, and of the format search, by what models lose.
+
+``python -m benchmarks.rounding --model small_gpt.pt [--quick] [--output DIR]`` measures the
+perplexity of the language model of ``examples/small_gpt.py`` (trained here if the file is missing),
+and the cosine similarity of the embeddings of the demo's sentence model (extra ``demo``).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qtensor
+from benchmarks import machine, suite
+from benchmarks.report import Column, Report, Row
+from benchmarks.settings import parser
+from benchmarks.settings import settings as settings_of
+from examples import small_gpt
+from qtensor.weights.rounding import ROUNDINGS
+
+TITLE = "What models lose by rounding their weights"
+TEXT = (
+    "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. "
+    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` (2.0 million parameters, "
+    "trained on the sources of Python's standard library), in {windows} windows of files that "
+    "neither training nor calibration has seen; {batches} windows of the training files are the "
+    "calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of the embeddings "
+    "of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences and {unseen} "
+    "docstrings of the standard library; {seen} other docstrings are the calibration. "
+    "*search*: the formats that `qtensor.search` finds for at most that many bits a value. "
+    "One seed; no row was chosen or left out."
+)
+FORMATS = ("mxfp4", "nvfp4", "mxfp6(packed=True)", "mxfp8", "fp8", "fp8_rowwise", "fp8_blockwise")
+BUDGETS = (4.5, 5.0, 6.0)
+Score = Callable[[nn.Module], float]
+
+
+def docstrings(count: int) -> list[str]:
+    """Return first paragraphs of docstrings in the standard library, each once, shuffled."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, None] = {}
+    for path in sorted(root.glob("*.py")):
+        for piece in path.read_text(errors="replace").split('"""')[1::2]:
+            text = " ".join(inspect.cleandoc(piece).split("\n\n")[0].split())
+            if 40 <= len(text) <= 300:
+                found[text] = None
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    texts = list(found)
+    return [texts[i] for i in order[:count].tolist()]
+
+
+class Embedding(nn.Module):
+    """Token ids to normalized sentence embeddings."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return (B, hidden) of tokens (B, T)."""
+        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        weight = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=1)
+
+
+def sentence_model(seen: int, unseen: int) -> tuple[nn.Module, list[Any], Score]:
+    """Return the demo's model, calibration inputs, and the mean cosine on other sentences."""
+    from qtensor.demo.model import load_model  # noqa: PLC0415 - needs the extra demo
+    from qtensor.demo.sentences import SENTENCES  # noqa: PLC0415
+
+    sentences = load_model()
+    model = Embedding(sentences.bert)
+
+    def batch(texts: Sequence[str]) -> dict[str, Tensor]:
+        encoded = sentences.tokenizer.encode_batch(list(texts))
+        return {
+            "input_ids": torch.tensor([item.ids for item in encoded]),
+            "attention_mask": torch.tensor([item.attention_mask for item in encoded]),
+        }
+
+    texts = docstrings(seen + unseen)
+    calibration = [batch(texts[i : i + 32]) for i in range(0, seen, 32)]
+    tests = [batch(SENTENCES), batch(texts[seen:])]
+    with torch.no_grad():
+        references = [model(**test) for test in tests]
+
+    @torch.no_grad()
+    def score(quantized: nn.Module) -> float:
+        pairs = zip(references, tests, strict=True)
+        return float(torch.cat([(r * quantized(**t)).sum(-1) for r, t in pairs]).mean())
+
+    return model, calibration, score
+
+
+def language_model(
+    path: Path, quick: bool, windows: int, batches: int
+) -> tuple[nn.Module, list[Any], Score]:
+    """Return the GPT, calibration inputs from its training text, and its held-out perplexity."""
+    train, held_out = small_gpt.corpus()
+    if not path.exists():
+        config = small_gpt.Config(steps=30 if quick else small_gpt.Config.steps)
+        small_gpt.save(small_gpt.train(train, config), config, path)
+    model, config = small_gpt.load(path)
+    calibration = list(small_gpt.windows(train, batches, config.context, seed=1 << 21).split(16))
+    return (
+        model,
+        calibration,
+        lambda quantized: small_gpt.perplexity(quantized, held_out, config.context, windows),
+    )
+
+
+def rows(model: nn.Module, calibration: list[Any], score: Score, name: str) -> Iterator[Row]:
+    """Yield a row for each format, with the scores of all roundings."""
+    for fmt in FORMATS:
+        row: Row = {"model": name, "case": fmt}
+        for rounding, options in ROUNDINGS.items():
+            quantized = copy.deepcopy(model)
+            inputs = calibration if options.needs_inputs else None
+            qtensor.quantize_(quantized, fmt, rounding=rounding, calibration=inputs)
+            row["bits"] = bits_of(quantized)
+            row[rounding] = score(quantized)
+        print(row, flush=True)
+        yield row
+
+
+def search_rows(
+    model: nn.Module, calibration: list[Any], score: Score, name: str, metric: Any
+) -> Iterator[Row]:
+    """Yield a row for each budget, with the formats of a search."""
+    for budget in BUDGETS:
+        result = qtensor.search(model, calibration, budget_bits=budget, metric=metric)
+        row: Row = {"model": name, "case": f"search, {budget} bits"}
+        for rounding, options in ROUNDINGS.items():
+            quantized = copy.deepcopy(model)
+            inputs = calibration if options.needs_inputs else None
+            qtensor.quantize_(quantized, result.formats, rounding=rounding, calibration=inputs)
+            row["bits"] = bits_of(quantized)
+            row[rounding] = score(quantized)
+        print(row, flush=True)
+        yield row
+
+
+def bits_of(model: nn.Module) -> float:
+    """Return the bits of a value, with factors and padding, over all linear layers."""
+    weights: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    return 8 * sum(w.nbytes for w in weights) / sum(w.numel() for w in weights)
+
+
+def cosine_distance(reference: Tensor, output: Tensor) -> float:
+    """Return one minus the mean cosine of normalized embeddings."""
+    return 1 - float((reference * output).sum(-1).mean())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the results."""
+    command = parser("rounding", __doc__)
+    command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
+    command.set_defaults(peers="none")
+    options = command.parse_args(arguments)
+    settings = settings_of(options)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    windows, batches, seen, unseen = (64, 16, 32, 32) if options.quick else (256, 128, 128, 256)
+    measured: list[Row] = []
+    names = ("perplexity of the GPT", "mean cosine of MiniLM")
+    gpt = language_model(options.model, options.quick, windows, batches)
+    plain = gpt[2](gpt[0])
+    sentences = sentence_model(seen, unseen)
+    measured += rows(*gpt, names[0])
+    measured += rows(*sentences, names[1])
+    measured += search_rows(gpt[0], gpt[1][:2], gpt[2], names[0], "kl")
+    measured += search_rows(sentences[0], sentences[1], sentences[2], names[1], cosine_distance)
+    text = TEXT.format(windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen)
+    columns = (
+        Column("case", "weights"),
+        Column("bits", "bits a value", 2),
+        *(Column(rounding, f"`{rounding}`", 4) for rounding in ROUNDINGS),
+    )
+    here = machine.environment(settings.threads, {})
+    measured.sort(key=lambda row: names.index(row["model"]))
+    report = Report("rounding", TITLE, text, here, columns, ("model",), tuple(measured))
+    return suite.finish(report, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
