@@ -25,8 +25,7 @@ from qtensor.quantizers.calls import (
     prepare,
     refuse_gradient,
 )
-from qtensor.quantizers.grid import Grid
-from qtensor.quantizers.methods import FormatMethods
+from qtensor.quantizers.methods import FormatMethods, Grid
 from qtensor.quantizers.options import (
     check_choice,
     check_options,

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtensor.errors import fail
 from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.grid import ScaleGrid
+from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
 from qtensor.reference.scaling import fp8_scale

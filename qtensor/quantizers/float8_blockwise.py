@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.grid import ScaleGrid
+from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
 from qtensor.reference.blocks import as_matrix, to_blocks, write_padded_

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.grid import Grid, Multipliers
+from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import mx
 from qtensor.reference.blocks import (

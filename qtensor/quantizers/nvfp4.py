@@ -15,7 +15,7 @@ from qtensor.errors import DtypeError, fail
 from qtensor.formats import E2M1, E4M3
 from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
-from qtensor.quantizers.grid import Grid, Multipliers
+from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
 from qtensor.reference.blocks import as_matrix, pad_matrix, read_scales, spread, write_scales_

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.quantizers.grid import Grid
+from qtensor.quantizers.methods import Grid
 
 LAZY = 128
 """Columns whose updates of all later columns are applied at once; a multiple of all block sizes."""

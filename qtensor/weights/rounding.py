@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from qtensor.api import quantize
-from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.errors import ArgumentTypeError, UnsupportedError, check, fail
 from qtensor.quantizers import Quantizer
-from qtensor.quantizers.grid import Grid, check_grid
+from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import spread
 from qtensor.weights import calibration
 from qtensor.weights.compensation import Rounded, compensate
@@ -102,6 +102,41 @@ def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
     batches = list(inputs)
     check(bool(batches), OP, "calibration must hold at least one input", "none", "Pass some")
     return found, batches
+
+
+def check_grid(op: str, quantizer: Any) -> None:
+    """Refuse a quantizer whose tensors cannot be built from chosen codes and factors.
+
+    Raises:
+        UnsupportedError: the format defines no grid.
+        QTensorError: an option does not allow it.
+    """
+    if quantizer.grid_cls is None:
+        rule = "the format must define a grid to choose its codes and factors"
+        fix = 'Use rounding="nearest", or set grid_cls of the quantizer'
+        fail(op, rule, quantizer.format, fix, UnsupportedError)
+    derived = quantizer.two_dimensional or quantizer.spec.transpose_shares_bytes
+    conditions = (
+        (quantizer.rowwise, "the format has rowwise data", "Drop rowwise=False"),
+        (
+            derived or not quantizer.columnwise,
+            "columnwise data must follow from rowwise data, not from the weight",
+            "Drop columnwise=True, or choose square blocks",
+        ),
+        (
+            quantizer.factors_are_local,
+            "a rotated value does not depend on its own code alone",
+            "Drop with_rht",
+        ),
+        (
+            not quantizer.stochastic_rounding,
+            "a weight cannot be rounded at random and by another method",
+            "Drop stochastic_rounding",
+        ),
+    )
+    for holds, rule, fix in conditions:
+        if not holds:
+            fail(op, rule, quantizer.canonical, f'{fix}, or use rounding="nearest"')
 
 
 def check_weight(name: str, weight: Tensor, quantizer: Quantizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qtensor.quantizers.grid import Grid
+from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import to_blocks
 
 CHUNK = 1 << 20
