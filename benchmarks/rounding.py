@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import sys
 import sysconfig
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,22 @@ from qtensor.weights.rounding import ROUNDINGS
 TITLE = "What models lose by rounding their weights"
 TEXT = (
     "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. "
-    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` (2.0 million parameters, "
+    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million parameters, "
     "trained on the sources of Python's standard library), in {windows} windows of files that "
     "neither training nor calibration has seen; {batches} windows of the training files are the "
     "calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of the embeddings "
     "of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences and {unseen} "
     "docstrings of the standard library; {seen} other docstrings are the calibration. "
-    "*search*: the formats that `qtensor.search` finds for at most that many bits a value. "
-    "One seed; no row was chosen or left out."
+    "*search*: the formats that `qtensor.search` finds for at most that many bits a value, from "
+    "two batches of the calibration, with the metric KL (GPT) or 1 - cosine. One seed."
 )
 FORMATS = ("mxfp4", "nvfp4", "mxfp6(packed=True)", "mxfp8", "fp8", "fp8_rowwise", "fp8_blockwise")
 BUDGETS = (4.5, 5.0, 6.0)
 Score = Callable[[nn.Module], float]
+Part = tuple[nn.Module, list[Any], Score]
+"""A model, its calibration inputs, and the score of a quantized copy."""
+PARTS = ("gpt", "gpt-search", "minilm", "minilm-search")
+NAMES = {"gpt": "Perplexity of the GPT", "minilm": "Mean cosine of MiniLM"}
 
 
 def docstrings(count: int) -> list[str]:
@@ -73,7 +79,7 @@ class Embedding(nn.Module):
         return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=1)
 
 
-def sentence_model(seen: int, unseen: int) -> tuple[nn.Module, list[Any], Score]:
+def sentence_model(seen: int, unseen: int) -> Part:
     """Return the demo's model, calibration inputs, and the mean cosine on other sentences."""
     from qtensor.demo.model import load_model  # noqa: PLC0415 - needs the extra demo
     from qtensor.demo.sentences import SENTENCES  # noqa: PLC0415
@@ -102,9 +108,7 @@ def sentence_model(seen: int, unseen: int) -> tuple[nn.Module, list[Any], Score]
     return model, calibration, score
 
 
-def language_model(
-    path: Path, quick: bool, windows: int, batches: int
-) -> tuple[nn.Module, list[Any], Score]:
+def language_model(path: Path, quick: bool, windows: int, batches: int) -> Part:
     """Return the GPT, calibration inputs from its training text, and its held-out perplexity."""
     train, held_out = small_gpt.corpus()
     if not path.exists():
@@ -119,35 +123,59 @@ def language_model(
     )
 
 
-def rows(model: nn.Module, calibration: list[Any], score: Score, name: str) -> Iterator[Row]:
-    """Yield a row for each format, with the scores of all roundings."""
-    for fmt in FORMATS:
-        row: Row = {"model": name, "case": fmt}
+class Rows:
+    """Measured rows, and a file of JSON lines from which an interrupted run goes on."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.measured: list[Row] = [json.loads(line) for line in lines]
+
+    def add(self, name: str, case: str, part: Part, formats: Callable[[], Any]) -> None:
+        """Measure the scores of all roundings of the formats, unless the file has them.
+
+        Args:
+            name: what is measured.
+            case: the row's first column.
+            part: model, calibration inputs and score.
+            formats: returns what ``quantize_`` takes.
+        """
+        if any((row["model"], row["case"]) == (name, case) for row in self.measured):
+            return
+        (model, calibration, score), chosen = part, formats()
+        row: Row = {"model": name, "case": case}
         for rounding, options in ROUNDINGS.items():
             quantized = copy.deepcopy(model)
             inputs = calibration if options.needs_inputs else None
-            qtensor.quantize_(quantized, fmt, rounding=rounding, calibration=inputs)
+            qtensor.quantize_(quantized, chosen, rounding=rounding, calibration=inputs)
             row["bits"] = bits_of(quantized)
             row[rounding] = score(quantized)
+        self.measured.append(row)
         print(row, flush=True)
-        yield row
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
-def search_rows(
-    model: nn.Module, calibration: list[Any], score: Score, name: str, metric: Any
-) -> Iterator[Row]:
-    """Yield a row for each budget, with the formats of a search."""
-    for budget in BUDGETS:
-        result = qtensor.search(model, calibration, budget_bits=budget, metric=metric)
-        row: Row = {"model": name, "case": f"search, {budget} bits"}
-        for rounding, options in ROUNDINGS.items():
-            quantized = copy.deepcopy(model)
-            inputs = calibration if options.needs_inputs else None
-            qtensor.quantize_(quantized, result.formats, rounding=rounding, calibration=inputs)
-            row["bits"] = bits_of(quantized)
-            row[rounding] = score(quantized)
-        print(row, flush=True)
-        yield row
+def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> None:
+    """Measure every format, or the formats of a search for every budget."""
+    if not searches:
+        for fmt in FORMATS:
+            rows.add(name, fmt, part, lambda fmt=fmt: fmt)
+        return
+    model, calibration, _ = part
+    with tempfile.TemporaryDirectory(prefix="qtensor-rounding-") as folder:
+        # The budgets share their measurements.
+        journal = str(Path(folder) / "search.jsonl")
+
+        def found(budget: float) -> Any:
+            inputs = calibration[:2]
+            return qtensor.search(
+                model, inputs, budget_bits=budget, metric=metric, resume=journal
+            ).formats
+
+        for budget in BUDGETS:
+            rows.add(name, f"search, {budget} bits", part, lambda budget=budget: found(budget))
 
 
 def bits_of(model: nn.Module) -> float:
@@ -165,28 +193,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
     command = parser("rounding", __doc__)
     command.add_argument("--model", type=Path, default=Path("small_gpt.pt"), help="of small_gpt.py")
+    command.add_argument("--rows", type=Path, help="file that keeps rows of an interrupted run")
+    command.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="(default: all)")
     command.set_defaults(peers="none")
     options = command.parse_args(arguments)
     settings = settings_of(options)
     warnings.filterwarnings("ignore", category=FutureWarning)
     windows, batches, seen, unseen = (64, 16, 32, 32) if options.quick else (256, 128, 128, 256)
-    measured: list[Row] = []
-    names = ("perplexity of the GPT", "mean cosine of MiniLM")
+    rows = Rows(options.rows)
     gpt = language_model(options.model, options.quick, windows, batches)
     plain = gpt[2](gpt[0])
-    sentences = sentence_model(seen, unseen)
-    measured += rows(*gpt, names[0])
-    measured += rows(*sentences, names[1])
-    measured += search_rows(gpt[0], gpt[1][:2], gpt[2], names[0], "kl")
-    measured += search_rows(sentences[0], sentences[1], sentences[2], names[1], cosine_distance)
-    text = TEXT.format(windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen)
+    print(f"float32: {plain:.4f}", flush=True)
+    for part in options.parts:
+        searches = part.endswith("-search")
+        if part.startswith("gpt"):
+            measure(rows, NAMES["gpt"], gpt, "kl", searches)
+        else:
+            sentences = sentence_model(seen, unseen)
+            measure(rows, NAMES["minilm"], sentences, cosine_distance, searches)
+    size = sum(p.numel() for p in gpt[0].parameters()) / 1e6
+    text = TEXT.format(
+        size=size, windows=windows, batches=batches, plain=plain, unseen=unseen, seen=seen
+    )
     columns = (
         Column("case", "weights"),
         Column("bits", "bits a value", 2),
         *(Column(rounding, f"`{rounding}`", 4) for rounding in ROUNDINGS),
     )
     here = machine.environment(settings.threads, {})
-    measured.sort(key=lambda row: names.index(row["model"]))
+    order = {name: index for index, name in enumerate(NAMES.values())}
+    measured = sorted(rows.measured, key=lambda row: order[row["model"]])
     report = Report("rounding", TITLE, text, here, columns, ("model",), tuple(measured))
     return suite.finish(report, settings)
 
