@@ -33,8 +33,8 @@ from qtensor.weights.rounding import ROUNDINGS
 TITLE = "What models lose by rounding their weights"
 TEXT = (
     "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. "
-    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million parameters, "
-    "trained on the sources of Python's standard library), in {windows} windows of files that "
+    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million "
+    "parameters, trained on the sources of Python's standard library), in {windows} windows of files that "
     "neither training nor calibration has seen; {batches} windows of the training files are the "
     "calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of the embeddings "
     "of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences and {unseen} "
