@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ TITLE = "What models lose by rounding their weights"
 TEXT = (
     "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. "
     "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million "
-    "parameters, trained on the sources of Python's standard library), in {windows} windows of files that "
-    "neither training nor calibration has seen; {batches} windows of the training files are the "
+    "parameters, trained on the sources of Python's standard library), in {windows} windows of "
+    "files that neither training nor calibration has seen; {batches} windows of the training files are the "
     "calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of the embeddings "
     "of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences and {unseen} "
     "docstrings of the standard library; {seen} other docstrings are the calibration. "
@@ -161,7 +162,7 @@ def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> N
     """Measure every format, or the formats of a search for every budget."""
     if not searches:
         for fmt in FORMATS:
-            rows.add(name, fmt, part, lambda fmt=fmt: fmt)
+            rows.add(name, fmt, part, partial(str, fmt))
         return
     model, calibration, _ = part
     with tempfile.TemporaryDirectory(prefix="qtensor-rounding-") as folder:
@@ -175,7 +176,7 @@ def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> N
             ).formats
 
         for budget in BUDGETS:
-            rows.add(name, f"search, {budget} bits", part, lambda budget=budget: found(budget))
+            rows.add(name, f"search, {budget} bits", part, partial(found, budget))
 
 
 def bits_of(model: nn.Module) -> float:
