@@ -33,15 +33,16 @@ from qtensor.weights.rounding import ROUNDINGS
 
 TITLE = "What models lose by rounding their weights"
 TEXT = (
-    "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. "
-    "*GPT*: perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million "
+    "All linear layers are quantized by `qtensor.quantize_` with each `rounding`. *GPT*: "
+    "perplexity of a byte for the model of `examples/small_gpt.py` ({size:.1f} million "
     "parameters, trained on the sources of Python's standard library), in {windows} windows of "
     "files that neither training nor calibration has seen; {batches} windows of the training "
-    "files are the calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of the embeddings "
-    "of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences and {unseen} "
-    "docstrings of the standard library; {seen} other docstrings are the calibration. "
-    "*search*: the formats that `qtensor.search` finds for at most that many bits a value, from "
-    "two batches of the calibration, with the metric KL (GPT) or 1 - cosine. One seed."
+    "files are the calibration; float32 gives {plain:.4f}. *MiniLM*: mean cosine similarity of "
+    "the embeddings of all-MiniLM-L6-v2 to those in float32, over the demo's eight sentences "
+    "and {unseen} docstrings of the standard library; {seen} other docstrings are the "
+    "calibration. *search*: the formats that `qtensor.search` finds for at most that many bits "
+    "a value, from two batches of the calibration, with the metric KL (GPT) or 1 - cosine. One "
+    "seed."
 )
 FORMATS = ("mxfp4", "nvfp4", "mxfp6(packed=True)", "mxfp8", "fp8", "fp8_rowwise", "fp8_blockwise")
 BUDGETS = (4.5, 5.0, 6.0)
