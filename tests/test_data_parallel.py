@@ -314,7 +314,9 @@ def test_ranks_with_other_formats_are_refused(ranks: Ranks) -> None:
     """Every rank raises, so that none waits for bytes of another layout."""
     messages = ranks.run(formats_that_differ)
     for rank, message in enumerate(messages):
-        start = rf"broadcast of parameters (rank {rank}): all ranks must quantize the parameters"
+        start = (
+            rf"broadcast of parameters (rank {rank} of 2): all ranks must quantize the parameters"
+        )
         assert message.startswith(start), message
         assert f"ranks [{1 - rank}] differ" in message
     assert "mxfp8 (128, 64)" in messages[0]

@@ -103,7 +103,7 @@ class Localized(NamedTuple):
 def _where(t: Any) -> str:
     if is_dtensor(t):
         return part_of(t.placements)
-    return f"a plain tensor on rank {torch.distributed.get_rank()}"
+    return "a plain tensor"
 
 
 def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) -> Layout:

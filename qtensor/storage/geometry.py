@@ -110,9 +110,12 @@ def _slice_axis(
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
+        inner = 1 if axis.axis == "k" else math.prod(t.shape[1:-1])
+        shard = f"Shard({t.ndim - 1 if axis.axis == 'k' else 0})"
         fix = (
-            f"Slice at multiples of {needed} (a tensor that n ranks share has a multiple of "
-            f"n * {needed}), or call .dequantize() first"
+            f"Slice at multiples of {needed}, or call .dequantize() first. {shard} over n ranks "
+            "needs a size whose n-th part, rounded up, is a multiple of "
+            f"{_every_granule(t, axis.axis, inner)}"
         )
         _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
@@ -121,6 +124,19 @@ def _slice_axis(
             buffer.ndim - len(slot.dims) + index if index else 0, first, last - first
         )
     return _slice_tiles(slot, buffer, axis, first, last)
+
+
+def _every_granule(t: Any, axis: str, inner: int) -> int:
+    """Return the entries of a dim after which every buffer can be cut.
+
+    Args:
+        t: a quantized tensor.
+        axis: "m" for the first dim, "k" for the last.
+        inner: rows of each entry of the first dim; 1 for the last dim.
+    """
+    pairs = [(slot, d) for slot in t._quantizer.slots for d in slot.dims if d.axis == axis]
+    block = math.lcm(*[granule(slot, d) for slot, d in pairs])
+    return block // math.gcd(block, inner)
 
 
 def granule(slot: Slot, axis: Dim) -> int:
@@ -137,7 +153,7 @@ def as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
     return buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
 
 
-def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
+def from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
     """Return swizzled scales of ``slot`` made of tiles; the inverse of ``as_tiles``."""
     sizes = (tiles.shape[0] * TILE[0], tiles.shape[1] * TILE[1])
     return tiles.reshape(sizes[::-1] if slot.dims[0].pad != TILE[0] else sizes)
@@ -146,7 +162,7 @@ def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
 def _cat_tiles(slot: Slot, axis: Dim, buffers: Sequence[Tensor]) -> Tensor:
     """Return the swizzled scales of parts that begin and end at tiles."""
     along = 0 if axis.pad == TILE[0] else 1
-    return _from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
+    return from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
@@ -154,7 +170,7 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
     tiles = as_tiles(slot, buffer)
     along = 0 if axis.pad == TILE[0] else 1
     kept = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
-    return _from_tiles(slot, kept)
+    return from_tiles(slot, kept)
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:

@@ -97,6 +97,18 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     DTensor takes parts of gathered tensors, and keeps them.
     """
 
+    _is_scattered: bool = False
+    """True for a result of a scatter: if it ends with zeros, a part without them is a copy.
+
+    DTensor pads shards before a scatter, and keeps the part before the padding.
+    """
+
+    _is_zeros: bool = False
+    """True for a result of ``new_zeros``: its first rows may end inside of a block.
+
+    fully_shard pads shards so, and keeps the rows before the padding.
+    """
+
     _loaded_areas: tuple[Any, ...] | None = None
     """Rectangles that a distributed checkpoint has loaded so far."""
 

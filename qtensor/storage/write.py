@@ -14,6 +14,7 @@ from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
+from qtensor.storage.rounding import ROUNDS_AT_RANDOM, round_at_random
 
 
 def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,6 +153,8 @@ def requantize_(dst: Any, values: Tensor) -> Any:
         values = values.to(torch.float32)
     values = values.to(dst.device)
     quantizer, note = dst._quantizer, dst._view_note
+    if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
+        values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)
     if getattr(dst, "_shards", None) is not None:
         return _requantize_shard(dst, values)
     if note is None and _is_whole(dst):
