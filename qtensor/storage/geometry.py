@@ -24,12 +24,15 @@ TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
 
 
+_AGAIN = "Call .dequantize() first, then quantize the result"
+
+
 def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
     fail(
         f"{op}[{t._quantizer.format}]",
         rule,
         got,
-        fix or "Call .dequantize() first, then quantize the result",
+        fix or _AGAIN,
         UnsupportedError,
     )
 
@@ -110,12 +113,14 @@ def _slice_axis(
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
+        slots = t._quantizer.slots
+        every = math.lcm(*[granule(s, d) for s in slots for d in s.dims if d.axis == axis.axis])
         inner = 1 if axis.axis == "k" else math.prod(t.shape[1:-1])
         shard = f"Shard({t.ndim - 1 if axis.axis == 'k' else 0})"
         fix = (
             f"Slice at multiples of {needed}, or call .dequantize() first. {shard} over n ranks "
             "needs a size whose n-th part, rounded up, is a multiple of "
-            f"{_every_granule(t, axis.axis, inner)}"
+            f"{every // math.gcd(every, inner)}"
         )
         _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
@@ -124,19 +129,6 @@ def _slice_axis(
             buffer.ndim - len(slot.dims) + index if index else 0, first, last - first
         )
     return _slice_tiles(slot, buffer, axis, first, last)
-
-
-def _every_granule(t: Any, axis: str, inner: int) -> int:
-    """Return the entries of a dim after which every buffer can be cut.
-
-    Args:
-        t: a quantized tensor.
-        axis: "m" for the first dim, "k" for the last.
-        inner: rows of each entry of the first dim; 1 for the last dim.
-    """
-    pairs = [(slot, d) for slot in t._quantizer.slots for d in slot.dims if d.axis == axis]
-    block = math.lcm(*[granule(slot, d) for slot, d in pairs])
-    return block // math.gcd(block, inner)
 
 
 def granule(slot: Slot, axis: Dim) -> int:
@@ -173,6 +165,12 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
     return from_tiles(slot, kept)
 
 
+_BUCKETS = (
+    ". Libraries that join parameters need plain ones: leave out parameters_as_bucket_view=True of "
+    "ZeroRedundancyOptimizer"
+)
+
+
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
     """Return the buffers of a view of ``t`` with ``shape``, which has as many elements.
 
@@ -191,7 +189,7 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
             t,
             rule,
             f"{tuple(t.shape)} to {tuple(shape)}",
-            "Call update_usage(columnwise=False) first",
+            "Call update_usage(columnwise=False) first" + _BUCKETS * (len(shape) == 1),
         )
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
@@ -226,19 +224,20 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
     per = slot.dims[-1].per
     old_rows, old_k = rows_cols(t.shape)
     new_rows, new_k = rows_cols(shape)
+    fix = _AGAIN + _BUCKETS * (len(shape) == 1)
     plain = (
         slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
     )
     if not plain or slot.swizzled or old_k % per or new_k % per:
         rule = f"the last dim may change only in whole blocks of rowwise data ({slot.name})"
-        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}")
+        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}", fix)
     width = old_k // per * slot.dims[-1].units
     new_width = new_k // per * slot.dims[-1].units
     if slot.dims[0].axis == "lead":
         return buffer.reshape(*shape[:-1], new_width)
     if buffer.shape[-1] != width and old_rows != 1:
         rule = f"the rows of {slot.name} are padded, so they are not contiguous"
-        _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}")
+        _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}", fix)
     return buffer[:old_rows, :width].reshape(new_rows, new_width)
 
 

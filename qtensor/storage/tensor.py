@@ -248,12 +248,14 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
         Raises:
             QTensorError: ``value`` has another quantized class or another shape.
+            UnsupportedError: ``value`` is a view of a plain tensor.
         """
         if (
             not isinstance(value, QuantizedTensor)
             and value.shape == self.shape
             and value.is_floating_point()
         ):
+            self._check_own_memory(value)
             self._become(value)
             return
         if type(value) is not type(self) or value.shape != self.shape:
@@ -267,6 +269,23 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(value, attribute))
         self._set_quantizer(value._quantizer)
+
+    def _check_own_memory(self, value: Tensor) -> None:
+        """Refuse a view of a plain tensor, which libraries assign that join parameters.
+
+        Raises:
+            UnsupportedError: ``value`` is a view.
+        """
+        if value._base is not None:
+            fail(
+                f"data[{self._quantizer.format}]",
+                "a view of a plain tensor cannot replace a quantized tensor, whose codes would be "
+                "lost",
+                f"a view {tuple(value.shape)}",
+                "Leave out parameters_as_bucket_view=True of ZeroRedundancyOptimizer and similar "
+                "options, or assign a clone to make the tensor plain",
+                UnsupportedError,
+            )
 
     def _become(self, value: Tensor) -> None:
         """Turn this object into a plain tensor or parameter with the values of ``value``."""
