@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import qtensor
 from qtensor.optim import SQUARE_ROOTS, quantize_state_, seed_rounding_
-from qtensor.storage.rounding import round_at_random
+from qtensor.storage.write import round_at_random
 
 STEPS = 3
 STORABLE = [case for case in FORMATS if case.name != "fp8_delayed"]
