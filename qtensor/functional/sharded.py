@@ -104,7 +104,10 @@ class Localized(NamedTuple):
                 whole; "" for a plain output.
         """
         result = from_part(out, self.mesh, self.placements, self.shape)
-        return parse(canonical)(result) if canonical else result
+        if not canonical:
+            return result
+        output: Any = parse(canonical)
+        return output(result)
 
 
 def _where(t: Any) -> str:

@@ -235,7 +235,7 @@ def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``alltoall_``: one tensor for each rank, of any shape.
 
-    The bytes travel by ``alltoall_base_``, which gloo has too.
+    The bytes travel by ``alltoall_base_``, as those of ``all_to_all_single`` do.
     """
     bound = _bind(func, args, kwargs)
     answer, inputs = bound.pop("output_tensors"), bound.pop("input_tensors")
