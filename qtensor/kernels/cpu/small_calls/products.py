@@ -103,13 +103,11 @@ def by_few_rows(a: Operand, b: Operand, layout: str) -> tuple[Operand, Operand] 
         None if it does not serve the product, or as a batch, which no program computes. The bias
         does not count: it follows the sums.
     """
-    problem = _problem(
-        *(
-            ("" if o.quantizer is None else o.quantizer.canonical, o.shape, o.buffers[0].dtype)
-            for o in (a, b)
-        ),
-        layout,
+    left, right = (
+        ("" if o.quantizer is None else o.quantizer.canonical, o.shape, o.buffers[0].dtype)
+        for o in (a, b)
     )
+    problem = _problem(left, right, layout)
     if problem.batched or few_rows_refusal(problem) is not None:
         return None
     turned = mirrored(problem)
