@@ -461,19 +461,20 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
+def select_rows(t: Any, index: Tensor, slots: Sequence[Slot] | None = None) -> list[Tensor] | None:
     """Return the buffers of the rows that ``index`` names, or None if rows share codes or factors.
 
     Args:
         t: quantized, (d0, ..., dn) with n >= 1.
         index: (count,) integers in [0, d0).
+        slots: of the buffers that are wanted; None for all.
 
     Returns:
         Buffers, in slot order, of a tensor of shape (count, d1, ..., dn).
     """
     rows = _row_positions(index, t.shape)
     result = []
-    for slot in t._quantizer.slots:
+    for slot in t._quantizer.slots if slots is None else slots:
         buffer = getattr(t, slot.name)
         position = next((i for i, d in enumerate(slot.dims) if d.axis in ("lead", "m")), None)
         if position is None:
