@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from qtensor.report import BlockError, ErrorReport, error_report
     from qtensor.reporting import ModelReport, model_report
-    from qtensor.weights import SearchResult, quantize_, search
+    from qtensor.weights import Rounding, SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -88,6 +88,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "Rounding",
     "SearchResult",
     "TensorProto",
     "UnsupportedError",
@@ -164,6 +165,7 @@ _LAZY = {
     "revert_": "qtensor.modules.convert",
     "search": "qtensor.weights",
     "SearchResult": "qtensor.weights",
+    "Rounding": "qtensor.weights",
 }
 
 
