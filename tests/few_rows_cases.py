@@ -10,13 +10,8 @@ from torch import Tensor
 
 import qtensor
 from qtensor.kernels.cpu import native
-<<<<<<< HEAD
 from qtensor.kernels.cpu.native import MOST_ROWS, Rows
-from qtensor.kernels.gemm.tiles import GemmRows
-=======
-from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.gemm.weight_rows import GemmRows
->>>>>>> main
 
 WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {}),
