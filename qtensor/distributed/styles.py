@@ -24,6 +24,7 @@ from torch.distributed.tensor import (
 )
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.functional.sharded import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
 from qtensor.modules.linear import LinearBase
@@ -53,7 +54,9 @@ class _Style(parallel.ParallelStyle):
             fix = "Build it without parallel_mode"
             got = module._options.parallel.mode
             fail(f"{name} of {module.label}", rule, f"parallel_mode={got!r}", fix, UnsupportedError)
-        module._options = module._options._replace(splits_sequence=True)
+        out = self.output_layouts[0]
+        dim = out.dim if self.mode == "row" and out.is_shard() else None
+        module._options = module._options._replace(exchange=SequenceExchange(dim))
         return distribute_module(
             module, device_mesh, self._partition, self._prepare_input, self._prepare_output
         )

@@ -255,7 +255,7 @@ class QuantizedModule(nn.Module):
             return self._local_linear(input, weight, w, b, options, call)
         self._check_features(input, w.shape[1])
         biases = [] if b is None else [b]
-        own = localize(self.label, input, [w], biases, sequence=options.splits_sequence)
+        own = localize(self.label, input, [w], biases, exchange=options.exchange)
         fused, delayed = options.fuse_wgrad_accumulation, options.delay_wgrad_compute
         own.check_schedule(self.label, fused, delayed)
         options = options._replace(parallel=own.parallel, placements=w.placements)
