@@ -96,6 +96,7 @@ PRESERVED: dict[str, Sample] = {
     "expand": lambda o: A.expand(o.matrix, [-1, COLS]),
     "cat": lambda o: A.cat([o.matrix, o.matrix]),
     "index": lambda o: A.index(o.matrix, [o.rows]),
+    "constant_pad_nd": lambda o: A.constant_pad_nd(o.matrix, [0, 32, 0, 128]),
     "index_select": lambda o: A.index_select(o.matrix, 0, o.rows),
     "_pin_memory": lambda o: A._pin_memory(o.matrix),
     "is_pinned": lambda o: A.is_pinned(o.matrix),
@@ -272,7 +273,6 @@ REFUSED: dict[str, Sample] = {
     "flip": lambda o: A.flip(o.matrix, [0]),
     "roll": lambda o: A.roll(o.matrix, [1], [0]),
     "repeat": lambda o: A.repeat(o.matrix, [2, 1]),
-    "constant_pad_nd": lambda o: A.constant_pad_nd(o.matrix, [0, 1]),
     "tril": lambda o: A.tril(o.matrix),
     "cumprod": lambda o: A.cumprod(o.matrix, 0),
     "convolution": lambda o: A.convolution(

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
-    from qtensor.weights import SearchResult, quantize_, search
+    from qtensor.weights import Rounding, SearchResult, quantize_, search
 
 __all__ = [
     "ArgumentTypeError",
@@ -86,6 +86,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "Rounding",
     "SearchResult",
     "TensorProto",
     "UnsupportedError",
@@ -159,6 +160,7 @@ _LAZY = {
     "revert_": "qtensor.modules.convert",
     "search": "qtensor.weights",
     "SearchResult": "qtensor.weights",
+    "Rounding": "qtensor.weights",
 }
 
 

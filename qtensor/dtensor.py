@@ -37,8 +37,8 @@ def local_part(t: Any) -> Any:
 
 
 def part_of(placements: Sequence[Any]) -> str:
-    """Return placements and this rank as text, for error messages."""
-    return f"{list(placements)} on rank {torch.distributed.get_rank()}"
+    """Return placements as text, for error messages, which name the rank themselves."""
+    return f"{list(placements)}"
 
 
 def from_part(local: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:

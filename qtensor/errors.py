@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 
@@ -29,10 +30,21 @@ class CompilerNotFound(BuildError):
     """Signal that no compiler runs; the message lists the paths that were tried."""
 
 
+def this_rank() -> str:
+    """Return "rank r of n" in a program of several ranks, else an empty string."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return ""
+    size = dist.get_world_size()
+    return f"rank {dist.get_rank()} of {size}" if size > 1 else ""
+
+
 def fail(
     op: str, rule: str, got: object, fix: str, error: type[QTensorError] = QTensorError
 ) -> NoReturn:
     """Raise ``error`` with the message "op: rule; got values. Fix.".
+
+    In a program of several ranks, the rank follows ``op``.
 
     Args:
         op: the operation, with the format in brackets if there is one: ``quantize[mxfp8]``.
@@ -44,7 +56,9 @@ def fail(
     Raises:
         QTensorError: always.
     """
-    raise error(f"{op}: {rule}; got {got}. {fix}.")
+    rank = this_rank()
+    place = f" ({rank})" if rank else ""
+    raise error(f"{op}{place}: {rule}; got {got}. {fix}.")
 
 
 def check(

@@ -21,8 +21,15 @@ from qtensor.dtensor import from_part, is_dtensor, local_part
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.storage.write import ROUNDS_AT_RANDOM, round_at_random
 
-__all__ = ["SQUARE_ROOTS", "OptimizerHooks", "quantize_state_", "seed_rounding_"]
+__all__ = [
+    "SQUARE_ROOTS",
+    "OptimizerHooks",
+    "quantize_state_",
+    "round_parameters_",
+    "seed_rounding_",
+]
 
 SQUARE_ROOTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 """Averages of squared gradients in torch's optimizers.
@@ -157,6 +164,71 @@ def seed_rounding_(optimizer: Optimizer, seed: int) -> OptimizerHooks:
     return OptimizerHooks(handles, around.close)
 
 
+def round_parameters_(optimizer: Optimizer, *, seed: int | None = None) -> OptimizerHooks:
+    """Round the quantized parameters that an optimizer writes at random, not to nearest.
+
+    Each write rounds the new values at random to the significant bits of the element, so that their
+    mean over draws is exact above the subnormal range, and then quantizes them. Steps of less than
+    half a space of the grid, which are lost to nearest, move the parameter on average. For-loop,
+    foreach and fused optimizers take part. docs/numerics.md defines the rounding.
+
+    Parameters whose quantizer rounds at random itself (NVFP4) and plain ones stay as they are.
+
+    Args:
+        optimizer: an optimizer of ``torch.optim``.
+        seed: each step draws from this seed and its number, as with ``seed_rounding_``.
+            Data-parallel ranks need equal seeds. Default: torch's generators.
+
+    Returns:
+        The hooks, which ``remove()`` takes away.
+
+    Raises:
+        ArgumentTypeError: ``optimizer`` is not an optimizer.
+        QTensorError: here or at a step, if the scales of a parameter are not powers of two.
+    """
+    op = "round_parameters_"
+    _check_optimizer(op, optimizer)
+    _check_parameters(op, optimizer)
+    around = ExitStack()
+
+    def before(o: Optimizer, *_: Any) -> None:
+        around.close()  # left open by a step that raised
+        _check_parameters(op, o)
+        token = ROUNDS_AT_RANDOM.set(True)
+        around.callback(ROUNDS_AT_RANDOM.reset, token)
+
+    seeded = [] if seed is None else [seed_rounding_(optimizer, seed)]
+    handles = (
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(lambda *_: around.close()),
+        *seeded,
+    )
+    return OptimizerHooks(handles, around.close)
+
+
+def _check_parameters(op: str, optimizer: Optimizer) -> None:
+    """Refuse quantized parameters that cannot be rounded at random.
+
+    Raises:
+        QTensorError: the scales of a parameter are not powers of two.
+    """
+    for group, entry in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(entry["params"]):
+            found = getattr(local_part(parameter), "_quantizer", None)
+            if found is None or found.stochastic_rounding or _has_powers_of_two(found):
+                continue
+            fail(
+                op,
+                "a parameter that is rounded at random needs scales that are powers of two",
+                f"{found.canonical} for parameter {index} of group {group}",
+                "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True",
+            )
+
+
+def _has_powers_of_two(found: Quantizer) -> bool:
+    return hasattr(found, "scale_mode") or bool(getattr(found, "force_pow_2_scales", False))
+
+
 def _check_optimizer(op: str, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         rule = "the first argument must be a torch.optim.Optimizer"
@@ -169,8 +241,7 @@ def _state_quantizer(name: str, fmt: Format, stochastic_rounding: bool) -> Quant
     if found.needs_scale:
         rule = "state needs a format that finds its own scales"
         fail(op, rule, found.canonical, 'Use "fp8", for example')
-    powers = hasattr(found, "scale_mode") or getattr(found, "force_pow_2_scales", False)
-    if stochastic_rounding and not powers:
+    if stochastic_rounding and not _has_powers_of_two(found):
         rule = "stochastic_rounding=True needs a format whose scales are powers of two"
         fix = "Drop it, or use mxfp8 or fp8_blockwise; nvfp4 has the option itself"
         fail(op, rule, found.canonical, fix)
@@ -239,7 +310,7 @@ class _State:
         device = values.device
         if self.stochastic_rounding:
             generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-            rounded = _round_at_random(local_part(values), found.element.mantissa_bits, generator)
+            rounded = round_at_random(local_part(values), found.element.mantissa_bits, generator)
             values = _as_part(rounded, values)
         random = found.stochastic_rounding and seed is not None
         return found.quantize(
@@ -260,31 +331,6 @@ class _State:
             return itertools.repeat(None)
         step = optimizer.param_groups[0].get("state_rounding_step", 0)
         return (_word(self.seed, step, index) for index in itertools.count())
-
-
-def _round_at_random(
-    values: Tensor, mantissa_bits: int, generator: torch.Generator | None
-) -> Tensor:
-    """Return values with ``1 + mantissa_bits`` significant bits, whose mean over draws is exact.
-
-    A random number is added to the bits that are then cut off. A format with this mantissa and
-    scales that are powers of two holds the result exactly where its codes are normal numbers.
-
-    Args:
-        values: any shape; float32, bfloat16 or float16.
-        mantissa_bits: at most 22.
-        generator: of the device of ``values``, or None for the default generator.
-
-    Returns:
-        A tensor of the shape and dtype of ``values``.
-    """
-    cut = 1 << (23 - mantissa_bits)
-    bits = values.to(torch.float32).view(torch.int32)
-    noise = torch.randint(
-        0, cut, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
-    )
-    rounded = ((bits + noise) & -cut).view(torch.float32).to(values.dtype)
-    return torch.where(values.isfinite(), rounded, values)
 
 
 def _as_part(local: Tensor, like: Any) -> Any:

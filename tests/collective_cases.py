@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from formats import BY_NAME, assert_same_tensor, rand
+from formats import BY_NAME, assert_same_bytes, assert_same_tensor, rand, refusal
 
 ROWS, COLS = 256, 256
 
@@ -94,6 +94,19 @@ def all_to_all_single_uneven(make: Callable[[int], Any], wait: bool) -> None:
     assert_same_tensor(out, wanted)
 
 
+def all_to_all(make: Callable[[int], Any], wait: bool) -> None:
+    """Lists: rank r sends 128 * (to + 1) rows to rank ``to``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def part(source: int, to: int) -> Any:
+        return make(size * source + to)[: 128 * (to + 1)].clone()
+
+    outs = [empty(part(source, rank)) for source in range(size)]
+    finish(dist.all_to_all(outs, [part(rank, to) for to in range(size)], async_op=wait))
+    for source, out in enumerate(outs):
+        assert_same_tensor(out, part(source, rank))
+
+
 def send_and_receive(make: Callable[[int], Any], wait: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     out = empty(make(0))
@@ -127,6 +140,7 @@ COLLECTIVES = (
     all_gather_into_tensor,
     gather,
     scatter,
+    all_to_all,
     all_to_all_single,
     all_to_all_single_uneven,
     send_and_receive,
@@ -198,3 +212,52 @@ def run_functional(name: str, case: str, options: dict[str, Any], compiled: bool
     with torch.no_grad():
         got = call(tensor(case, options, dist.get_rank()))
     assert_same_tensor(got, wanted(lambda seed: tensor(case, options, seed)))
+
+
+# ---- lists with plain and quantized tensors
+
+
+def plain_beside_quantized() -> dict[str, str]:
+    """Return the errors of lists with both kinds, by collective."""
+    q, size = tensor("mxfp8", {}, dist.get_rank()), dist.get_world_size()
+    plain, outs = q.dequantize(), [empty(q) for _ in range(size)]
+    mixed = [plain.clone(), *outs[1:]]
+    alone = [dist.new_group([rank]) for rank in range(size)][dist.get_rank()]
+    joined = torch.empty(size * ROWS, COLS)
+    gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather of a quantized tensor": lambda: dist.all_gather(mixed, q),
+        "all_gather_into_tensor": lambda: gather_single(joined, q),
+        "all_to_all to both": lambda: dist.all_to_all(mixed, [q] * size),
+        "all_to_all of both": lambda: dist.all_to_all(outs, [plain, q][:size]),
+        "scatter": lambda: dist.scatter(outs[0], [plain], dist.get_rank(), group=alone),
+        "gather": lambda: dist.gather(q, [plain.clone()], dist.get_rank(), group=alone),
+    }
+    errors = {name: refusal(call) for name, call in calls.items()}
+    # torch does not show us the list: it copies the values into each output, which quantizes them.
+    dist.all_gather(outs, plain)
+    for rank, out in enumerate(outs):
+        sent = tensor("mxfp8", {}, rank).dequantize()
+        assert_same_tensor(out, BY_NAME["mxfp8"].quantize(sent))
+    return errors
+
+
+def coalesced_of_both() -> None:
+    """A functional gather of several tensors takes both kinds; each keeps its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    new = getattr(functional, "all_gather_single_coalesced", None)
+    gather = new or functional.all_gather_into_tensor_coalesced
+    q, plain = tensor("nvfp4", {}, rank), rand(4, 8, seed=rank)
+    got, values = (waited(t) for t in gather([q, plain], group))
+    assert_same_tensor(got, torch.cat([tensor("nvfp4", {}, r) for r in range(size)]))
+    wanted = torch.cat([rand(4, 8, seed=r) for r in range(size)])
+    assert_same_bytes(values, wanted)
+    out, values = empty(got), torch.empty_like(wanted)
+    gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        gather_single(out, q)
+        gather_single(values, plain)
+    manager.wait()
+    assert_same_tensor(out, got)
+    assert_same_bytes(values, wanted)

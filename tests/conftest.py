@@ -88,3 +88,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     group = Ranks(tmp_path_factory.mktemp("gloo"))
     yield group
     group.stop()
+
+
+@pytest.fixture(scope="session")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Three gloo processes, for tests of the wide tier."""
+    group = Ranks(tmp_path_factory.mktemp("gloo_three"), size=3)
+    yield group
+    group.stop()

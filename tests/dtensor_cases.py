@@ -59,3 +59,39 @@ def refusals(case: str, options: dict[str, Any], shape: tuple[int, ...], dim: in
     """Return the message of the error that distributing a tensor raises on this rank."""
     q = BY_NAME[case].quantize(rand(*shape, seed=1), **options)
     return refusal(lambda: distribute_tensor(q, mesh_of_all(), [Shard(dim)]))
+
+
+def redistributed(
+    case: str, options: dict[str, Any], shape: tuple[int, ...], compiled: bool
+) -> None:
+    """Changes of placement of a DTensor, in a graph that has no data while it is traced."""
+    mesh, q = mesh_of_all(), BY_NAME[case].quantize(rand(*shape, seed=1), **options)
+
+    def moved(t: Any, after: Any) -> Any:
+        return t.redistribute(mesh, [after])
+
+    if compiled:
+        torch._dynamo.reset()
+        moved = torch.compile(moved, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for before, after in ((0, Replicate()), (1, Replicate()), (0, Shard(1)), (1, Shard(0))):
+            # A clone: Dynamo would slice the padded memory again, of which the part is a view.
+            t = distribute_tensor(q, mesh, [Shard(before)]).clone()
+            wanted = distribute_tensor(q, mesh, [after], src_data_rank=None)
+            assert_same_buffers(moved(t, after).to_local(), wanted.to_local())
+
+
+def cut_gathered() -> None:
+    """Cut results of a gather and of a scatter inside of a block."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q = BY_NAME["mxfp8"].quantize(rand(32, 64, seed=rank), columnwise=True)
+    gathered = torch.distributed._functional_collectives.all_gather_tensor(q, 0, dist.group.WORLD)
+    assert f"slice[mxfp8] (rank {rank} of {size}): Row slicing" in refusal(lambda: gathered[:48])
+    outs = [torch.empty_like(q) for _ in range(2)]
+    small = BY_NAME["mxfp8"].quantize(rand(7, 64), columnwise=True)
+    padded = torch.nn.functional.pad(small, [0, 0, 0, 25])
+    assert_same_bytes(padded.dequantize()[7:], torch.zeros(25, 64))
+    for out, sent in zip(outs, (q, padded), strict=True):
+        dist.scatter(out, [sent] * size if rank == 0 else None)
+    assert "Row slicing" in refusal(lambda: outs[0][:7])
+    assert_same_buffers(outs[1][:7], small)

@@ -11,7 +11,7 @@ from torch import Tensor
 import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
-from qtensor.kernels.gemm.tiles import GemmRows
+from qtensor.kernels.gemm.weight_rows import GemmRows
 
 WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {}),

@@ -272,6 +272,19 @@ def test_index_select_rows(case: FormatCase) -> None:
 
 
 @formats
+def test_pad_appends_zeros(case: FormatCase) -> None:
+    q = make(case, 33, 64)
+    for sizes in ([0, 0, 0, 7], [0, 31], [0, 5, 0, 1]):
+        padded = torch.nn.functional.pad(q, sizes)
+        assert type(padded) is type(q)
+        want = torch.nn.functional.pad(q.dequantize(), sizes)
+        assert_same_bytes(padded.dequantize(), want)
+    for sizes, value in (([1, 0], 0.0), ([0, -1], 0.0), ([0, 1], 2.0)):
+        with pytest.raises(qtensor.UnsupportedError, match=r"pad\[.*only zeros.*dequantize\(\)"):
+            torch.nn.functional.pad(q, sizes, value=value)
+
+
+@formats
 def test_is_pinned_and_same_size(case: FormatCase) -> None:
     q = make(case, 8, 64)
     assert q.is_pinned() is False

@@ -212,3 +212,41 @@ def test_peft_adapters_of_a_quantized_base(name: str) -> None:
     delta = layer.get_delta_weight("default").detach()
     merged = adapted.merge_and_unload()
     assert_same_tensor(merged[0].weight.detach(), requantized(base, base.dequantize() + delta))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
+def test_peft_adapters_of_a_layer_of_qtensor(stored: bool) -> None:
+    """``qtensor.Linear`` is an ``nn.Linear`` to peft: its output is that of the layer plus the
+    adapter, and the base keeps its bytes.
+    """
+    peft = pytest.importorskip("peft", reason="extra dev")
+    torch.manual_seed(0)
+    recipe = qtensor.recipes.MXFP8BlockScaling()
+    base = qtensor.Linear(64, 32, recipe=recipe, quantized_params=stored)
+    before = base.weight.detach().clone()
+    x = rand(32, 64)
+    own = base(x).detach()
+    adapted = peft.get_peft_model(
+        nn.Sequential(base), peft.LoraConfig(r=4, target_modules=["0"], lora_dropout=0.0)
+    )
+    optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), lr=0.01)
+    assert_same_bytes(adapted(x).detach(), own)  # the second factor begins at zero
+    losses = []
+    for _ in range(5):
+        loss = adapted(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    layer = adapted.base_model.model[0]
+    assert isinstance(layer.base_layer.weight, qtensor.QuantizedTensor) == stored
+    assert torch.equal(layer.base_layer.weight.detach(), before)
+    delta = layer.get_delta_weight("default").detach()
+    merged = adapted.merge_and_unload()[0]
+    assert isinstance(merged, qtensor.Linear)
+    if stored:
+        want = requantized(before, before.dequantize() + delta)
+        assert_same_tensor(merged.weight.detach(), want)
+    else:
+        assert_same_bytes(merged.weight.detach(), before + delta)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from collective_cases import FUNCTIONAL, run, run_functional
+from collective_cases import (
+    FUNCTIONAL,
+    coalesced_of_both,
+    plain_beside_quantized,
+    run,
+    run_functional,
+)
 from formats import FormatCase, layouts
 from ranks import Ranks
 
@@ -30,3 +36,16 @@ def test_functional_collectives_move_the_bytes(
     names = ["gather0", "gather1", "all_to_all"] if compiled else list(FUNCTIONAL)
     for name in names:
         ranks.run(run_functional, name, case.name, {**options, "columnwise": columnwise}, compiled)
+
+
+def test_lists_of_plain_and_quantized_tensors_are_refused(ranks: Ranks) -> None:
+    """On every rank, before anything travels; the message names the rank."""
+    for rank, errors in enumerate(ranks.run(plain_beside_quantized)):
+        for name, message in errors.items():
+            wanted = f"[mxfp8] (rank {rank} of 2): all tensors of the call must be mxfp8"
+            assert wanted in message, (name, message)
+            assert "got a plain tensor" in message, name
+
+
+def test_a_coalesced_gather_takes_both(ranks: Ranks) -> None:
+    ranks.run(coalesced_of_both)

@@ -411,7 +411,13 @@ def test_data_takes_over_the_other_tensor(case: FormatCase) -> None:
             qtensor.QTensorError, match=r"data\[.*must be a .* of shape \(8, 64\).*copy_"
         ):
             parameter.data = wrong
+    bucket = torch.ones(2 * 8 * 64)
+    with pytest.raises(qtensor.UnsupportedError, match=r"data\[.*view of a plain tensor"):
+        parameter.data = bucket[512:].view(8, 64)
     assert_same_tensor(parameter.detach(), low)
+    parameter.data = bucket[512:].view(8, 64).clone()
+    assert type(parameter) is nn.Parameter
+    assert_same_bytes(parameter.detach(), torch.ones(8, 64))
 
 
 @formats

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from formats import BY_NAME, FORMATS, FormatCase, assert_same_bytes, assert_same_tensor
+from formats import (
+    BY_NAME,
+    FORMATS,
+    FormatCase,
+    assert_same_bytes,
+    assert_same_tensor,
+    rand,
+    refusal,
+)
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -223,6 +231,32 @@ def test_zero_redundancy_optimizer(ranks: Ranks, recipe: str, state: bool) -> No
         same_state(after, parameters(model), f"rank {rank}")
 
 
+def bucket_view(name: str, columnwise: bool) -> str:
+    """Return the error of an optimizer that puts parameters into buckets, and check the layer."""
+    # The import warns that torch's own use of torch.jit.script is deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+
+    layer = nn.Linear(64, 32)
+    weight = BY_NAME[name].quantize(rand(32, 64), columnwise=columnwise)
+    layer.weight = nn.Parameter(weight)
+    text = refusal(
+        lambda: ZeroRedundancyOptimizer(
+            layer.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True
+        )
+    )
+    assert type(layer.weight) is type(weight)
+    assert torch.equal(layer.weight, weight)
+    return text
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "both"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_parameters_as_bucket_view(ranks: Ranks, name: str, columnwise: bool) -> None:
+    """On every rank; torch would take a view of its plain bucket for the parameter."""
+    for text in ranks.run(bucket_view, name, columnwise):
+        assert "eave out parameters_as_bucket_view=True of ZeroRedundancyOptimizer" in text
+
+
 # ---- a frozen base -------------------------------------------------------------------------------
 
 
@@ -314,7 +348,9 @@ def test_ranks_with_other_formats_are_refused(ranks: Ranks) -> None:
     """Every rank raises, so that none waits for bytes of another layout."""
     messages = ranks.run(formats_that_differ)
     for rank, message in enumerate(messages):
-        start = rf"broadcast of parameters (rank {rank}): all ranks must quantize the parameters"
+        start = (
+            rf"broadcast of parameters (rank {rank} of 2): all ranks must quantize the parameters"
+        )
         assert message.startswith(start), message
         assert f"ranks [{1 - rank}] differ" in message
     assert "mxfp8 (128, 64)" in messages[0]

@@ -196,15 +196,15 @@ def mixed() -> None:
 ERRORS = [
     (
         cut_blocks,
-        r"\(96, 64\) in parts of 48.*blocks take 32 .*Shard\(dim=0\).* rank [01]",
+        r"\(rank [01] of 2\): .*\(96, 64\) in parts of 48.*blocks take 32 .*Shard\(dim=0\)",
     ),
-    (cut_tiles, r"fp8_blockwise\]: .*dim 0 of \(128, 512\) in parts of 64"),
+    (cut_tiles, r"fp8_blockwise\] \(rank [01] of 2\): .*dim 0 of \(128, 512\) in parts of 64"),
     (random_rounding, r"a DTensor is rounded to nearest"),
     (
         raw_op,
-        r"quantize: this op takes no DTensors.*Shard\(dim=0\)\] on rank [01]",
+        r"quantize \(rank [01] of 2\): this op takes no DTensors.*Shard\(dim=0\)\]",
     ),
-    (mixed, r"gemm: .*a plain tensor of \(64, 64\) on rank [01]"),
+    (mixed, r"gemm \(rank [01] of 2\): .*a plain tensor of \(64, 64\)\."),
 ]
 
 

@@ -20,15 +20,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import qtensor
 from qtensor.build import build
 from qtensor.kernels.cpu import native, sources
-from qtensor.kernels.cpu.small_calls.program import SMALL as SMALL_CALLS
-from qtensor.kernels.gemm import few_rows, reference
+from qtensor.kernels.gemm import reference
 from qtensor.storage.grouped import group_sizes, grouped_product
 
 weights = pytest.mark.parametrize(
     ("fmt", "options"), WEIGHTS, ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in WEIGHTS]
 )
 N, K = 67, 1031
-"""More than `few_rows.SMALL` elements, ragged for each block, set of rows and stage."""
+"""Ragged for each block, set of rows and stage."""
 
 
 @pytest.fixture(scope="session", params=ISAS)
@@ -42,10 +41,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(total.isnan(), torch.nan, total).to(dtype)
-
-
-def test_the_threshold_is_that_of_small_calls():
-    assert few_rows.SMALL == SMALL_CALLS
 
 
 def test_the_oracle_has_one_rounding():
@@ -143,7 +138,7 @@ def test_slices_of_rows_and_experts(fmt: str, monkeypatch: pytest.MonkeyPatch):
     for i in range(3):
         same_bits(F.linear(x, stack[i]), want[i])
     sizes = group_sizes(torch.tensor([1, 1, 3]), 3, "test")
-    got = grouped_product(x, [stack[i] for i in range(3)], "TN", sizes)
+    got = grouped_product(x, stack, "TN", sizes)
     same_bits(got, torch.cat([want[0][:1], want[2][1:]]))
 
 

@@ -79,8 +79,20 @@ def test_frozen_weights_travel_as_bytes(ranks: Ranks, name: str, sizes: tuple[in
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "mxfp8 rowwise", "nvfp4 rowwise"])
-def test_uneven_shards(ranks: Ranks, name: str) -> None:
+def test_uneven_shards_of_any_size(ranks: Ranks, name: str) -> None:
     ranks.run(run_frozen, name, (2,), 97)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_uneven_shards_that_end_at_blocks(ranks: Ranks, name: str) -> None:
+    """The first shard has 128 rows, a multiple of every block, and the second one has 127."""
+    ranks.run(run_frozen, name, (2,), 255)
+
+
+@pytest.mark.nightly(reason="three processes; two ranks are in the default tier")
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_uneven_shards_of_three_ranks(three_ranks: Ranks, name: str) -> None:
+    three_ranks.run(run_frozen, name, (3,), 382)
 
 
 def run_cut(name: str, rows: int) -> None:
@@ -94,7 +106,8 @@ def run_cut(name: str, rows: int) -> None:
 def test_shards_that_cut_a_block_are_refused(
     ranks: Ranks, name: str, rows: int, block: int
 ) -> None:
-    with pytest.raises(RankError, match=rf"multiple of {block}.*of n \* {block}"):
+    wanted = rf"rank \d of 2.*Shard\(0\) over n ranks.*multiple of {block}\."
+    with pytest.raises(RankError, match=wanted):
         ranks.run(run_cut, name, rows)
 
 

@@ -4,6 +4,7 @@ multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from test_gemm import assert_product, values
 import qtensor
 from benchmarks.memory import RESET, peak_mib
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.gemm import dot_products, tiles
 
 N, K = 515, 1030
@@ -32,13 +34,14 @@ def refuse_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["few rows", "dot products", "float32 tiles"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "dot products":
         refuse_few_rows(monkeypatch)
     if request.param == "float32 tiles":
         monkeypatch.setattr(native, "linear_", lambda *args, few=False: False)
         monkeypatch.setattr(tiles, "TILE_BYTES", 100 * K * 4)
-    return request.param
+    with answers.left_to_python():
+        yield request.param
 
 
 def operands(case: FormatCase, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
@@ -96,7 +99,7 @@ def test_options(fmt: str, options: dict[str, Any], path: str):
 
 
 @pytest.fixture
-def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The operands that the dot products of the CPU took."""
     refuse_few_rows(monkeypatch)
     taken, linear_ = [], native.linear_
@@ -109,7 +112,8 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     dot_products.is_available(native.linear_)
     taken.clear()
-    return taken
+    with answers.left_to_python():
+        yield taken
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_what_is_not_finite(case):
 
 
 def test_what_programs_leave_to_the_ops():
-    """Large matrices, sizes of 1, other layouts and dtypes: served by the ops, with their bytes."""
+    """Large matrices, rows of one element, other layouts: served by the ops, with their bytes."""
     q = qtensor.quantizer("mxfp8", columnwise=True)
-    for sizes in ((1, 32, 32), (32, 512, 160), (32, 32, 1)):
+    for sizes in ((65, 1, 32), (32, 512, 160), (65, 32, 1)):
         args = forward_arguments(q, sizes)
         known = len(answers._OWNED)
         outputs = answered(torch.ops.qtensor.linear_forward, args)
@@ -161,11 +161,15 @@ def test_sizes_that_do_not_meet_reach_no_kernel():
 
 
 def test_the_product_of_programs_is_that_of_torch():
-    """``sgemm`` as programs call it gives the bits of ``torch.mm``, whatever the sizes."""
+    """``sgemm`` as programs call it gives the bits of ``torch.mm``, whatever the sizes.
+
+    Products of fewer rows have sums of their own.
+    """
     generator = torch.Generator().manual_seed(5)
     plain = qtensor.quantizer("fp8", columnwise=True)
     for _ in range(60):
         m, n, k = torch.randint(2, 200, (3,), generator=generator).tolist()
+        m += native.MOST_ROWS
         a, b = (torch.randn(s, k, generator=generator) for s in (m, n))
         buffers = plain.quantize(b).buffers()
         operands = ([a], "", [m, k], buffers, plain.canonical, [n, k])

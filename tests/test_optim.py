@@ -16,7 +16,8 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import qtensor
-from qtensor.optim import SQUARE_ROOTS, _round_at_random, quantize_state_, seed_rounding_
+from qtensor.optim import SQUARE_ROOTS, quantize_state_, seed_rounding_
+from qtensor.storage.write import round_at_random
 
 STEPS = 3
 STORABLE = [case for case in FORMATS if case.name != "fp8_delayed"]
@@ -360,7 +361,7 @@ def test_each_draw_is_a_neighbour_and_the_mean_is_exact(
     values = (below + space * 5 / 16).to(dtype)
     assert torch.equal(values.double(), below + space * 5 / 16)
     generator = torch.Generator().manual_seed(0)
-    drawn = _round_at_random(values.repeat(10000, 1), mantissa_bits, generator).double()
+    drawn = round_at_random(values.repeat(10000, 1), mantissa_bits, generator).double()
     assert drawn.dtype == torch.float64
     share = (drawn - below) / space
     assert ((share == 0) | (share == 1)).all()
@@ -369,7 +370,7 @@ def test_each_draw_is_a_neighbour_and_the_mean_is_exact(
 
 def test_values_that_are_not_finite_stay() -> None:
     values = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
-    assert_same_bytes(_round_at_random(values, 3, None), values)
+    assert_same_bytes(round_at_random(values, 3, None), values)
 
 
 def random_nvfp4() -> qtensor.Quantizer:

@@ -142,3 +142,48 @@ def test_quantized_params(ranks: Ranks, name: str, own: bool, backend: str) -> N
     for rank, (got, want) in enumerate(ranks.run(run_module, name, own, backend)):
         for what, a, b in zip(["y", "dx", "dw1", "dw2"], got, want, strict=True):
             assert_same_bytes(a, b, f"rank {rank}: {what}")
+
+
+# ---- quantized outputs ---------------------------------------------------------------------------
+
+OUTPUTS = ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4"]
+
+
+def run_output(name: str, mode: str, backend: str) -> None:
+    """The quantized output has the codes and factors of the plain one, quantized as a whole."""
+    torch.manual_seed(0)
+    kinds: Any = qtensor.distributed
+    style = kinds.ColwiseParallel if mode == "column" else kinds.RowwiseParallel
+    layer = qtensor.Linear(256, 256, recipe=qtensor.recipes.MXFP8BlockScaling())
+    parallel.parallelize_module(layer, mesh(), style(use_local_output=False))
+    x = torch.randn(64, 256)
+    x = x if mode == "column" else x.chunk(SIZE, 1)[dist.get_rank()].contiguous()
+    inputs, results = [x.clone().requires_grad_() for _ in range(2)], []
+    run: Any = layer if backend == "eager" else Compiled(layer, backend)
+    for own, options in zip(inputs, ({}, {"quantized_output": name}), strict=True):
+        with torch.set_grad_enabled(backend == "eager"):
+            y = run(own, **options)
+        if backend == "eager":
+            y.backward(distribute_tensor(torch.ones(64, 256), y.device_mesh, y.placements))
+        results.append(y.detach())
+    plain, quantized = results
+    assert quantized.placements == plain.placements
+    wanted = qtensor.quantize(plain.full_tensor(), name)
+    got = quantized.full_tensor()
+    assert got.quantizer == wanted.quantizer
+    for ours, theirs in zip(got.buffers(), wanted.buffers(), strict=True):
+        assert_same_bytes(ours, theirs)
+    if backend == "eager":
+        assert_same_bytes(inputs[1].grad, inputs[0].grad)
+
+
+@modes
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_quantized_outputs(ranks: Ranks, name: str, mode: str) -> None:
+    ranks.run(run_output, name, mode, "eager")
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_compiled_quantized_outputs(ranks: Ranks, name: str) -> None:
+    """In inference: AOTAutograd cannot take a plain gradient of a DTensor of quantized parts."""
+    ranks.run(run_output, name, "column", "aot_eager")

@@ -11,7 +11,13 @@ from formats import assert_same_bytes
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from training import RECIPES
 
 import qtensor
@@ -98,6 +104,80 @@ def test_a_pipeline_has_the_bytes_of_one_process(ranks: Ranks, recipe: str, sche
             assert any("amax_history" in key for key in got) == (recipe == "delayed")
             for key, value in expected.items():
                 assert_same_bytes(got[key], value, f"rank {rank}, step {number}: {key}")
+
+
+# ---- schedules that split the backward pass ------------------------------------------------------
+
+SPLIT: dict[str, Any] = {
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+}
+"""Each rank has two stages, and computes gradients of inputs and of weights at different times."""
+
+
+def split_pipeline(recipe: str, schedule: str) -> list[tuple[int, State]]:
+    """Return the gradients of this rank's stages, with the number of the stage."""
+    rank, (x, target) = dist.get_rank(), batch()
+    numbers = [rank, 3 - rank] if schedule == "ZBV" else [rank, rank + 2]
+    between = torch.zeros(ROWS, WIDTH)
+    stages = [
+        PipelineStage(
+            block(number),
+            number,
+            4,
+            torch.device("cpu"),
+            input_args=between.clone().requires_grad_(number > 0),
+            output_args=between.clone().requires_grad_(),
+            input_grads=between if number > 0 else None,
+            output_grads=between if number < 3 else None,
+        )
+        for number in numbers
+    ]
+    runner = SPLIT[schedule](stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    blocks = [stage.submod for stage in stages]
+    keywords = {"target": target} if 3 in numbers else {}
+    results = []
+    for _ in range(2):
+        arguments = (x,) if rank == 0 else ()
+        step(blocks, recipe, lambda a=arguments: runner.step(*a, **keywords))  # type: ignore[misc]
+        results += [
+            (number, {k: v.clone() for k, v in b.state_dict().items()})
+            for number, b in zip(numbers, blocks, strict=True)
+        ]
+    return results
+
+
+def split_alone(recipe: str) -> list[list[State]]:
+    blocks, (x, target) = [block(number) for number in range(4)], batch()
+
+    def run() -> None:
+        for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            for b in blocks:
+                part = b(part)
+            nn.functional.mse_loss(part, wanted).backward()
+        for p in (p for b in blocks for p in b.parameters()):
+            p.grad /= MICROBATCHES  # as the schedules do
+
+    states: list[list[State]] = []
+    for _ in range(2):
+        step(blocks, recipe, run)
+        states.append([{k: v.clone() for k, v in b.state_dict().items()} for b in blocks])
+    return states
+
+
+@pytest.mark.nightly(reason="four stages; GPipe and 1F1B are in the default tier")
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "mxfp8"])
+def test_a_split_backward_has_the_bytes_of_one_process(
+    ranks: Ranks, recipe: str, schedule: str
+) -> None:
+    want = split_alone(recipe)
+    for rank, results in enumerate(ranks.run(split_pipeline, recipe, schedule)):
+        for index, (number, got) in enumerate(results):
+            expected = want[index // 2][number]
+            assert got.keys() == expected.keys()
+            for key, value in expected.items():
+                assert_same_bytes(got[key], value, f"rank {rank}, stage {number}: {key}")
 
 
 # ---- expert parallelism --------------------------------------------------------------------------

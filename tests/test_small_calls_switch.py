@@ -102,12 +102,14 @@ def explain(m: int) -> choice.Explanation:
 def test_explain_names_the_small_calls() -> None:
     if answers.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")
-    small, large = explain(8), explain(1 << 12)
+    small, large = explain(80), explain(1 << 13)
     assert small.backend == "small_calls"
     assert dict(small.reasons)["small_calls"] == "chosen, from the third equal call on"
     assert large.backend != "small_calls"
     assert "a matrix has more than 65536 elements" in dict(large.reasons)["small_calls"]
-    assert "a size is below 2" in dict(explain(1).reasons)["small_calls"]
+    few = explain(8)
+    assert few.backend == "few_rows"
+    assert dict(few.reasons)["small_calls"] == "its programs run the kernel of few_rows"
 
 
 def test_explain_tells_that_small_calls_are_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,9 +176,9 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         group = mesh.get_group()
         shards, rest = self._known_shards(group), tuple(outer_size[1:])
         if len(set(shards.rows)) > 1:
-            ranks, per = len(shards.rows), f"rank {torch.distributed.get_rank()}, Shard(0)"
+            ranks = len(shards.rows)
             fail(
-                f"{_OP} {self._name} ({per})",
+                f"{_OP} {self._name} (Shard(0))",
                 f"the {ranks} ranks must have equally many rows of the weight",
                 f"{outer_size[0]} rows as {list(shards.rows)}",
                 f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",

@@ -26,6 +26,7 @@ from torch import Tensor
 from qtensor.dtensor import from_part, is_dtensor, local_part, part_of
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.functional.parallel import Parallel
+from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 
 
@@ -84,37 +85,46 @@ class Localized(NamedTuple):
     shape: tuple[int, ...]
     sums_wgrad: bool
 
-    def check_schedule(self, label: str, fused: bool, delayed: bool) -> None:
+    def check_schedule(self, label: str, options: Any) -> None:
         """Refuse ways to accumulate the gradient of the weight that DTensors do not have.
 
         Args:
             label: the layer, for error messages.
-            fused: the layer adds the gradient to ``main_grad``.
-            delayed: the layer postpones the gradient.
+            options: the ``LinearOptions`` of the layer.
 
         Raises:
             UnsupportedError: the gradient is postponed, or ``main_grad`` would get this rank's part
                 of a sum over ranks.
         """
-        if delayed:
+        if options.delay_wgrad_compute:
             rule = "delay_wgrad_compute does not know how ranks share the gradient of a DTensor"
             got, fix = "weights that are DTensors", "Build the layer without it"
             fail(f"{label} weight", rule, got, fix, UnsupportedError)
-        if fused and self.sums_wgrad:
+        if options.fuse_wgrad_accumulation and self.sums_wgrad:
             rule = "fuse_wgrad_accumulation adds the gradient of this rank's rows to main_grad"
             fix = "Build the layer without it, or pass an input whose rows are not split"
             got = f"rows split over ranks ({list(self.placements)})"
             fail(f"{label} weight", rule, got, fix, UnsupportedError)
 
-    def whole(self, out: Tensor) -> Any:
-        """Return the output as a DTensor, given this rank's part."""
-        return from_part(out, self.mesh, self.placements, self.shape)
+    def whole(self, out: Tensor, canonical: str = "") -> Any:
+        """Return the output as a DTensor, given this rank's part.
+
+        Args:
+            out: the part.
+            canonical: quantizer of the output, whose parts get the factors that they have in the
+                whole; "" for a plain output.
+        """
+        result = from_part(out, self.mesh, self.placements, self.shape)
+        if not canonical:
+            return result
+        output: Any = parse(canonical)
+        return output(result)
 
 
 def _where(t: Any) -> str:
     if is_dtensor(t):
         return part_of(t.placements)
-    return f"a plain tensor on rank {torch.distributed.get_rank()}"
+    return "a plain tensor"
 
 
 def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) -> Layout:

@@ -228,9 +228,8 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
         _refuse("the second operand of a grouped product has the experts", type(weight).__name__)
     check_call(x, weight, given["offs"], given["bias"])
     sizes = group_sizes(given["offs"], x.shape[0], "_grouped_mm")
-    matrices = weight._stored.unbind()
     layout = "TN" if weight._swapped else "NN"
-    return grouped_product(x, matrices, layout, sizes, given["out_dtype"])
+    return grouped_product(x, weight._stored, layout, sizes, given["out_dtype"])
 
 
 def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ group, and has their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.kernels.gemm.problem import Pair
+from qtensor.kernels.gemm.stacks import matrix_buffers, stack_refusal
 from qtensor.layout import Shape
-from qtensor.library.checks import check_seed
+from qtensor.library.checks import check_operand, check_seed
 from qtensor.library.define import (
     BODIES,
     FILLS,
@@ -166,27 +167,48 @@ def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
     args.split.check("grouped_gemm")
     check_ragged("grouped_gemm", pair.a, pair.a_quantizer, pair.a_shape)
     check_layout(args.layout)
-    rule = "b must be matrices, and layout TN or NN"
-    fits = len(pair.b_shape) == 2 and args.layout != "NT"
+    rule = "b must be matrices or a stack of one for each group, and layout TN or NN"
+    fits = len(pair.b_shape) == 2 or (
+        len(pair.b_shape) == 3 and pair.b_shape[0] == args.split.groups
+    )
+    fits = fits and args.layout != "NT"
     check(fits, "grouped_gemm", rule, f"{pair.b_shape}, {args.layout}", "Pass their shape")
-    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
+    shape = output_shape(pair.a_shape, pair.b_shape[-2:], args.layout)
     return empty(pair.a[0], shape, args.dtype)
+
+
+def _matrices(pair: Pair, groups: int) -> Callable[[int], list[Tensor]]:
+    """Return a function from a group to the buffers of its matrix.
+
+    Raises:
+        QTensorError: ``b`` does not hold the buffers of all groups.
+    """
+    op, quantizer = "grouped_gemm", pair.b_quantizer
+    if len(pair.b_shape) == 3:
+        check_operand(op, pair.b, quantizer, pair.b_shape)
+        reason = stack_refusal(quantizer, tuple(pair.b_shape))
+        rule = "the buffers of each matrix of a stack must be views of those of the stack"
+        check(reason is None, op, rule, reason, "Pass the buffers of one group after the other")
+        return lambda i: matrix_buffers(quantizer, pair.b, pair.b_shape, i)
+    count = len(pair.b) // groups
+    rule = f"b must hold as many buffers for each of the {groups} groups"
+    fix = "Pass the buffers of one group after the other"
+    check(count * groups == len(pair.b), op, rule, f"{len(pair.b)} buffers", fix)
+    return lambda i: pair.b[i * count : (i + 1) * count]
 
 
 def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
     pair, groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
-    columns, count = pair.a_shape[1], len(pair.b) // groups
-    rule = f"b must hold as many buffers for each of the {groups} groups, bias one tensor"
+    columns, matrix = pair.a_shape[1], _matrices(pair, groups)
     biases = groups if args.bias is None else len(args.bias)
-    fits = count * groups == len(pair.b) and biases == groups
-    got = f"{len(pair.b)} buffers, {biases} biases"
-    check(fits, "grouped_gemm", rule, got, "Pass the buffers of one group after the other")
+    rule = f"bias must hold one tensor for each of the {groups} groups"
+    check(biases == groups, "grouped_gemm", rule, f"{biases} biases", "Pass one a group")
     with below_autograd():
         left = group_buffers(pair.a, pair.a_quantizer, sizes, columns)
         for i, part in enumerate(out.split(sizes)):
             if sizes[i]:
-                right = pair.b[i * count : (i + 1) * count]
-                group = pair._replace(a=left[i], a_shape=(sizes[i], columns), b=right)
+                a_shape, b_shape = (sizes[i], columns), tuple(pair.b_shape[-2:])
+                group = pair._replace(a=left[i], a_shape=a_shape, b=matrix(i), b_shape=b_shape)
                 bias = None if args.bias is None else args.bias[i]
                 FILLS["gemm"](part, GemmArgs(group, args.layout, args.dtype, bias))
 
@@ -195,7 +217,8 @@ GROUPED_GEMM = leaf_op("grouped_gemm", GroupedGemmArgs, "Tensor", _gemm_alloc, _
 """Rows of each group times the group's own matrix, in the layouts TN and NN of ``gemm``.
 
 ``a`` is ragged, ``a_shape`` (M, .); ``b`` holds the buffers of one group after the other, all of
-``b_shape``; ``bias`` one (N,) for each group.
+``b_shape``, or those of a stack of ``b_shape`` (groups, ., .); ``bias`` one (N,) for each group.
+Matrices of groups without rows are not read.
 """
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qtensor.errors import QTensorError
+from qtensor.errors import QTensorError, this_rank
 from qtensor.library.define import below_autograd, leaf_op
 
 
@@ -31,7 +31,8 @@ def _fill(out: Tensor, args: SameRowsArgs) -> None:
         if not rows.shape[0]:
             raise QTensorError("same_rows: there must be at least one row; got none. Pass one.")
         if rows.shape[0] > 1 and not bool((rows[1:] == rows[:1]).all()):
-            raise QTensorError(args.message)
+            rank = this_rank()
+            raise QTensorError(f"{args.message} This is {rank}." if rank else args.message)
         out.copy_(rows[0])
 
 

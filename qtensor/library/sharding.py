@@ -41,9 +41,8 @@ def _same_mesh(op: str, tensors: Sequence[Any]) -> Any:
     mesh = next(t.device_mesh for t in found if isinstance(t, DTensor))
     for t in found:
         if not isinstance(t, DTensor):
-            rank = torch.distributed.get_rank()
             rule = "with one DTensor, all tensors must be DTensors"
-            got = f"a plain tensor of {tuple(t.shape)} on rank {rank}"
+            got = f"a plain tensor of {tuple(t.shape)}"
             fail(op, rule, got, "Make it one with DTensor.from_local", ArgumentTypeError)
         if t.device_mesh != mesh:
             rule = "all DTensors must be on one mesh"

@@ -256,11 +256,12 @@ class QuantizedModule(nn.Module):
         self._check_features(input, w.shape[1])
         biases = [] if b is None else [b]
         own = localize(self.label, input, [w], biases, exchange=options.exchange)
-        fused, delayed = options.fuse_wgrad_accumulation, options.delay_wgrad_compute
-        own.check_schedule(self.label, fused, delayed)
+        own.check_schedule(self.label, options)
         options = options._replace(parallel=own.parallel, placements=w.placements)
         b = own.biases[0] if biases else None
-        return own.whole(self._local_linear(own.input, weight, own.weights[0], b, options, call))
+        call, asked = (None, "") if call is None else call.without_output()
+        out = self._local_linear(own.input, weight, own.weights[0], b, options, call)
+        return own.whole(out, asked)
 
     def _local_linear(
         self,

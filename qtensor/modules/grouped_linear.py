@@ -215,8 +215,7 @@ class GroupedLinear(QuantizedModule):
         if is_dtensor(weights[0]) or is_dtensor(input):
             self._check_features(input, weights[0].shape[1])
             own = localize(self.label, input, weights, added, grouped=True)
-            scheduled = self._options.fuse_wgrad_accumulation, self._options.delay_wgrad_compute
-            own.check_schedule(self.label, *scheduled)
+            own.check_schedule(self.label, self._options)
             input, weights, added = own.input, tuple(own.weights), tuple(own.biases)
         args = self._args(input, m_splits, weights, added)
         if is_first_microbatch is not None and args.plan.weight:

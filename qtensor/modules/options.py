@@ -28,6 +28,10 @@ class Call(NamedTuple):
     output_quantizer: str = ""
     seeds: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None
 
+    def without_output(self) -> tuple[Call, str]:
+        """Return the call with a plain output, and the quantizer of its output."""
+        return self._replace(output_quantizer=""), self.output_quantizer
+
 
 class LinearOptions(NamedTuple):
     """The constructor options of a linear layer that its calls need, as plain values.

@@ -25,7 +25,7 @@ from qtensor.quantizers.calls import (
     prepare,
     refuse_gradient,
 )
-from qtensor.quantizers.methods import FormatMethods
+from qtensor.quantizers.methods import FormatMethods, Grid
 from qtensor.quantizers.options import (
     check_choice,
     check_options,
@@ -71,6 +71,8 @@ class Quantizer(FormatMethods):
     """True if the quantize op returns the amax after the buffers (delayed scaling)."""
     needs_scale: ClassVar[bool] = False
     """True if a call must pass ``scale=`` (delayed scaling)."""
+    grid_cls: ClassVar[type[Grid] | None] = None
+    """Builds tensors from chosen codes and factors; None: the format only rounds to nearest."""
     stochastic_rounding: ClassVar[bool] = False
     """True if a call draws random bytes; some formats have a field with this name."""
 

@@ -11,10 +11,33 @@ from torch import Tensor
 from qtensor.errors import fail
 from qtensor.layout import Shape, rows_cols
 from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
 from qtensor.reference.scaling import fp8_scale
 from qtensor.storage.float8 import FLOAT8, Float8Tensor, Float8TensorStorage
+
+
+class Float8Grid(ScaleGrid):
+    """The grid of FP8 without blocks; a factor is the encode scale of the tensor, row or column."""
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the size of the tensor, of a row, or of a column."""
+        if self.quantizer.per_tensor:
+            return shape
+        return (1, shape[1]) if self.quantizer.axis == -1 else (shape[0], 1)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return the scales of the maxima, (1, 1), (M, 1) or (1, K)."""
+        q, amax = self.quantizer, self.quantizer.amax(x)[0]
+        scale = fp8_scale(amax, q.element.max, q.force_pow_2_scales, q.amax_epsilon)
+        return scale.reshape(1, 1) if q.per_tensor else scale
+
+    def fill_(self, out: dict[str, Tensor], codes: Tensor, factors: Tensor) -> None:
+        """Write the codes and the reciprocals of the scales."""
+        out["_data"].copy_(codes.view(out["_data"].shape))
+        scale_inv = out["_scale_inv"]
+        torch.reciprocal(factors.reshape(scale_inv.shape), out=scale_inv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +105,8 @@ class _CurrentScaling(_Float8, abstract=True):
 
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
+
+    grid_cls = Float8Grid
 
     def encode_(
         self,

@@ -9,14 +9,36 @@ from torch import Tensor
 
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import float8
-from qtensor.reference.blocks import as_matrix
+from qtensor.reference.blocks import as_matrix, to_blocks, write_padded_
 from qtensor.storage.float8_blockwise import (
     FLOAT8_BLOCKWISE,
     Float8BlockwiseTensor,
     Float8BlockwiseTensorStorage,
 )
+
+
+class Float8BlockGrid(ScaleGrid):
+    """The grid of blockwise FP8; a factor is an encode scale."""
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return (1, 128) or (128, 128)."""
+        return (self.quantizer._rows, float8.BLOCK)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return the scales of the maxima."""
+        q, overflow = self.quantizer, torch.finfo(self.dtype).max
+        blocks = to_blocks(x, *self.block)
+        return float8.block_scale(blocks, q.element, q.force_pow_2_scales, q.amax_epsilon, overflow)
+
+    def fill_(self, out: dict[str, Tensor], codes: Tensor, factors: Tensor) -> None:
+        """Write the codes and the reciprocals of the scales; 1-D factors are stored transposed."""
+        data, stored = out["_rowwise_data"], out["_rowwise_scale_inv"]
+        data.copy_(codes.view(data.shape))
+        grid = stored.t() if self.quantizer.block_scaling_dim == 1 else stored
+        write_padded_(grid, factors.reciprocal())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +62,7 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     format = "fp8_blockwise"
+    grid_cls = Float8BlockGrid
     spec = FLOAT8_BLOCKWISE
     tensor_cls = Float8BlockwiseTensor
     storage_cls = Float8BlockwiseTensorStorage

@@ -1,13 +1,26 @@
-"""Declare the methods that a format defines, with their defaults."""
+"""Declare what a format defines: its methods with their defaults, and the grid of its values.
+
+Quantizing chooses the factors from the maxima of blocks, and then rounds each value to the nearest
+one on the grid. Methods that choose other factors or other values build their tensors with a
+``Grid``.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qtensor.errors import UnsupportedError
-from qtensor.layout import Shape
+from qtensor.formats import Element
+from qtensor.layout import Shape, rows_cols
+from qtensor.reference.blocks import as_matrix
+from qtensor.reference.elements import decode, encode_fp8_
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 
 class FormatMethods:
@@ -50,3 +63,140 @@ class FormatMethods:
     ) -> dict[str, Tensor] | None:
         """Return buffers of ``usage``, made exactly from the other direction, or None."""
         return None
+
+
+class Multipliers(NamedTuple):
+    """What a value is multiplied by before rounding, and its element after it, one by one."""
+
+    encode: Tensor
+    inner: Tensor
+    outer: Tensor | float
+
+
+class Grid:
+    """The grid of a weight (M, K) in the rowwise data of a quantizer.
+
+    A factor of a block is what the format stores or computes it from: an E8M0 or E4M3 code (uint8),
+    or an encode scale (float32). A factor grid is (m, k): ceil(M / rows), ceil(K / columns).
+
+    Attributes:
+        quantizer: describes the buffers.
+        shape: the logical shape.
+        dtype: the nominal dtype.
+        matrix: the weight as a float32 matrix (M, K).
+        block: (rows, columns) that share a factor.
+        wide: float32 (1, 1) or (M, 1), the maxima that decide a factor of the tensor or of a row;
+            formats without such a factor ignore it.
+    """
+
+    def __init__(self, quantizer: Any, weight: Tensor) -> None:
+        """Keep the weight, and read its tensor-wide maxima.
+
+        Args:
+            quantizer: of the format of this class.
+            weight: (..., K) float32, bfloat16 or float16, finite.
+        """
+        self.quantizer = quantizer
+        self.shape = tuple(weight.shape)
+        self.dtype = weight.dtype
+        self.matrix = as_matrix(weight.detach()).float()
+        self.block = self.block_of(rows_cols(self.shape))
+        self.wide = self.matrix.new_ones((1, 1))
+
+    @property
+    def element(self) -> Element:
+        """The element of the codes."""
+        found: Element = self.quantizer.element
+        return found
+
+    # ---- what a format defines
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the (rows, columns) that share a factor in a matrix of this shape."""
+        raise NotImplementedError
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return the factors that quantizing chooses, (m, k).
+
+        Args:
+            x: float32, all rows of the matrix and the columns of some whole blocks.
+        """
+        raise NotImplementedError
+
+    def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
+        """Return the multipliers of factors, of any shape; ``wide`` has a shape that fits."""
+        raise NotImplementedError
+
+    def falling(self, factors: Tensor) -> Iterator[Tensor]:
+        """Yield candidates by falling size: each one decodes to at most the values before it.
+
+        Factors that are greater than the first candidates are never better.
+
+        Args:
+            factors: those of ``nearest``, any shape.
+        """
+        raise NotImplementedError
+
+    def codes(self, scaled: Tensor) -> Tensor:
+        """Return the codes, uint8, of float32 values that are multiplied already."""
+        raise NotImplementedError
+
+    def fill_(self, out: dict[str, Tensor], codes: Tensor, factors: Tensor) -> None:
+        """Write codes (M, K) and factors (m, k) into the rowwise buffers."""
+        raise NotImplementedError
+
+    # ---- what follows
+
+    def round(self, x: Tensor, factors: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes of the nearest values, and these values as ``dequantize`` gives them.
+
+        Args:
+            x: float32.
+            factors: of a shape that broadcasts to ``x``.
+            wide: likewise.
+
+        Returns:
+            uint8 and float32, like ``x``.
+        """
+        encode, inner, outer = self.multipliers(factors, wide)
+        codes = self.codes(x * encode)
+        return codes, decode(codes, self.element) * inner * outer
+
+    def tensor(self, codes: Tensor, factors: Tensor) -> QuantizedTensor:
+        """Return the quantized tensor with these codes (M, K) and factors (m, k)."""
+        rowwise = self.quantizer.with_usage(rowwise=True, columnwise=False)
+        named = rowwise.alloc_tensors(self.shape, device=codes.device)
+        self.fill_(named, codes, factors)
+        if self.quantizer.columnwise:
+            named |= self.quantizer.derive(named, self.shape, "columnwise")
+        buffers = [named[slot.name] for slot in self.quantizer.slots]
+        tensor: QuantizedTensor = self.quantizer.assemble(buffers, self.shape, self.dtype)
+        return tensor
+
+
+class ScaleGrid(Grid):
+    """The grid of FP8 formats, whose factor is a float32 encode scale."""
+
+    def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
+        """Return the scale and its reciprocal."""
+        return Multipliers(factors, factors.reciprocal(), 1.0)
+
+    def falling(self, factors: Tensor) -> Iterator[Tensor]:
+        """Yield the encode scales of clipped maxima.
+
+        With powers of two, these are all scales from ``factors`` on, down to decode factors of
+        2^-126: no other one can be best. Otherwise they are 17 clipped maxima from 1 to 1/2.
+        """
+        powers_of_two = self.quantizer.force_pow_2_scales
+        largest = 1 / torch.finfo(torch.float32).tiny
+        for step in range(253) if powers_of_two else range(17):
+            scale = factors * 2.0 ** (step if powers_of_two else step / 16)
+            if not (scale <= largest).any():
+                return
+            yield torch.where(scale <= largest, scale, factors)
+
+    def codes(self, scaled: Tensor) -> Tensor:
+        """Return element codes."""
+        codes = torch.empty_like(scaled, dtype=torch.uint8)
+        encode_fp8_(codes, scaled, self.element)
+        return codes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,9 +12,17 @@ from torch import Tensor
 
 from qtensor.layout import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import mx
-from qtensor.reference.blocks import as_matrix, read_scales, spread, write_scales_
+from qtensor.reference.blocks import (
+    as_matrix,
+    block_amax,
+    read_scales,
+    spread,
+    to_blocks,
+    write_scales_,
+)
 from qtensor.reference.elements import (
     decode,
     decode_pairs,
@@ -21,8 +30,53 @@ from qtensor.reference.elements import (
     pack_quads,
     unpack_quads,
 )
+from qtensor.reference.scaling import e8m0_code, e8m0_decode_factor, e8m0_encode_factor
 
 SCALE_MODES = ("rceil", "floor", "ceil", "even")
+
+
+class MXGrid(Grid):
+    """The grid of MX formats; a factor is an E8M0 code."""
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return (1, 32), or (32, 32)."""
+        return (mx.BLOCK if self.quantizer.two_dimensional else 1, mx.BLOCK)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return the codes of the scale mode."""
+        maxima = block_amax(to_blocks(x, *self.block))
+        return e8m0_code(maxima, self.element, self.quantizer.scale_mode)
+
+    def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
+        """Return ``2^(127 - code)`` and ``2^(code - 127)``."""
+        return Multipliers(e8m0_encode_factor(factors), e8m0_decode_factor(factors), 1.0)
+
+    def falling(self, factors: Tensor) -> Iterator[Tensor]:
+        """Yield all codes from the one above ``factors``.
+
+        Doubling a factor loses the smallest values of the grid and adds greater ones alone, so that
+        factors above the first that clips nothing are never better. The codes of all scale modes
+        are at most one below that factor.
+        """
+        code = factors.int().add(1).clamp(max=254)
+        while True:
+            yield code.to(torch.uint8)
+            if not code.any():
+                return
+            code = code.sub(1).clamp(min=0)
+
+    def codes(self, scaled: Tensor) -> Tensor:
+        """Return element codes."""
+        codes = torch.empty_like(scaled, dtype=torch.uint8)
+        mx.element_codes_(codes, scaled, self.element)
+        return codes
+
+    def fill_(self, out: dict[str, Tensor], codes: Tensor, factors: Tensor) -> None:
+        """Write the packed codes, and a factor for each row of a block."""
+        data = out["_rowwise_data"]
+        data.copy_(self.quantizer._pack(codes, "_rowwise").view(data.shape))
+        scales = spread(factors, self.block[0], 1, (codes.shape[0], factors.shape[1]))
+        write_scales_(out["_rowwise_scale_inv"], scales, self.quantizer.swizzled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +98,8 @@ class MXQuantizer(Quantizer, abstract=True):
     scale_mode: str = "floor"
     with_2d_quantization: bool = False
     swizzled: bool = False
+
+    grid_cls = MXGrid
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,18 +12,77 @@ import torch
 from torch import Tensor
 
 from qtensor.errors import DtypeError, fail
-from qtensor.formats import E2M1
+from qtensor.formats import E2M1, E4M3
 from qtensor.layout import Shape, ceil_div, round_up, rows_cols
 from qtensor.quantizers.base import Quantizer
+from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
 from qtensor.reference import hadamard, nvfp4
 from qtensor.reference.blocks import as_matrix, pad_matrix, read_scales, spread, write_scales_
-from qtensor.reference.elements import decode_pairs, pack_pairs, unpack_pairs
+from qtensor.reference.elements import (
+    decode,
+    decode_pairs,
+    encode_narrow,
+    pack_pairs,
+    unpack_pairs,
+)
 from qtensor.reference.philox import random_bytes
 from qtensor.storage.nvfp4 import NVFP4, NVFP4Tensor, NVFP4TensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 SIDES = ("_rowwise", "_columnwise")
+
+
+class NVFP4Grid(Grid):
+    """The grid of NVFP4; a factor is the E4M3 code of a block. The tensor's factor is fixed."""
+
+    def __init__(self, quantizer: Any, weight: Tensor) -> None:
+        super().__init__(quantizer, weight)
+        self.wide = nvfp4.amax(self.matrix, quantizer.row_scaled)[:, None]
+
+    def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return (1, 16), or (16, 16)."""
+        return (self.quantizer._recipe.rows, nvfp4.BLOCK)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return the codes of the quantizer's rule, that of ``use_4over6`` included."""
+        return nvfp4.encode(x, self.quantizer._recipe, self.wide[:, 0])[1]
+
+    def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
+        """Return the multipliers of the block and of the tensor, in the order of decoding."""
+        limit = self.quantizer.e4m3_max
+        encode = nvfp4.encode_factor(
+            factors.view(torch.float8_e4m3fn), nvfp4.global_scale(wide, limit)
+        )
+        return Multipliers(encode, decode(factors, E4M3), nvfp4.decode_factor(wide, limit))
+
+    def falling(self, factors: Tensor) -> Iterator[Tensor]:
+        """Yield all codes from eight above ``factors``, or from 15.
+
+        Half of a normal factor has the code that is eight smaller. If half a factor clips nothing,
+        it is never worse, as for the factors of MX. The codes of ``nearest`` are at most one below
+        the first that clips nothing; the codes below 16 have no half or are not normal.
+        """
+        code = factors.int().add(8).clamp(min=15, max=126)
+        while True:
+            yield code.to(torch.uint8)
+            if not code.any():
+                return
+            code = code.sub(1).clamp(min=0)
+
+    def codes(self, scaled: Tensor) -> Tensor:
+        """Return E2M1 codes."""
+        return encode_narrow(scaled, E2M1, False)
+
+    def fill_(self, out: dict[str, Tensor], codes: Tensor, factors: Tensor) -> None:
+        """Write the packed codes, a factor for each row of a block, and the maxima."""
+        amax = self.wide[:, 0]
+        out["_amax_rowwise"].copy_(amax)
+        if self.quantizer.with_global_scale_inv:
+            factor = nvfp4.decode_factor(amax, self.quantizer.e4m3_max)
+            out["_rowwise_global_scale_inv"].copy_(factor)
+        scales = spread(factors, self.block[0], 1, (codes.shape[0], factors.shape[1]))
+        self.quantizer._write(out, "_rowwise", codes, scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +128,7 @@ class NVFP4Quantizer(Quantizer):
     with_global_scale_inv: bool = False
 
     format = "nvfp4"
+    grid_cls = NVFP4Grid
     spec = NVFP4
     tensor_cls = NVFP4Tensor
     storage_cls = NVFP4TensorStorage

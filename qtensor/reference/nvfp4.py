@@ -54,7 +54,7 @@ def _round_e4m3(values: Tensor) -> Tensor:
     return values.clamp_(max=E4M3.max).to(torch.float8_e4m3fn)
 
 
-def _encode_factor(scale: Tensor, global_enc: Tensor) -> Tensor:
+def encode_factor(scale: Tensor, global_enc: Tensor) -> Tensor:
     """Return the multipliers of blocks, float32: ``min(1 / (float(scale) * S_dec), FLT_MAX)``."""
     return (scale.float() * global_enc.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
 
@@ -106,7 +106,7 @@ def encode(
         return from_blocks(codes, rows, cols), scale.view(torch.uint8), amax_tensor
     multiplier = global_enc * constant(1 / 6, x.device)
     scale = _round_e4m3(maxima * multiplier)
-    values = scale_blocks(blocks, _encode_factor(scale, global_enc), rows, cols)
+    values = scale_blocks(blocks, encode_factor(scale, global_enc), rows, cols)
     codes = encode_narrow(values, E2M1, False) if noise is None else stochastic_codes(values, noise)
     return codes, scale.view(torch.uint8), amax_tensor
 
@@ -127,7 +127,7 @@ def _encode_4over6(
     candidates = [_round_e4m3(base), _round_e4m3(base * 1.5)]
     codes, errors = [], []
     for scale in candidates:
-        factor = _encode_factor(scale, global_enc)[:, None, :, None]
+        factor = encode_factor(scale, global_enc)[:, None, :, None]
         code = encode_narrow(blocks * factor, E2M1, False)
         decoded = decode_codes(code, E2M1) * scale.float()[:, None, :, None]
         difference = (

@@ -144,7 +144,7 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _gather_into(outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], op: str) -> Any:
     """Return bytes for what each output receives, in lists as ``outputs``."""
-    first = _first(inputs)
+    first = _first([inputs, outputs])
     check_alike([*inputs, *(t for each in outputs for t in each)], first, op)
     return [[_empty_packed(t) for t in each] for each in outputs]
 
@@ -171,13 +171,19 @@ def _all_gather_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = _bind(func, args, kwargs)
-    plans = []
-    for out, t in zip(bound["outputs"], bound["inputs"], strict=True):
-        is_quantized = isinstance(t, QuantizedTensorStorage)
-        plans.append(_into_tensor(out, t) if is_quantized else ((out, t), lambda: None))
+    pairs = list(zip(bound["outputs"], bound["inputs"], strict=True))
+    plain = [p for p in pairs if not any(isinstance(t, QuantizedTensorStorage) for t in p)]
+    plans = [_into_tensor(*p) for p in pairs if not any(p is other for other in plain)]
+    # gloo joins the tensors of a call, and gives other bytes if their dtypes differ.
+    work = None
+    if plain:
+        outputs, inputs = map(list, zip(*plain, strict=True))
+        work = _unboxed(func(**{**bound, "outputs": outputs, "inputs": inputs}))
     outputs, inputs = [p[0][0] for p in plans], [p[0][1] for p in plans]
 
     def finish() -> None:
+        if work is not None:
+            work.wait()
         for _, write in plans:
             write()
 
@@ -219,6 +225,7 @@ def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def finish() -> None:
         check_sender(packed, out, "scatter")
         write_into(out, unpack(packed, out, out.shape), "scatter")
+        out._is_scattered = True
 
     bound["output_tensors"] = [packed]
     bound["input_tensors"] = [[pack(t) for t in tensors] for tensors in inputs]
@@ -226,13 +233,28 @@ def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``alltoall_``: one tensor for each rank, of any shape."""
+    """Handle ``alltoall_``: one tensor for each rank, of any shape.
+
+    The bytes travel by ``alltoall_base_``, as those of ``all_to_all_single`` do.
+    """
     bound = _bind(func, args, kwargs)
-    answer, inputs = bound["output_tensors"], bound["input_tensors"]
+    answer, inputs = bound.pop("output_tensors"), bound.pop("input_tensors")
     check_alike([*answer, *inputs], _first([answer, inputs]), "all_to_all")
-    packed = [_empty_packed(t) for t in answer]
-    bound = {**bound, "output_tensors": packed, "input_tensors": [pack(t) for t in inputs]}
-    return _run(func, bound, lambda: _write_lists([answer], [packed], "all_to_all"), answer)
+    packed = [pack(t) for t in inputs]
+    lengths = [wire_layout(t._quantizer, t.shape).nbytes for t in answer]
+    received = torch.empty(sum(lengths), dtype=torch.uint8, device=packed[0].device)
+    bound = {
+        **bound,
+        "output": received,
+        "input": torch.cat(packed),
+        "output_split_sizes": lengths,
+        "input_split_sizes": [p.shape[0] for p in packed],
+    }
+
+    def finish() -> None:
+        _write_lists([answer], [received.split(lengths)], "all_to_all")
+
+    return _run(torch.ops.c10d.alltoall_base_, bound, finish, answer)
 
 
 def _all_to_all_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -50,7 +50,7 @@ def _check_equal_layouts(group: Any, tensors: Sequence[Tensor]) -> None:
     if others:
         shown = ", ".join(described[:4]) + ", ..." * (len(described) > 4)
         fail(
-            f"{_OP} (rank {group.rank()})",
+            _OP,
             f"all ranks must quantize the parameters alike, and ranks {others} differ from this",
             shown,
             "Build the model with the same recipe and formats on every rank",

@@ -73,14 +73,18 @@ def _gathered(func: Any, t: Any, size: int, group: Any) -> Any:
 
 def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     tensors, size, group = args
-    packed = [pack(t) if isinstance(t, QuantizedTensorStorage) else t for t in tensors]
+    quantized = [t for t in tensors if isinstance(t, QuantizedTensorStorage)]
+    plain = [t for t in tensors if not isinstance(t, QuantizedTensorStorage)]
+    # gloo joins the tensors of a call, and gives other bytes if their dtypes differ.
+    rows = iter(func([pack(t) for t in quantized], size, group))
+    values = iter(func(plain, size, group) if plain else [])
     results = []
-    for t, gathered in zip(tensors, func(packed, size, group), strict=True):
+    for t in tensors:
         if isinstance(t, QuantizedTensorStorage):
-            rows = _wait(gathered).view(size, -1)
-            results.append(stack_parts(parts_of(rows, t, "all_gather_into_tensor")))
+            parts = parts_of(_wait(next(rows)).view(size, -1), t, "all_gather_into_tensor")
+            results.append(stack_parts(parts))
         else:
-            results.append(gathered)
+            results.append(next(values))
     return results
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.kernels.gemm.problem import sides
+from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
@@ -18,11 +19,11 @@ from qtensor.library.gemm import (
     check_operands,
     output_shape,
 )
-from qtensor.registry import transposed
+from qtensor.registry import parse, transposed, usage_part
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.grouped import grouped_mm
-from qtensor.storage.rebuild import FLOATING, Handler, with_buffers
+from qtensor.storage.rebuild import FLOATING, Handler
 from qtensor.storage.write import plain
 
 if TYPE_CHECKING:
@@ -200,17 +201,20 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
     """
     if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
-    left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
-    plain_left = left is None and a.dtype in FLOATING
+    if isinstance(a, QuantizedTensorStorage) or not isinstance(b, QuantizedTensorStorage):
+        return gemm_operands(a, b, layout, bias)
+    quantizer = b._quantizer
     # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
-    if plain_left and right is not None and b.ndim == 2 and (layout == "TN" or not right.rowwise):
-        weight = b.buffers()
-        shape = b.shape
-        if layout == "NN":
-            right, weight = transposed(right, weight)
-            shape = shape[::-1]
-        if a.shape[-1] == shape[1]:
-            return WEIGHT_GEMM(a, weight, right.canonical, shape[0], bias)
+    readable = layout == "TN" or not quantizer.rowwise
+    if readable and a.dtype in FLOATING and b.ndim == 2:
+        n, columns = b.shape if layout == "TN" else b.shape[::-1]
+        if a.shape[-1] == columns:
+            if layout == "TN":
+                weight = b.buffers()
+            else:
+                known = getattr(b, "_turned_from", None)
+                quantizer, weight = known or transposed(quantizer, b.buffers())
+            return WEIGHT_GEMM(a, weight, quantizer.canonical, n, bias)
     return gemm_operands(a, b, layout, bias)
 
 
@@ -282,11 +286,15 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
             type(index).__name__,
             "Pass integer indices",
         )
-    buffers = geometry.select_rows(weight, index.reshape(-1)) if weight._quantizer.rowwise else None
-    if buffers is None or weight._quantizer.columnwise:
+    _, rowwise = usage_part(weight._quantizer.canonical, "rowwise")
+    buffers = None
+    if rowwise and weight.ndim == 2:
+        buffers = geometry.select_rows(weight, index.reshape(-1), parse(rowwise).slots)
+    if buffers is None:
         return func(plain(weight), index, *args[2:], **kwargs)
-    rows = with_buffers(weight, buffers, (index.numel(), weight.shape[1]))
-    return plain(rows).reshape(*index.shape, weight.shape[1])
+    columns = weight.shape[1]
+    rows = DEQUANTIZE(buffers, rowwise, (index.numel(), columns), weight.dtype)
+    return rows.reshape(*index.shape, columns)
 
 
 COMPUTE: dict[str, Handler] = {

@@ -24,12 +24,15 @@ TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
 
 
+_AGAIN = "Call .dequantize() first, then quantize the result"
+
+
 def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
     fail(
         f"{op}[{t._quantizer.format}]",
         rule,
         got,
-        fix or "Call .dequantize() first, then quantize the result",
+        fix or _AGAIN,
         UnsupportedError,
     )
 
@@ -110,9 +113,14 @@ def _slice_axis(
     kind = "Row" if axis.axis == "m" else "Column"
     if start % needed or (end % needed and end != total):
         rule = f"{kind} slicing of {slot.name} requires bounds at a multiple of {needed}"
+        slots = t._quantizer.slots
+        every = math.lcm(*[granule(s, d) for s in slots for d in s.dims if d.axis == axis.axis])
+        inner = 1 if axis.axis == "k" else math.prod(t.shape[1:-1])
+        shard = f"Shard({t.ndim - 1 if axis.axis == 'k' else 0})"
         fix = (
-            f"Slice at multiples of {needed} (a tensor that n ranks share has a multiple of "
-            f"n * {needed}), or call .dequantize() first"
+            f"Slice at multiples of {needed}, or call .dequantize() first. {shard} over n ranks "
+            "needs a size whose n-th part, rounded up, is a multiple of "
+            f"{every // math.gcd(every, inner)}"
         )
         _refuse("slice", t, rule, f"{start}:{end} of {total}", fix)
     first, last = start // axis.per * axis.units, ceil_div(end, axis.per) * axis.units
@@ -137,7 +145,7 @@ def as_tiles(slot: Slot, buffer: Tensor) -> Tensor:
     return buffer.reshape(shape[0] // TILE[0], shape[1] // TILE[1], math.prod(TILE))
 
 
-def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
+def from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
     """Return swizzled scales of ``slot`` made of tiles; the inverse of ``as_tiles``."""
     sizes = (tiles.shape[0] * TILE[0], tiles.shape[1] * TILE[1])
     return tiles.reshape(sizes[::-1] if slot.dims[0].pad != TILE[0] else sizes)
@@ -146,7 +154,7 @@ def _from_tiles(slot: Slot, tiles: Tensor) -> Tensor:
 def _cat_tiles(slot: Slot, axis: Dim, buffers: Sequence[Tensor]) -> Tensor:
     """Return the swizzled scales of parts that begin and end at tiles."""
     along = 0 if axis.pad == TILE[0] else 1
-    return _from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
+    return from_tiles(slot, torch.cat([as_tiles(slot, b) for b in buffers], along))
 
 
 def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -> Tensor:
@@ -154,7 +162,13 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
     tiles = as_tiles(slot, buffer)
     along = 0 if axis.pad == TILE[0] else 1
     kept = tiles.narrow(along, first // TILE[along], ceil_div(last - first, TILE[along]))
-    return _from_tiles(slot, kept)
+    return from_tiles(slot, kept)
+
+
+_BUCKETS = (
+    ". Libraries that join parameters need plain ones: leave out parameters_as_bucket_view=True of "
+    "ZeroRedundancyOptimizer"
+)
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
@@ -175,7 +189,7 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
             t,
             rule,
             f"{tuple(t.shape)} to {tuple(shape)}",
-            "Call update_usage(columnwise=False) first",
+            "Call update_usage(columnwise=False) first" + _BUCKETS * (len(shape) == 1),
         )
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
@@ -210,19 +224,20 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
     per = slot.dims[-1].per
     old_rows, old_k = rows_cols(t.shape)
     new_rows, new_k = rows_cols(shape)
+    fix = _AGAIN + _BUCKETS * (len(shape) == 1)
     plain = (
         slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
     )
     if not plain or slot.swizzled or old_k % per or new_k % per:
         rule = f"the last dim may change only in whole blocks of rowwise data ({slot.name})"
-        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}")
+        _refuse(op, t, rule, f"{tuple(t.shape)} to {tuple(shape)}", fix)
     width = old_k // per * slot.dims[-1].units
     new_width = new_k // per * slot.dims[-1].units
     if slot.dims[0].axis == "lead":
         return buffer.reshape(*shape[:-1], new_width)
     if buffer.shape[-1] != width and old_rows != 1:
         rule = f"the rows of {slot.name} are padded, so they are not contiguous"
-        _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}")
+        _refuse(op, t, rule, f"{width} factors a row stored in {buffer.shape[-1]}", fix)
     return buffer[:old_rows, :width].reshape(new_rows, new_width)
 
 
@@ -446,19 +461,20 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def select_rows(t: Any, index: Tensor) -> list[Tensor] | None:
+def select_rows(t: Any, index: Tensor, slots: Sequence[Slot] | None = None) -> list[Tensor] | None:
     """Return the buffers of the rows that ``index`` names, or None if rows share codes or factors.
 
     Args:
         t: quantized, (d0, ..., dn) with n >= 1.
         index: (count,) integers in [0, d0).
+        slots: of the buffers that are wanted; None for all.
 
     Returns:
         Buffers, in slot order, of a tensor of shape (count, d1, ..., dn).
     """
     rows = _row_positions(index, t.shape)
     result = []
-    for slot in t._quantizer.slots:
+    for slot in t._quantizer.slots if slots is None else slots:
         buffer = getattr(t, slot.name)
         position = next((i for i, d in enumerate(slot.dims) if d.axis in ("lead", "m")), None)
         if position is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.kernels.gemm.stacks import stack_refusal
 from qtensor.library.grouped import GROUPED_GEMM, SPLIT_SIZES
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import FLOATING
@@ -34,16 +34,16 @@ def group_sizes(offs: Tensor, rows: int, label: str) -> Tensor:
 
 
 def grouped_product(
-    x: Tensor, matrices: Sequence[Any], layout: str, sizes: Tensor, dtype: torch.dtype | None = None
+    x: Tensor, stack: Any, layout: str, sizes: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the product of each group of rows with its own quantized matrix.
+    """Return the product of each group of rows with its own matrix of a quantized stack.
 
-    A matrix whose group has no rows is not decoded.
+    A matrix whose group has no rows is not read.
 
     Args:
         x: (M, K), plain; the rows of each group are consecutive.
-        matrices: one for each group, all with one quantizer and shape: (N, K) in layout TN, (K, N)
-            in layout NN.
+        stack: quantized, one matrix for each group: (groups, N, K) in layout TN, (groups, K, N) in
+            layout NN.
         layout: ``"TN"`` or ``"NN"``.
         sizes: rows of each group, the result of ``group_sizes``.
         dtype: dtype of the result; that of ``x`` if None.
@@ -51,10 +51,14 @@ def grouped_product(
     Returns:
         (M, N) plain tensor.
     """
-    first = matrices[0]
-    buffers = [buffer for matrix in matrices for buffer in matrix.buffers()]
-    operands = ([x], "", x.shape, buffers, first._quantizer.canonical, first.shape)
-    return GROUPED_GEMM(*operands, [], sizes, len(matrices), layout, dtype or x.dtype, None)
+    quantizer, buffers, shape = stack._quantizer, stack.buffers(), tuple(stack.shape)
+    if stack_refusal(quantizer.canonical, shape) is not None:
+        # Matrices that share factors: each index says whether it can be taken exactly.
+        matrices = [stack[i] for i in range(shape[0])]
+        quantizer, shape = matrices[0]._quantizer, tuple(matrices[0].shape)
+        buffers = [buffer for matrix in matrices for buffer in matrix.buffers()]
+    operands = ([x], "", x.shape, buffers, quantizer.canonical, shape)
+    return GROUPED_GEMM(*operands, [], sizes, len(stack), layout, dtype or x.dtype, None)
 
 
 def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -69,9 +73,7 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         return func(x, *args[1:], **kwargs)
     check_call(x, weight, offs, given["bias"])
     sizes = group_sizes(offs, x.shape[0], "_grouped_mm")
-    experts: Any = weight
-    matrices = [experts[i] for i in range(experts.shape[0])]
-    return grouped_product(x, matrices, "NN", sizes, given["out_dtype"])
+    return grouped_product(x, weight, "NN", sizes, given["out_dtype"])
 
 
 def check_call(x: Tensor, weight: Any, offs: Tensor | None, bias: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from qtensor.errors import UnsupportedError, fail
-from qtensor.storage import geometry, indexing
+from qtensor.storage import geometry, indexing, padding
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.checks import check_nominal
 from qtensor.storage.rebuild import FLOATING, Handler, map_buffers, same, with_buffers
@@ -38,7 +38,8 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Handle contiguous: a part is copied into a tensor of its own."""
     t = args[0]
     _check_memory_format("contiguous", t, kwargs.get("memory_format"))
-    return same(t) if t._view_note is None else own_copy(t)
+    result = same(t) if t._view_note is None else own_copy(t)
+    return padding.keep_origin(result, t)
 
 
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +106,7 @@ def _take_shared(zeros: Any, t: Any) -> None:
             if target.shape == source.shape:
                 target.copy_(source)
     zeros._shards = getattr(t, "_shards", None)
+    zeros._is_zeros = True
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,6 +162,7 @@ PRESERVE: dict[str, Handler] = {
     "new_empty": _empty,
     "new_empty_strided": _empty,
     "new_zeros": _empty,
+    "constant_pad_nd": padding.pad,
     "cat": _cat,
     "index": indexing.index,
     "index_select": indexing.index_select,

@@ -63,7 +63,7 @@ def sent_quantizer(quantizer: Any) -> Any:
 
 
 def _place(group: Any) -> str:
-    return f"rank {torch.distributed.get_rank()}, {group.size()} shards"
+    return f"{group.size()} shards, Shard(0)"
 
 
 def exchanged(quantizer: Any, shape: Shape, dtype: torch.dtype, device: Any, group: Any) -> Shards:
@@ -93,7 +93,7 @@ def exchanged(quantizer: Any, shape: Shape, dtype: torch.dtype, device: Any, gro
             fail(
                 f"fully_shard ({_place(group)})",
                 f"all ranks must quantize a weight alike, and ranks {others} of the group differ",
-                described,
+                f"{described} for the shard {tuple(shape)} here",
                 "Build the model with the same recipe and formats on every rank",
             )
     all_rows = tuple([int(t[0]) for t in of_ranks])
@@ -112,7 +112,7 @@ def check_blocks(quantizer: Any, rows: Sequence[int], shape: Shape, group: Any) 
     filled = [n for n in rows if n][:-1]
     if any([n * inner % block for n in filled]):
         fail(
-            f"fully_shard[{quantizer.format}] ({_place(group)}, Shard(0))",
+            f"fully_shard[{quantizer.format}] ({_place(group)})",
             f"each shard must end at a block of {block} rows, so that the first dim of the weight "
             f"must be a multiple of {block * len(rows)}",
             f"{sum(rows)}, of which the ranks have {list(rows)}",
@@ -186,7 +186,7 @@ def _check_shared(data: Gathered, parts: Sequence[Any]) -> None:
         first, *others = [getattr(part, slot.name) for part in parts]
         if any([not torch.equal(first, other) for other in others]):
             fail(
-                f"fully_shard[{data.sent.format}] (rank {torch.distributed.get_rank()}, Shard(0))",
+                f"fully_shard[{data.sent.format}] (Shard(0))",
                 f"{slot.name} belongs to the whole weight {(sum(data.rows), *data.rest)}, so that "
                 "it must be equal in all shards",
                 [getattr(part, slot.name).flatten()[:4].tolist() for part in parts],

@@ -91,10 +91,25 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     _view_note: ViewNote | None = None
     """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
 
+    _turned_from: tuple[QuantizerLike, list[Tensor]] | None = None
+    """Quantizer and buffers of the matrix of which this tensor is the transpose, or None."""
+
     _is_gathered: bool = False
     """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
 
     DTensor takes parts of gathered tensors, and keeps them.
+    """
+
+    _is_scattered: bool = False
+    """True for a result of a scatter: if it ends with zeros, a part without them is a copy.
+
+    DTensor pads shards before a scatter, and keeps the part before the padding.
+    """
+
+    _is_zeros: bool = False
+    """True for a result of ``new_zeros``: its first rows may end inside of a block.
+
+    fully_shard pads shards so, and keeps the rows before the padding.
     """
 
     _loaded_areas: tuple[Any, ...] | None = None
@@ -171,7 +186,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             record_construction(self, shape, dtype, canonical, buffers)
 
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
-        self._quantizer = quantizer
+        self._quantizer, self._turned_from = quantizer, None
         layout = quantizer.scale_layout + (self._view_note.suffix() if self._view_note else "")
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
@@ -236,12 +251,14 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
         Raises:
             QTensorError: ``value`` has another quantized class or another shape.
+            UnsupportedError: ``value`` is a view of a plain tensor.
         """
         if (
             not isinstance(value, QuantizedTensor)
             and value.shape == self.shape
             and value.is_floating_point()
         ):
+            self._check_own_memory(value)
             self._become(value)
             return
         if type(value) is not type(self) or value.shape != self.shape:
@@ -255,6 +272,23 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(value, attribute))
         self._set_quantizer(value._quantizer)
+
+    def _check_own_memory(self, value: Tensor) -> None:
+        """Refuse a view of a plain tensor, which libraries assign that join parameters.
+
+        Raises:
+            UnsupportedError: ``value`` is a view.
+        """
+        if value._base is not None:
+            fail(
+                f"data[{self._quantizer.format}]",
+                "a view of a plain tensor cannot replace a quantized tensor, whose codes would be "
+                "lost",
+                f"a view {tuple(value.shape)}",
+                "Leave out parameters_as_bucket_view=True of ZeroRedundancyOptimizer and similar "
+                "options, or assign a clone to make the tensor plain",
+                UnsupportedError,
+            )
 
     def _become(self, value: Tensor) -> None:
         """Turn this object into a plain tensor or parameter with the values of ``value``."""

@@ -13,6 +13,7 @@ from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
 from qtensor.storage.flat import flat_view
+from qtensor.storage.padding import drop_padding, part_of_zeros
 from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
@@ -49,9 +50,17 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     """
     total = t.shape[dim]
     shape = (*t.shape[:dim], end - start, *t.shape[dim + 1 :])
-    buffers = geometry.slice_buffers(t, dim, start, end)
-    quantizer = t._quantizer
-    if quantizer.two_dimensional:
+    if start == 0 and (getattr(t, "_is_gathered", False) or getattr(t, "_is_scattered", False)):
+        kept = drop_padding(t, dim, end)
+        if kept is not None:
+            return kept
+    quantizer, buffers = t._quantizer, None
+    if start == 0 == dim and getattr(t, "_is_zeros", False):
+        buffers = part_of_zeros(t, end)
+    is_padded = buffers is not None
+    if buffers is None:
+        buffers = geometry.slice_buffers(t, dim, start, end)
+    if quantizer.two_dimensional and not is_padded:
         inner = 1 if dim == t.ndim - 1 else math.prod(t.shape[dim + 1 : -1])
         square = quantizer.spec.block[1]
         if start * inner % square or (end * inner % square and end != total):
@@ -216,6 +225,8 @@ def transpose_tensor(t: Any) -> Any:
         for _, source, turn in moves
     ]
     turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers)
+    # A product reads the rows themselves: F.linear of torch.no_grad transposes its weight.
+    turned._turned_from = (t._quantizer, t.buffers())
     if t._view_note is not None:
         inherit_note(
             turned,

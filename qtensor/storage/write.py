@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
+
+ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
+"""True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
 
 
 def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,6 +156,8 @@ def requantize_(dst: Any, values: Tensor) -> Any:
         values = values.to(torch.float32)
     values = values.to(dst.device)
     quantizer, note = dst._quantizer, dst._view_note
+    if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
+        values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)
     if getattr(dst, "_shards", None) is not None:
         return _requantize_shard(dst, values)
     if note is None and _is_whole(dst):
@@ -162,6 +168,32 @@ def requantize_(dst: Any, values: Tensor) -> Any:
         if slot.name not in shared:
             copy_buffer(getattr(dst, slot.name), new)
     return dst
+
+
+def round_at_random(
+    values: Tensor, mantissa_bits: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return values with ``1 + mantissa_bits`` significant bits, whose mean over draws is exact.
+
+    A random number is added to the bits that are then cut off (docs/numerics.md). A format with
+    this mantissa and scales that are powers of two holds the result exactly where its codes are
+    normal numbers.
+
+    Args:
+        values: any shape; float32, bfloat16 or float16.
+        mantissa_bits: at most 22.
+        generator: of the device of ``values``, or None for the default generator.
+
+    Returns:
+        A tensor of the shape and dtype of ``values``.
+    """
+    cut = 1 << (23 - mantissa_bits)
+    bits = values.to(torch.float32).view(torch.int32)
+    noise = torch.randint(
+        0, cut, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+    )
+    rounded = ((bits + noise) & -cut).view(torch.float32).to(values.dtype)
+    return torch.where(values.isfinite(), rounded, values)
 
 
 def _requantize_shard(dst: Any, values: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from qtensor.weights.format_search import search
 from qtensor.weights.quantize import quantize_
+from qtensor.weights.rounding import Rounding
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
-__all__ = ["CurvePoint", "GroupChoice", "SearchResult", "quantize_", "search"]
+__all__ = ["CurvePoint", "GroupChoice", "Rounding", "SearchResult", "quantize_", "search"]

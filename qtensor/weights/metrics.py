@@ -47,6 +47,13 @@ def named_metric(metric: str | Metric) -> tuple[str, Metric]:
     return getattr(metric, "__name__", type(metric).__name__), metric
 
 
+def run(model: Any, batch: Any) -> Any:
+    """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def call(model: Any, batch: Any) -> Tensor:
     """Run a model on one input and return its output tensor, without padding.
 
@@ -62,10 +69,7 @@ def call(model: Any, batch: Any) -> Tensor:
     Raises:
         ArgumentTypeError: the output is not such a value.
     """
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    output = run(model, batch)
     for name in ("logits", "last_hidden_state"):
         output = getattr(output, name, output) if not isinstance(output, Tensor) else output
     if isinstance(output, tuple | list) and output:

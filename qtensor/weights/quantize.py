@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from qtensor.api import Format, quantize, quantizer
+from qtensor.api import Format, quantizer
 from qtensor.errors import fail
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
-from qtensor.weights.layers import Filter, linear_layers, match, set_weight
+from qtensor.weights.layers import Filter, linear_layers, match
+from qtensor.weights.measurement import evaluating
+from qtensor.weights.rounding import Layer, Progress, Rounding, as_rounding, round_weights
 
 
 def quantize_(
     model: nn.Module,
     format: Format | Mapping[str, Format | None],
     filter_fn: Filter | None = None,
+    *,
+    rounding: str | Rounding = "nearest",
+    calibration: Iterable[Any] | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Quantize the weights of a model's ``nn.Linear`` layers, in place.
 
     The layers stay ``nn.Linear`` and compute with the codes of their weights; inputs stay in high
     precision. The new parameters are frozen. ``convert_`` is for training: it swaps the layers, and
-    a recipe quantizes inputs and gradients too. If an argument is wrong, the model is unchanged.
+    a recipe quantizes inputs and gradients too.
+
+    Arguments, weights and calibration inputs are checked before the first layer changes. If a later
+    step fails or is interrupted, each finished layer is quantized and each other one is unchanged;
+    the same call then quantizes the rest.
+
+    With calibration inputs, the model runs in eval mode and eager code, without gradients. It runs
+    once over all inputs, and for GPTQ once more for each group of layers that share an input, up to
+    that group, with all layers before it quantized. Activations are not kept: the memory beside the
+    model is a few float64 matrices (K, K) of one layer. Positions whose ``attention_mask`` is 0 do
+    not count. The bytes of a run can be repeated with the same number of threads.
 
     Args:
         model: the root. It is changed in place, a layer at a time.
@@ -32,6 +49,13 @@ def quantize_(
             dict from names of layers (``*`` and ``?`` allowed) to formats; the first key that
             matches a name decides, and None leaves the layer in high precision.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
+        rounding: ``"nearest"``; ``"mse"``: the factors with the least squared error of each block;
+            ``"weighted_mse"``: the same, weighted by the mean squares of the inputs; ``"gptq"``:
+            later columns of a weight make up for the errors of earlier ones (Frantar et al., 2022);
+            ``"gptq_mse"``: both; or a ``Rounding``.
+        calibration: inputs of the model, for the roundings that need them: tensors, tuples of
+            arguments or dicts of keyword arguments. They are kept in a list.
+        progress: called after each layer, with (layers done, all layers, its name).
 
     Returns:
         The layers that were quantized, and those that were skipped with the reason. Its repr is a
@@ -39,7 +63,9 @@ def quantize_(
 
     Raises:
         QTensorError: a format is unknown, or takes its scale from earlier steps; a key matches no
-            layer; the model has no layer to quantize.
+            layer; the model has no layer to quantize; ``calibration`` is empty, missing or not
+            needed, does not run a layer, or leads to NaN; a format or weight allows only
+            ``"nearest"``.
     """
     layers, reasons = linear_layers("quantize_", model, filter_fn)
     if not layers:
@@ -49,19 +75,28 @@ def quantize_(
     formats = format if isinstance(format, Mapping) else {"*": format}
     patterns = match("quantize_", formats, layers, "format")
     parsed = {pattern: as_quantizer("quantize_", formats[pattern]) for pattern in formats}
-    swapped, skipped = [], [_report(name, model, reason) for name, reason in reasons.items()]
+    chosen_rounding, batches = as_rounding(rounding, calibration)
+    wanted, skipped = [], [_report(name, model, reason) for name, reason in reasons.items()]
     for name, layer in layers.items():
         chosen = parsed[patterns[name]] if name in patterns else None
         if chosen is None:
             reason = "stays in high precision" if name in patterns else "no key of format matches"
             skipped.append(_report(name, model, reason))
-            continue
-        weight: Any = quantize(layer.weight.detach(), chosen)
-        set_weight(layer, weight)
-        bits = 8 * weight.nbytes / weight.numel()
-        swapped.append(_report(name, model, f"{chosen.canonical}, {bits:.2f} bits a value"))
+        else:
+            wanted.append(Layer(name, layer, chosen))
+    notes = {}
+    with evaluating(model), torch.no_grad():
+        for layer, note in round_weights(model, wanted, chosen_rounding, batches):
+            weight, text = layer.module.weight, layer.quantizer.canonical
+            bits = 8 * weight.nbytes / weight.numel()
+            notes[layer.name] = f"{text}, {bits:.2f} bits a value{note}"
+            if progress is not None:
+                progress(len(notes), len(wanted), layer.name)
+    swapped = tuple(_report(layer.name, model, notes[layer.name]) for layer in wanted)
     title = f"quantize_ to {format if isinstance(format, str) else 'the formats given'}"
-    return Conversion(title, tuple(swapped), tuple(skipped))
+    if chosen_rounding.chooses:
+        title += f" with {rounding if isinstance(rounding, str) else chosen_rounding}"
+    return Conversion(title, swapped, tuple(skipped))
 
 
 def as_quantizer(op: str, format: Any) -> Quantizer | None:

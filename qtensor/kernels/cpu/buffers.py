@@ -162,7 +162,10 @@ def is_plain(t: Tensor, dtype: torch.dtype) -> bool:
 
 
 def addresses(
-    layout: BufferLayout, buffers: Sequence[Tensor], unpadded: bool = False
+    layout: BufferLayout,
+    buffers: Sequence[Tensor],
+    unpadded: bool = False,
+    read: Sequence[int] = range(POSITIONS),
 ) -> list[int] | None:
     """Return the addresses of the buffers by position, 0 for buffers that are absent.
 
@@ -171,6 +174,7 @@ def addresses(
         buffers: in slot order.
         unpadded: True if the kernel does not read the padding that follows the factors of rows, as
             slices of rows lack it.
+        read: positions of the buffers that the kernel reads; the others are not checked.
 
     Returns:
         None if a buffer is not that of a whole tensor: a part has no padding, and the kernels write
@@ -180,6 +184,8 @@ def addresses(
         return None
     pointers = [0] * POSITIONS
     for slot, position, size, dtype in layout.slots:
+        if position not in read:
+            continue
         buffer = buffers[slot]
         # As `is_plain`, without a call of a function for each buffer.
         if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype:
@@ -192,3 +198,39 @@ def addresses(
             return None
         pointers[position] = buffer.data_ptr()
     return pointers
+
+
+def whole_copies(
+    layout: BufferLayout, buffers: Sequence[Tensor], read: Sequence[int]
+) -> list[Tensor] | None:
+    """Return the buffers of a part of a tensor as those of a whole one: contiguous and padded.
+
+    Args:
+        layout: of the part.
+        buffers: in slot order.
+        read: positions of the buffers that a kernel reads; the others are returned as they are.
+
+    Returns:
+        None if a kernel cannot read such buffers, or if the elements of a line do not lie together,
+        as in a transpose: to copy those takes longer than other ways to read them.
+    """
+    whole = list(buffers)
+    if len(whole) < len(layout.slots):
+        return None
+    for slot, position, size, dtype in layout.slots:
+        buffer = whole[slot]
+        if position not in read:
+            continue
+        if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or not buffer.is_cpu:
+            return None
+        if buffer.ndim != len(size) or (buffer.shape[-1] > 1 and buffer.stride(-1) != 1):
+            return None
+        missing = [want - have for have, want in zip(buffer.shape, size, strict=True)]
+        if min(missing) < 0:
+            return None
+        if any(missing):
+            padded = buffer.new_zeros(size)
+            padded[tuple([slice(have) for have in buffer.shape])] = buffer
+            buffer = padded
+        whole[slot] = buffer.contiguous()
+    return whole

@@ -27,6 +27,7 @@ from qtensor.kernels.cpu.buffers import (
     buffer_layout,
     is_columnwise,
     is_plain,
+    whole_copies,
 )
 from qtensor.kernels.cpu.pages import ask_for_large_pages
 from qtensor.kernels.cpu.structs import ABI, FORMATS, CQuantizer
@@ -300,12 +301,12 @@ def dequantize_(
     if code is None or layout is None or not (out.is_cpu and out.is_contiguous()):
         return False
     kernels = library()
-    pointers = addresses(layout, buffers)
-    if isinstance(kernels, str) or pointers is None:
-        return False
     columnwise = layout.reads_columnwise
     if part.columnwise is not None and layout.scale_inv is None:
         columnwise = is_columnwise(quantizer, part.columnwise)
+    pointers, copies = _addresses_to_read(layout, buffers, columnwise)
+    if isinstance(kernels, str) or pointers is None:
+        return False
     count = layout.rows - part.first if part.count is None else part.count
     # The kernel decodes exactly one direction.
     read = [pointers[i] for i in layout.read_positions(columnwise)]
@@ -328,7 +329,24 @@ def dequantize_(
             _ONE_ADDRESS if part.codes_only else pointers[SHARED],
         )
     )
+    del copies  # The kernel has read them.
     return bool(status == 0)
+
+
+def _addresses_to_read(
+    layout: BufferLayout, buffers: Sequence[Tensor], columnwise: bool
+) -> tuple[list[int] | None, list[Tensor] | None]:
+    """Return the addresses of one direction of a tensor or a part, and the copies that they need.
+
+    The addresses are None if no kernel reads the buffers. The caller holds the copies until its
+    kernel has run.
+    """
+    read = (*layout.read_positions(columnwise), SHARED)
+    pointers = addresses(layout, buffers, not columnwise, read)
+    if pointers is not None:
+        return pointers, None
+    copies = whole_copies(layout, buffers, read)
+    return None if copies is None else addresses(layout, copies, False, read), copies
 
 
 class Rows(NamedTuple):
@@ -367,7 +385,7 @@ def linear_(
     if stride is None or not _are_linear_operands(layout, rows, bias, out):
         return False
     kernels = library()
-    pointers = addresses(layout, weight.buffers, unpadded=few)
+    pointers, copies = _addresses_to_read(layout, weight.buffers, columnwise=False)
     if isinstance(kernels, str) or pointers is None or not pointers[0]:
         return False
     count = x.numel() // layout.cols
@@ -391,6 +409,7 @@ def linear_(
             int(few),
         )
     )
+    del copies  # The kernel has read them.
     return bool(status == 0)
 
 

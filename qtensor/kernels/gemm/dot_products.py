@@ -14,7 +14,8 @@ from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.gemm import tiles
 from qtensor.kernels.gemm.problem import GemmSide, Problem
-from qtensor.kernels.gemm.tiles import GemmRows, decoded, rows_of_both, rows_quantizer
+from qtensor.kernels.gemm.tiles import decoded
+from qtensor.kernels.gemm.weight_rows import GemmRows, rows_of_both, rows_quantizer
 from qtensor.layout import buffer_shapes, rows_cols
 from qtensor.reference.blocks import unswizzle
 from qtensor.registry import QuantizerLike, alloc_slots, parse

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.native import MOST_ROWS, Rows
-from qtensor.kernels.gemm import tiles
-from qtensor.kernels.gemm.problem import GemmSide, Problem
-from qtensor.kernels.gemm.tiles import decoded, rows_of_both, rows_quantizer
+from qtensor.kernels.cpu.native import Rows
+from qtensor.kernels.gemm.problem import Problem
+from qtensor.kernels.gemm.stacks import matrix_buffers
+from qtensor.kernels.gemm.tiles import decoded
+from qtensor.kernels.gemm.weight_rows import (
+    GemmRows,
+    few_rows_refusal,
+    mirrored,
+    of_each,
+    rows_of_both,
+)
 from qtensor.layout import rows_cols
 
-SMALL = 1 << 16
-"""A weight of at most this many elements is left to programs of small calls and the reference,
-which have one order of sums between them."""
+_FLOAT32 = torch.float32
 
 
 class FewRows:
@@ -31,72 +33,75 @@ class FewRows:
     detail = ": the weight is read once, in a fixed order of sums"
 
     def __init__(self, problem: Problem) -> None:
-        self.mirrored = _mirrored(problem)
+        self.mirrored = mirrored(problem)
         self.problem = self.mirrored or problem
+        self.each = FewRows(of_each(problem)) if problem.batched else None
+        bias = problem.bias
+        # Kernels add one value a column and write `native.DTYPES`; torch does the rest in float32.
+        self.finishes = problem.dtype in native.DTYPES and (bias is None or len(bias[0]) < 2)
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
         """Return why this backend does not serve a problem, or None."""
-        return _refusal(_mirrored(problem) or problem)
+        return few_rows_refusal(problem)
 
     def __call__(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
         """Write ``out`` (..., N); or return why these tensors cannot be taken."""
-        if self.mirrored is None:
+        if self.mirrored is not None:
+            return self._multiply_mirrored(out, a, b[0])
+        if self.finishes and (self.each is None or bias is None):
             return self._multiply(out, a, b, bias)
+        total = torch.empty_like(out, dtype=_FLOAT32)
+        reason = self._multiply(total, a, b, None)
+        if reason is None:
+            total = total if bias is None else total + bias.float()
+            out.copy_(torch.where(total.isnan(), torch.nan, total))
+        return reason
+
+    def _multiply_mirrored(self, out: Tensor, weight: list[Tensor], x: Tensor) -> str | None:
         (rows, _), (columns, _) = self.problem.a.shape, self.problem.b.shape
-        x = b[0] if b[0].shape == self.problem.a.shape else b[0].t()
-        result = out.view(1, -1) if rows == 1 else out.new_empty(rows, columns)
-        reason = self._multiply(result, [x], a, None)
-        if reason is None and rows > 1:
+        x = x if x.shape == self.problem.a.shape else x.t()
+        in_place, dtype = rows == 1 and self.finishes, out.dtype if self.finishes else _FLOAT32
+        result = out.view(1, -1) if in_place else out.new_empty(rows, columns, dtype=dtype)
+        reason = self._multiply(result, [x], weight, None)
+        if reason is None and not in_place:
             out.copy_(result.t())
         return reason
 
     def _multiply(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
+        if self.each is not None:
+            return self._multiply_each(self.each, out, a[0], b)
         left, weight = rows_of_both(self.problem, a, b)
-        factor = None
-        if left.quantizer is None:
-            x = a[0].reshape(rows_cols(left.shape))
-            if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
-                x = x.contiguous()
-        else:
-            values, factor = decoded(left, torch.float32)
-            if values is None:
-                return "no kernel decodes the left operand"
-            x = values
+        rows = _rows_of(left)
+        if rows is None:
+            return "no kernel decodes the left operand"
         added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
-        if native.linear_(weight, Rows(x, factor), added, out, few=True):
+        if native.linear_(weight, rows, added, out, few=True):
             return None
-        return "the buffers of the quantized operand are not those of a whole tensor or of its rows"
+        return "the codes of a row of the quantized operand do not lie together"
 
-
-def _mirrored(problem: Problem) -> Problem | None:
-    """Return ``w @ x.T`` as ``x @ w.T`` if only the left operand is a quantized matrix."""
-    a, b = problem.a, problem.b
-    if a.quantizer is None or b.quantizer is not None or problem.layout == "NT" or problem.bias:
+    def _multiply_each(self, each: FewRows, out: Tensor, a: Tensor, b: list[Tensor]) -> str | None:
+        """Write the products of a batch of plain matrices and a quantized stack."""
+        side = self.problem.b
+        results, lefts = out.view(-1, *out.shape[-2:]), a.reshape(-1, *a.shape[-2:])
+        for i, (result, left) in enumerate(zip(results, lefts, strict=True)):
+            reason = each(result, [left], matrix_buffers(side.canonical, b, side.shape, i), None)
+            if reason is not None:
+                return reason
         return None
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        return None
-    rows = b.shape if problem.layout == "TN" else b.shape[::-1]
-    left = GemmSide("", rows, b.dtype, None, -1)
-    right = GemmSide(a.canonical, a.shape, a.dtype, None, -1)
-    return dataclasses.replace(problem, a=left, b=right, layout="TN")
 
 
-def _refusal(problem: Problem) -> str | None:
-    reason = tiles.refusal(problem, SMALL)
-    if reason is not None:
-        return reason
-    rows = math.prod(problem.a.shape[:-1])
-    if not 0 < rows <= MOST_ROWS:
-        return f"it serves 1 to {MOST_ROWS} rows; got {rows}"
-    if problem.b.rotated:
-        return f"the values of {problem.b.canonical} must be rotated back"
-    if getattr(rows_quantizer(problem), "axis", -1) != -1:
-        return f"the factors of {problem.b.canonical} run along the contraction"
-    dtypes = (problem.dtype,) if problem.a.quantizer else (problem.dtype, problem.a.dtype)
-    unknown = [dtype for dtype in dtypes if dtype not in native.DTYPES]
-    return f"no kernel for {unknown[0]}" if unknown else None
+def _rows_of(left: GemmRows) -> Rows | None:
+    """Return the left operand as the kernel reads it, or None if no kernel decodes it."""
+    if left.quantizer is None:
+        x = left.buffers[0].reshape(rows_cols(left.shape))
+        x = x if x.dtype in native.DTYPES else x.float()
+        if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+            x = x.contiguous()
+        return Rows(x)
+    values, factor = decoded(left, _FLOAT32)
+    return None if values is None else Rows(values, factor)

@@ -5,18 +5,16 @@ The whole weight is never decoded at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.kernels.gemm.problem import Problem, global_buffer
+from qtensor.kernels.gemm.weight_rows import GemmRows, rows_of_both, rows_refusal
 from qtensor.layout import Shape, rows_cols
 from qtensor.reference.gemm import matmul
 from qtensor.reference.scaling import quotient
-from qtensor.registry import QuantizerLike, parse, transposed
 
 SMALL = 1 << 18
 """A weight of at most this many elements is decoded as a whole: tiles cost more than they save."""
@@ -24,65 +22,21 @@ TILE_BYTES = 16 << 20
 """Size of a tile of decoded rows: large enough that a matmul runs at its full speed."""
 
 
-class GemmRows(NamedTuple):
-    """A matrix as rows along the contraction: its quantizer (None: plain), buffers and shape."""
-
-    quantizer: QuantizerLike | None
-    buffers: list[Tensor]
-    shape: Shape
+def is_large(shape: Shape) -> bool:
+    """Return whether a shape is that of a matrix of more than ``SMALL`` elements."""
+    return len(shape) == 2 and shape[0] * shape[1] > SMALL
 
 
-def is_large(shape: Shape, least: int = SMALL) -> bool:
-    """Return whether a shape is that of a matrix of more than ``least`` elements."""
-    return len(shape) == 2 and shape[0] * shape[1] > least
-
-
-def refusal(problem: Problem, least: int = SMALL) -> str | None:
-    """Return why the rows of a weight cannot be read a few at a time, or None.
-
-    Args:
-        problem: the product.
-        least: a weight has more than this many elements.
-    """
-    a, b = problem.a, problem.b
-    if problem.capability is not None or not problem.device.startswith("cpu"):
-        return "it runs on CPUs"
-    if problem.layout == "NT":
-        return "layout NT has no weight as its right operand"
-    if b.quantizer is None:
-        return "the right operand is not quantized"
-    if not is_large(b.shape, least):
-        return f"the right operand is not a matrix of more than {least} elements"
+def refusal(problem: Problem) -> str | None:
+    """Return why the rows of a weight are not decoded a few at a time, or None."""
+    reason = rows_refusal(problem)
+    if reason is not None:
+        return reason
+    if not is_large(problem.b.shape):
+        return f"the right operand is not a matrix of more than {SMALL} elements"
     if problem.bias is not None and len(problem.bias[0]) > 1:
         return f"the bias must be one value or one a column; got {problem.bias[0]}"
-    if a.quantizer is not None and not a.quantizer.rowwise:
-        return "the left operand has no rowwise data"
-    twin = rows_quantizer(problem)
-    if b.side != ("_rowwise" if problem.layout == "TN" else "_columnwise") or not twin.rowwise:
-        return "the data of the right operand do not run along the contraction"
-    return table.refusal(twin, torch.float32, "cpu")
-
-
-def rows_quantizer(problem: Problem) -> QuantizerLike:
-    """Return the quantizer of the right operand as rows along the contraction."""
-    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
-    return problem.b.quantizer if problem.layout == "TN" else _twin(problem.b.canonical)
-
-
-def _twin(canonical: str) -> QuantizerLike:
-    """Return the quantizer of the transpose of a matrix."""
-    twin: QuantizerLike = parse(canonical).transpose_plan[0]
-    return twin
-
-
-def rows_of_both(problem: Problem, a: list[Tensor], b: list[Tensor]) -> tuple[GemmRows, GemmRows]:
-    """Return both operands as rows along the contraction: (..., M, K) and (N, K)."""
-    left = GemmRows(problem.a.quantizer, a, problem.a.shape)
-    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
-    if problem.layout == "TN":
-        return left, GemmRows(problem.b.quantizer, b, problem.b.shape)
-    twin, rows = transposed(problem.b.quantizer, b)
-    return left, GemmRows(twin, rows, problem.b.shape[::-1])
+    return None
 
 
 class Tiles:

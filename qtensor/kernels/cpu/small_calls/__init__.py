@@ -21,6 +21,7 @@ small call takes longer.
 |---|---|
 | `program.py` | a list of kernel steps over a table of addresses, and the builder of such lists |
 | `calls.py` | the arguments of a call, and its program with the sources of its addresses |
+| `products.py` | the programs of products |
 | `planners.py` | for each op, the program of a call and where its addresses come from |
 | `answers.py` | loads the C++ kernel, and passes programs to it after a call |
 """
@@ -33,7 +34,8 @@ from typing import Any
 
 from qtensor.kernels.cpu.small_calls.answers import STATE_KERNELS, library, offer, offer_state
 from qtensor.kernels.cpu.small_calls.calls import Parse
-from qtensor.kernels.cpu.small_calls.planners import PLANNERS, refuse_gemm
+from qtensor.kernels.cpu.small_calls.planners import PLANNERS
+from qtensor.kernels.cpu.small_calls.products import refuse_gemm
 from qtensor.kernels.gemm import IN_FRONT
 from qtensor.kernels.gemm.problem import Problem
 

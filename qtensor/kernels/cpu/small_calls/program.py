@@ -138,7 +138,7 @@ class Result(NamedTuple):
 
 def serves(quantizer: Any, shape: tuple[int, ...]) -> BufferLayout | None:
     """Return the layout of a quantized matrix (rows, columns), or None if no program takes it."""
-    if len(shape) != 2 or shape[0] < 2 or shape[1] < 2 or shape[0] * shape[1] > SMALL:
+    if len(shape) != 2 or shape[0] * shape[1] > SMALL:
         return None
     return buffer_layout(quantizer, torch.Size(shape))
 
@@ -323,9 +323,14 @@ class Builder:
         self._steps[-1] += (out.at, DTYPES[out.dtype])
 
     def multiply_few_rows(
-        self, x: Source, weight: ProgramMatrix, rows: int, out: Source, bias: Source | None
+        self,
+        x: ProgramMatrix | Source,
+        weight: ProgramMatrix,
+        rows: int,
+        out: Source,
+        bias: Source | None,
     ) -> None:
-        """Compute `x @ weight.T + bias` in the order of sums of few rows, for large weights.
+        """Compute `x @ weight.T + bias` in the order of sums of few rows.
 
         Args:
             x: (rows, K).
@@ -338,6 +343,15 @@ class Builder:
         added = _NOTHING
         if bias is not None:
             added, _ = self._values(bias, matrix_layout.rows, None)
+        quantized = [0] * 6
+        if isinstance(x, ProgramMatrix):
+            quantized = [
+                self._address_of(x.layout),
+                *(x.at[i] for i in x.layout.read_positions(columnwise=False)),
+                x.at[SHARED],
+                self.scratch_memory(4 * rows),
+            ]
+            x = Source(self.scratch_memory(4 * rows * matrix_layout.cols), torch.float32)
         threaded = matrix_layout.rows * matrix_layout.cols > native.ONE_THREAD
         self._step(
             _FEW_ROWS,
@@ -353,6 +367,7 @@ class Builder:
             out.at,
             DTYPES[out.dtype],
             threaded,
+            *quantized,
         )
 
     def sum_rows(self, x: Source, rows: int, cols: int, out: int) -> None:

@@ -77,16 +77,17 @@ struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
 
 struct ByteCodes {
     static constexpr int PER = 2;
-    __m512i low0, low1, high0, high1;
+    __m512i low0, low1, high0, high1, sign;  // 6-bit codes have theirs in the tables
     explicit ByteCodes(const FewRows& f)
         : low0(_mm512_loadu_si512(f.low)),
           low1(_mm512_loadu_si512(f.low + 64)),
           high0(_mm512_loadu_si512(f.high)),
-          high1(_mm512_loadu_si512(f.high + 64)) {}
+          high1(_mm512_loadu_si512(f.high + 64)),
+          sign(_mm512_set1_epi8(char(f.high[0x80]))) {}
     INLINE void decode_all(const ByteCodes& b, __m512i c, __m512i d[2]) {
         const __m512i lo = _mm512_permutex2var_epi8(b.low0, c, b.low1);
         const __m512i hi = _mm512_permutex2var_epi8(b.high0, c, b.high1);
-        const __m512i top = _mm512_ternarylogic_epi32(hi, c, _mm512_set1_epi8(char(0x80)), 0x78);
+        const __m512i top = _mm512_ternarylogic_epi32(hi, c, b.sign, 0x78);
         d[0] = _mm512_unpacklo_epi8(lo, top), d[1] = _mm512_unpackhi_epi8(lo, top);
     }
 };

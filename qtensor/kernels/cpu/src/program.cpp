@@ -57,7 +57,10 @@ struct FewRowsStep {  // contiguous x (m, k) @ weight (n, k).T + a bias of float
     const CQuantizer* quantizer;
     i64 x_at, x_dtype, m, k, n;
     i64 row_at[3], scale_inv_at, bias_at, y_at, dtype;
-    i64 threaded;  // whether to take all threads
+    i64 threaded;                   // whether to take all threads
+    const CQuantizer* x_quantizer;  // null where x is plain; else x_at is scratch memory for floats
+    i64 x_row_at[3], x_scale_inv_at;
+    i64 x_factors_at;  // scratch memory for a factor of each row of x
 };
 struct Step {
     i64 kind;
@@ -222,7 +225,32 @@ struct ProgramRunner {
         c.threads = 1;
         with_type(s.dtype, [&](auto type) { sum_rows_as<decltype(type)>(c); });
     }
+    struct RowFactors {
+        const float* at = nullptr;  // one, or one a row (step 1)
+        i64 step = 0;
+    };
+    // Decodes quantized x without the factors of its rows, which follow the sums.
+    bool decode_x(const FewRowsStep& s, RowFactors& factors) const {
+        CQuantizer q = *s.x_quantizer;
+        Buffers row = buffers(s.x_row_at);
+        const float one = 1.0f, divisor = q.global_divisor, *scale_inv = get<float>(s.x_scale_inv_at);
+        if (q.family == TENSOR || q.family == ROW) {
+            factors = {scale_inv, q.family == ROW};
+            q.family = TENSOR;
+            scale_inv = &one;
+        } else if (row.amax) {
+            float* own = get<float>(s.x_factors_at);
+            for (i64 i = 0; i < (q.row_scaled ? s.m : 1); i++) own[i] = row.amax[i] / divisor;
+            factors = {own, q.row_scaled};
+            q.row_scaled = 0;
+            row.amax = (float*)&divisor;
+        }
+        const DequantizeCall c{at[s.x_at], F32, 1, s.m, s.k, 0, s.m, row, {}, scale_inv};
+        return dequantize_as<Float32>(q, c);
+    }
     bool multiply_few_rows(const FewRowsStep& s) const {
+        RowFactors factors;
+        if (s.x_quantizer && !decode_x(s, factors)) return false;
         int threads = 1;
 #ifdef _OPENMP
         if (s.threaded) threads = omp_get_max_threads();
@@ -235,8 +263,8 @@ struct ProgramRunner {
                               s.n,
                               buffers(s.row_at),
                               get<float>(s.scale_inv_at),
-                              nullptr,
-                              0,
+                              factors.at,
+                              factors.step,
                               get<float>(s.bias_at),
                               at[s.y_at],
                               i32(s.dtype),
