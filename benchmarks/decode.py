@@ -1,7 +1,7 @@
 """Benchmark of products of a few rows with a quantized weight: the decoding of text on a CPU.
 
 ``python -m benchmarks.decode [--quick] [--sizes 14336x4096] [--output DIR]`` measures every format
-for 1, 4, 16 and 32 rows with one thread and with all, compared with bfloat16 and with the kernels
+for 1 to 64 rows with one thread and with all, compared with bfloat16 and with the kernels
 of torch and onnxruntime for 8 and 4 bits. ``benchmarks.generation`` measures whole models.
 """
 
@@ -39,7 +39,7 @@ READ = "read"
 BITS = {"fp8": 8, "fp8_rowwise": 8, "fp8_blockwise": 8, "mxfp8": 8, "mxfp6": 6, "mxfp4": 4}
 SIZES = {False: ((14336, 4096), (4096, 4096)), True: ((1024, 1024),)}
 """(N, K), by whether the run is quick."""
-ROWS = {False: (1, 4, 16, 32), True: (1, 4)}
+ROWS = {False: (1, 2, 4, 8, 16, 32, 48, 64), True: (1, 4)}
 COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
 """Bytes of all copies of a weight together: several times the last cache level."""
 SECONDS = {False: 0.2, True: 0.02}

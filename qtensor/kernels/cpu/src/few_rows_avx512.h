@@ -257,80 +257,77 @@ static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, con
     }
 }
 
-// 2. More rows of x: the codes of two sets of four rows of the weight, a stage at a time, with tiles of T
-// rows of x.
+// 2. More rows of x: two sets of four rows of the weight, a stage at a time, with tiles of T rows of x.
 constexpr int SET = 4, SETS = 2;
-constexpr i64 TILED_ROWS = 16;  // of x: their sums stay in the first cache level
 template <class F>
 struct Stage {
     static constexpr int SPANS = int(STAGE) / F::SPAN;
-    static constexpr bool KEEP =
-        F::SCALED && F::STEPS <= 4;  // sums in registers: factors follow every few products
-    // Codes are decoded again for each tile where that costs less than to store their values.
-    static constexpr bool DECODED = KEEP && F::PER == 2;
+    // Sums stay in registers where factors follow every few products.
+    static constexpr bool KEEP = F::SCALED && F::STEPS <= 4;
+    // Codes of a byte are decoded once for all rows of x. 4-bit codes are decoded again for each tile, which
+    // costs less than to store and load their values.
+    static constexpr bool DECODED = F::PER == 2;
     static constexpr int VECTORS = DECODED ? F::STEPS : F::LOADS;
-    alignas(64) __m512i t[SETS][SPANS][SET][VECTORS];  // codes or values
+    alignas(64) __m512i t[SETS][SPANS][VECTORS][SET];  // codes or values
     alignas(64) __m512 s[SETS][SPANS][SET];
-    alignas(64) __m512 acc[SETS][TILED_ROWS][SET];
+    alignas(64) __m512 acc[SETS][MOST_ROWS][SET];
 };
+// GCC keeps arrays of sums in registers only where it unrolls the loops over them early.
+#define QT_EACH_SUM \
+    _Pragma("GCC unroll 8") for (int m = 0; m < T; m++) _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+// T rows of x times R rows of the weight, from row r0 of a set on. Not inlined, so that the compiler keeps
+// all sums in registers; it loads each vector once, as a vdpbf16ps with an operand in memory takes longer.
 template <class F, int R, int T, class X>
-INLINE void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans, int r0, i64 m0) {
+__attribute__((noinline)) static void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans,
+                                           int r0, i64 m0) {
     constexpr bool keep = Stage<F>::KEEP;
     __m512(*acc)[SET] = stage.acc[set] + m0;
     __m512 a[T][R], p[T][R];
-    for (int m = 0; m < T; m++)
-        for (int r = 0; r < R; r++) {
-            if (keep) a[m][r] = acc[m][r0 + r];
-            if (!F::SCALED) p[m][r] = acc[m][r0 + r];
-        }
+    QT_EACH_SUM {
+        if (keep) a[m][r] = acc[m][r0 + r];
+        if (!F::SCALED) p[m][r] = acc[m][r0 + r];
+    }
 #pragma GCC unroll 1
     for (int i = 0; i < spans; i++, x += F::SPAN) {
-        for (int m = 0; F::SCALED && m < T; m++)
-            for (int r = 0; r < R; r++) p[m][r] = _mm512_setzero_ps();
+        if (F::SCALED) QT_EACH_SUM p[m][r] = _mm512_setzero_ps();
+        const auto& stored = stage.t[set][i];
+        if constexpr (Stage<F>::DECODED) {
+#pragma GCC unroll 4
+            for (int v = 0; v < F::STEPS; v++) {
+                __m512i d[R];
+                for (int r = 0; r < R; r++) d[r] = stored[v][r0 + r];
+                QT_EACH_SUM p[m][r] = multiply(p[m][r], x + m * STAGE + v * 32, d[r]);
+            }
+        } else {
 #pragma GCC unroll 1
-        for (int l = 0; l < F::LOADS; l++) {
-            const X* from = x + l * F::PER * 32;
-            if constexpr (F::PER == 4) {
+            for (int l = 0; l < F::LOADS; l++) {
+                const X* from = x + l * F::PER * 32;
 #define QT_STEP(S)                                                                                    \
     {                                                                                                 \
         __m512i d[R];                                                                                 \
-        for (int r = 0; r < R; r++) d[r] = F::template decode<S>(codes, stage.t[set][i][r0 + r][l]);  \
+        for (int r = 0; r < R; r++) d[r] = F::template decode<S>(codes, stored[l][r0 + r]);           \
         for (int m = 0; m < T; m++)                                                                   \
             for (int r = 0; r < R; r++) p[m][r] = multiply(p[m][r], from + m * STAGE + S * 32, d[r]); \
     }
                 QT_STEP(0) QT_STEP(1) QT_STEP(2) QT_STEP(3)
 #undef QT_STEP
-            } else {
-                __m512i d[R][F::PER];
-                for (int r = 0; r < R; r++) {
-                    const __m512i* stored = stage.t[set][i][r0 + r];
-                    if constexpr (!Stage<F>::DECODED)
-                        F::decode_all(codes, stored[l], d[r]);
-                    else
-                        for (int v = 0; v < F::PER; v++) d[r][v] = stored[l * F::PER + v];
-                }
-                for (int v = 0; v < F::PER; v++)
-                    for (int m = 0; m < T; m++)
-                        for (int r = 0; r < R; r++)
-                            p[m][r] = multiply(p[m][r], from + m * STAGE + v * 32, d[r][v]);
             }
         }
-        for (int m = 0; F::SCALED && m < T; m++)
-            for (int r = 0; r < R; r++) {
+        if (F::SCALED) QT_EACH_SUM {
                 __m512& to = keep ? a[m][r] : acc[m][r0 + r];
                 to = _mm512_fmadd_ps(p[m][r], stage.s[set][i][r0 + r], to);
             }
     }
-    for (int m = 0; m < T; m++)
-        for (int r = 0; r < R; r++) {
-            if (keep) acc[m][r0 + r] = a[m][r];
-            if (!F::SCALED) acc[m][r0 + r] = p[m][r];
-        }
+    QT_EACH_SUM {
+        if (keep) acc[m][r0 + r] = a[m][r];
+        if (!F::SCALED) acc[m][r0 + r] = p[m][r];
+    }
 }
+#undef QT_EACH_SUM
 template <class F, int T, class X>
 static void tiles(const F& codes, const X* x, Stage<F>& stage, int spans, i64 m0, Fetch<F, SETS * SET>& fetch,
                   int lines) {
-    constexpr int R = T > 4 || Stage<F>::KEEP ? 2 : 4;
+    constexpr int R = Stage<F>::KEEP ? 2 : 4;
     for (int set = 0; set < SETS; set++)
         for (int r = 0; r < SET; r += R) {
             fetch.lines(lines * T * R);
@@ -342,26 +339,24 @@ static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int span
                            Fetch<F, SETS * SET>& fetch) {
     // Lines of memory for each product of two rows, so that all tiles fetch alike.
     const int lines = int((STAGE / F::SPAN * F::BYTES / 64 + count - 1) / count);
-    constexpr int most = F::SCALED ? 4 : 8;
     i64 m = 0;
-    for (; count - m >= most; m += most) tiles<F, most>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
-    if (count - m >= 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m, fetch, lines), m += 4;
+    for (; count - m >= 4; m += 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     if (count - m == 3) tiles<F, 3>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     if (count - m == 2) tiles<F, 2>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     if (count - m == 1) tiles<F, 1>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
 }
-// Rows m0 .. m0 + count of x times rows of the weight from n on.
+// All rows of x times rows of the weight from n on.
 template <class F, class X>
-static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs,
-                          const WeightRows<F, SETS * SET>& rows, const Chunk& chunk, i64 n, i64 m0, i64 count,
+static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, i64 n, u8* own,
                           Stage<F>& stage) {
     constexpr int R = SETS * SET, SPANS = Stage<F>::SPANS;
+    const WeightRows<F, R> rows(f, n, chunk.end, own);
     Fetch<F, R> fetch(f, chunk, n);
     for (int set = 0; set < SETS; set++)
-        for (i64 m = 0; m < count; m++)
+        for (i64 m = 0; m < f.m; m++)
             for (int r = 0; r < SET; r++) stage.acc[set][m][r] = _mm512_setzero_ps();
     for (i64 e = 0; e < f.k; e += STAGE) {
-        if (m0 == 0 && e + STAGE <= f.k) fetch.template begin<int(STAGE)>(e / STAGE);
+        if (e + STAGE <= f.k) fetch.template begin<int(STAGE)>(e / STAGE);
         const int spans = int(smaller(SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
         for (int q = 0; q < R; q++)
             for (int i = 0; i < spans; i++) {
@@ -371,20 +366,23 @@ static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs,
                     rows.whole(q, e / F::SPAN + i, t, s);
                 else
                     rows.part(q, e / F::SPAN + i, t, s);
-                auto& to = stage.t[q / SET][i][q % SET];
+                auto& to = stage.t[q / SET][i];
                 for (int l = 0; l < F::LOADS; l++) {
-                    if constexpr (Stage<F>::DECODED)
-                        F::decode_all(codes, t[l], to + l * F::PER);
-                    else
-                        to[l] = t[l];
+                    if constexpr (Stage<F>::DECODED) {
+                        __m512i d[F::PER];
+                        F::decode_all(codes, t[l], d);
+                        for (int v = 0; v < F::PER; v++) to[l * F::PER + v][q % SET] = d[v];
+                    } else {
+                        to[l][q % SET] = t[l];
+                    }
                 }
             }
-        tiles_of_stage<F>(codes, xs + e * f.m + m0 * STAGE, stage, spans, count, fetch);
+        tiles_of_stage<F>(codes, xs + e * f.m, stage, spans, f.m, fetch);
     }
-    for (i64 m = 0; m < count; m++) {
+    for (i64 m = 0; m < f.m; m++) {
         __m512 v[R];
         for (int q = 0; q < R; q++) v[q] = stage.acc[q / SET][m][q % SET];
-        finish_eight<F>(f, m0 + m, n, smaller(R, chunk.end - n), v);
+        finish_eight<F>(f, m, n, smaller(R, chunk.end - n), v);
     }
 }
 
@@ -403,11 +401,8 @@ static void multiply_chunk(const FewRows& f, const F& codes, const X* xs, const 
             break;
     }
     Stage<F> stage;
-    for (i64 n = chunk.first; n < chunk.end; n += SETS * SET) {
-        const WeightRows<F, SETS * SET> rows(f, n, chunk.end, own);
-        for (i64 m = 0; m < f.m; m += TILED_ROWS)
-            rows_by_tiles<F>(f, codes, xs, rows, chunk, n, m, smaller(TILED_ROWS, f.m - m), stage);
-    }
+    for (i64 n = chunk.first; n < chunk.end; n += SETS * SET)
+        rows_by_tiles<F>(f, codes, xs, chunk, n, own, stage);
 }
 template <class X, class F>
 static void multiply_format(const FewRows& f) {
