@@ -253,7 +253,7 @@ class QuantizedModule(nn.Module):
             return self._local_linear(input, weight, w, b, options, call)
         self._check_features(input, w.shape[1])
         biases = [] if b is None else [b]
-        own = localize(self.label, input, [w], biases, sequence=options.splits_sequence)
+        own = localize(self.label, input, [w], biases, exchange=options.exchange)
         own.check_schedule(self.label, options)
         options = options._replace(parallel=own.parallel, placements=w.placements)
         b = own.biases[0] if biases else None
