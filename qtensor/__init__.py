@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         record_amax_,
     )
     from qtensor.report import BlockError, ErrorReport, error_report
+    from qtensor.reporting import ModelReport, model_report
     from qtensor.weights import Rounding, SearchResult, quantize_, search
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ModelReport",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -103,6 +105,7 @@ __all__ = [
     "explain",
     "formats",
     "gemm",
+    "model_report",
     "ops",
     "optim",
     "quantize",
@@ -143,6 +146,7 @@ _LAZY = {
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
     "Linear": "qtensor.modules.linear",
+    "ModelReport": "qtensor.reporting",
     "autocast": "qtensor.autocasting",
     "checkpoint": "qtensor.functional.checkpoint",
     "checkpoints": "qtensor.checkpoints",
@@ -152,6 +156,7 @@ _LAZY = {
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "distributed": "qtensor.distributed",
     "error_report": "qtensor.report",
+    "model_report": "qtensor.reporting",
     "ops": "qtensor.ops",
     "quantize_": "qtensor.weights",
     "optim": "qtensor.optim",

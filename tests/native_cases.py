@@ -15,6 +15,7 @@ from formats import BY_NAME, DTYPES, FORMATS, USAGES, FormatCase, assert_same_by
 from torch import Tensor
 
 import qtensor
+from qtensor.build import BuildSpec, build
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, sources
 from qtensor.layout import has_padding
@@ -52,11 +53,36 @@ INPUTS = {
 }
 
 
-_TWO_MINUTES = pytest.mark.nightly(reason="it compiles for two minutes; few machines load it")
+_BEST = sources.usable_isas()[0]
+_MINUTES = pytest.mark.nightly(reason="it compiles for a minute or two, and is not the best here")
+QUICK = "avx2 -O1"
+"""The kernels for AVX2 with fewer optimizations, which compile in half the time."""
 ISAS = [
-    pytest.param(isa, marks=[_TWO_MINUTES] if isa == "baseline" else []) for isa in sources.ISAS
+    *(pytest.param(isa, marks=() if isa == _BEST else _MINUTES) for isa in sources.ISAS),
+    *([QUICK] if _BEST == "avx512" else []),
 ]
-"""Instruction sets, as parameters of a fixture."""
+"""Instruction sets, as parameters of a fixture: the default tier has the best of this CPU."""
+
+
+def spec_of(parameter: str) -> BuildSpec:
+    """Return how to build the kernels of one of `ISAS`."""
+    isa, _, level = parameter.partition(" ")
+    spec = sources.build_spec(isa)
+    if not level:
+        return spec
+    units = [
+        dataclasses.replace(u, flags=tuple(level if f == "-O3" else f for f in u.flags))
+        for u in spec.units
+    ]
+    return dataclasses.replace(spec, units=tuple(units))
+
+
+def library_of(parameter: str) -> native.Library:
+    """Return the kernels of one of `ISAS`; processes that ask at once wait for one build."""
+    isa = parameter.partition(" ")[0]
+    if isa not in sources.usable_isas():
+        pytest.skip(reason=f"this CPU has no {isa}")
+    return native.Library(str(build(spec_of(parameter))))
 
 
 def data(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ The default tier (`make test`) takes from each test a few cells that together ho
 every axis. The wide tier holds the other cells, and the tests marked ``nightly(reason=...)``.
 `make test-all` runs both tiers. An axis is one `parametrize` mark; each of its rows is a value.
 A mark with more rows than its arguments have values is a product: there, each argument is an axis.
+In the files of ``SHARED`` the formats or recipes are an axis of the file: some test holds each.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-Value = tuple[str, Hashable]
-"""An argument of a test, and one of its values."""
+Value = tuple[str, ...]
+"""The test whose axis it is (empty for an axis of a file), an argument, and a value as text."""
 
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
@@ -29,20 +30,101 @@ EVERY_CELL = dict.fromkeys(
 )
 """``file`` or ``file::test`` -> why the default tier runs all of its cells."""
 
+SHARED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "test_added_to_main_grad.py",
+            "test_collectives.py",
+            "test_compile_autograd.py",
+            "test_compile_boundary.py",
+            "test_compile_bytes.py",
+            "test_compile_dynamic.py",
+            "test_compile_ops.py",
+            "test_compiled_autograd_modules.py",
+            "test_compiled_linear.py",
+            "test_debug_record.py",
+            "test_export.py",
+            "test_grouped_linear_compile.py",
+            "test_modules_compile.py",
+            "test_ops_compile.py",
+        ),
+        ("case", "recipe", "name", "options"),
+    ),
+    **dict.fromkeys(
+        (
+            "test_convert_llama.py",
+            "test_dcp.py",
+            "test_dtensor_layers.py",
+            "test_dtensor_ops.py",
+            "test_fsdp.py",
+            "test_fsdp_gather.py",
+            "test_fsdp_quantized.py",
+            "test_ops_parallel.py",
+            "test_parallel_quantized.py",
+            "test_parallel_styles.py",
+            "test_proto.py",
+            "test_tensor_parallel.py",
+            "test_tensor_parallel_blocks.py",
+            "test_transformers_clients.py",
+            "test_transformers_models.py",
+            "test_triton_compiles.py",
+            "test_weight_workspace.py",
+        ),
+        ("case", "recipe", "name", "fmt", "options", "bound"),
+    ),
+}
+"""``file`` -> arguments whose values its tests share: in the default tier some test of the file
+holds each value. A cell of these files compiles, or trains on two ranks, for a second or more.
+"""
 
-def axes(specs: Sequence[Any]) -> list[list[Value]]:
-    """Return the axis values of each cell of one test, given pytest's call specs of the cells."""
-    marks: dict[tuple[int, ...], list[str]] = {}
-    for name in specs[0].indices:
-        marks.setdefault(tuple(spec.indices[name] for spec in specs), []).append(name)
+
+def axes(
+    rows: Sequence[dict[str, Any]],
+    marks: Sequence[Sequence[str]],
+    test: str = "",
+    shared: Collection[str] = (),
+) -> list[list[Value]]:
+    """Return the axis values of each cell of one test.
+
+    Arguments:
+        rows: the arguments of each cell.
+        marks: the arguments of each ``parametrize`` mark, and of each fixture with parameters.
+        test: the name of the test, so that other tests of its file do not hold its values.
+        shared: arguments whose values any test of the file may hold.
+    """
     columns: list[list[Value]] = []
-    for rows, names in marks.items():
-        columns.append([(names[0], row) for row in rows])
-        if len(names) > 1:
-            arguments = [[(name, repr(spec.params[name])) for spec in specs] for name in names]
-            if len(set(rows)) > sum(len(set(argument)) for argument in arguments):
-                columns[-1:] = arguments
+
+    def add(names: Sequence[str]) -> None:
+        of = "" if set(names) <= set(shared) else test
+        columns.append([(of, *names, *(repr(row[name]) for name in names)) for row in rows])
+
+    for names in marks:
+        arguments = [{repr(row[name]) for row in rows} for name in names]
+        together = {tuple(repr(row[name]) for name in names) for row in rows}
+        if len(names) > 1 and len(together) > sum(map(len, arguments)):
+            for name in names:
+                add([name])
+        else:
+            add(names)
     return [list(cell) for cell in zip(*columns, strict=True)]
+
+
+def marks_of(item: pytest.Item) -> list[list[str]]:
+    """Return the arguments of each ``parametrize`` mark of a cell, then each parameter of a
+    fixture.
+
+    From the marks, because ``callspec.indices`` counts the cells of some tests, not the rows of
+    their marks.
+    """
+    parameters = set(item.callspec.params)  # type: ignore[attr-defined]
+    marks = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        marks.append(list(names))
+    seen = {name for names in marks for name in names}
+    return [*marks, *([name] for name in sorted(parameters - seen))]
 
 
 def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
@@ -84,13 +166,22 @@ def tests(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 def mark(items: Iterable[pytest.Item]) -> None:
     """Mark as ``nightly`` each cell that the default tier leaves to the wide tier."""
+    groups: dict[str, list[tuple[pytest.Item, list[Value]]]] = {}
     for test, cells in tests(items).items():
         name = test.rpartition("/")[2]
+        file = name.partition("::")[0]
         cells = [cell for cell in cells if cell.get_closest_marker("nightly") is None]
-        if len(cells) < 2 or name in EVERY_CELL or name.partition("::")[0] in EVERY_CELL:
+        if not cells or name in EVERY_CELL or file in EVERY_CELL:
             continue
-        kept = set(cover(axes([cell.callspec for cell in cells])))  # type: ignore[attr-defined]
-        for index, cell in enumerate(cells):
+        if not hasattr(cells[0], "callspec"):
+            continue
+        rows = [cell.callspec.params for cell in cells]  # type: ignore[attr-defined]
+        values = axes(rows, marks_of(cells[0]), test, SHARED.get(file, ()))
+        group = groups.setdefault(file if file in SHARED else test, [])
+        group += [(cell, [(test,), *own]) for cell, own in zip(cells, values, strict=True)]
+    for group in groups.values():
+        kept = set(cover([values for _, values in group]))
+        for index, (cell, _) in enumerate(group):
             if index not in kept:
                 cell.add_marker(pytest.mark.nightly(reason=SAMPLED))
 

@@ -20,6 +20,7 @@ from qtensor.debug.log import ROLES
 from qtensor.debug.op import SINKS
 
 ROOT = Path(__file__).parents[1]
+_WIDE = pytest.mark.nightly(reason="another cell has the recipe, and another the backend")
 
 
 def by_tensor(log, step=0):
@@ -52,8 +53,15 @@ def test_results_are_equal_and_nothing_stays(recipe):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        ("delayed", "aot_eager"),
+        pytest.param("delayed", "inductor", marks=[_WIDE, pytest.mark.slow]),
+        pytest.param("nvfp4", "aot_eager", marks=_WIDE),
+        ("nvfp4", "inductor"),
+    ],
+)
 def test_compiled_results_are_equal(recipe, backend):
     """One graph without recording, one more with it, and no graph break."""
     model, twin = block(RECIPES[recipe]()), block(RECIPES[recipe]())

@@ -37,7 +37,8 @@ def script(path):
     return "\n".join(lines) + "\n"
 
 
-def run(path, folder):
+def run(path, folder, cache=None):
+    """Run the blocks of a document; ``cache`` is a folder for what Inductor compiles."""
     # A file, because torch reads the source of functions. Its name is not that of a module.
     program = folder / f"{path.stem}_page.py"
     program.write_text(script(path))
@@ -45,7 +46,7 @@ def run(path, folder):
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
         "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache or folder / "cache"),
     }
     first = "import warnings; warnings.filterwarnings('error', '', DeprecationWarning, '__main__');"
     return torch_process.run(
@@ -57,12 +58,18 @@ def run(path, folder):
     )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """All documents share the headers that Inductor precompiles, a second and a half each time."""
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [p for p in DOCUMENTS if p.name not in GENERATED], ids=lambda p: p.name
 )
-def test_examples_run(path, tmp_path):
-    done = run(path, tmp_path)
+def test_examples_run(path, tmp_path, cache):
+    done = run(path, tmp_path, cache)
     assert done.returncode == 0, done.stderr
 
 

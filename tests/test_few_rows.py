@@ -13,13 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
-from native_cases import ISAS, loaded, threads
+from native_cases import ISAS, library_of, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import qtensor
-from qtensor.build import build
-from qtensor.kernels.cpu import native, sources
 from qtensor.kernels.gemm import reference
 from qtensor.storage.grouped import group_sizes, grouped_product
 
@@ -33,9 +31,7 @@ N, K = 67, 1031
 @pytest.fixture(scope="session", params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels of one instruction set."""
-    if request.param not in sources.usable_isas():
-        pytest.skip(reason=f"this CPU has no {request.param}")
-    with loaded(native.Library(str(build(sources.build_spec(request.param))))):
+    with loaded(library_of(request.param)):
         yield
 
 

@@ -19,20 +19,17 @@ from float_cases import (
     without_kernels,
 )
 from formats import assert_same_bytes
-from native_cases import ISAS, loaded, threads
+from native_cases import ISAS, library_of, loaded, threads
 
-from qtensor.build import build
-from qtensor.kernels.cpu import floats, native, sources
+from qtensor.kernels.cpu import floats, native
 
 ops = torch.ops.qtensor
 
 
 @pytest.fixture(scope="session", params=ISAS)
 def library(request: pytest.FixtureRequest) -> native.Library:
-    """The kernels of one instruction set; processes that ask at once wait for one build."""
-    if request.param not in sources.usable_isas():
-        pytest.skip(reason=f"this CPU has no {request.param}")
-    return native.Library(str(build(sources.build_spec(request.param))))
+    """The kernels of one instruction set."""
+    return library_of(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -19,20 +19,20 @@ from native_cases import (
     check_random,
     data,
     dirty,
+    library_of,
     loaded,
+    spec_of,
     threads,
 )
 
 from qtensor.build import build
-from qtensor.kernels.cpu import native, sources
+from qtensor.kernels.cpu import native
 
 
 @pytest.fixture(scope="session", params=ISAS)
 def library(request: pytest.FixtureRequest) -> native.Library:
-    """The kernels of one instruction set; processes that ask at once wait for one build."""
-    if request.param not in sources.usable_isas():
-        pytest.skip(reason=f"this CPU has no {request.param}")
-    return native.Library(str(build(sources.build_spec(request.param))))
+    """The kernels of one instruction set."""
+    return library_of(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,8 @@ def _serves(library: native.Library) -> Iterator[None]:
 def test_the_library_is_that_of_the_instruction_set(
     library: native.Library, request: pytest.FixtureRequest
 ) -> None:
-    isa = request.node.callspec.params["library"]
-    path = build(sources.build_spec(isa))
+    parameter = request.node.callspec.params["library"]
+    isa, path = parameter.partition(" ")[0], build(spec_of(parameter))
     assert path.name == f"cpu_{isa}.so"
     assert f"qt_{isa}".encode() in path.read_bytes(), "names carry the namespace"
     assert native.library() is library

@@ -20,7 +20,8 @@ from torch import Tensor
 import qtensor
 
 EXAMPLES = int(os.environ.get("QTENSOR_HYPOTHESIS_EXAMPLES", "300"))
-"""Per format. Raise it for a long search by hand."""
+"""Per format, in the wide tier. Raise it for a long search by hand."""
+WIDE = pytest.mark.nightly(reason="a hundred examples are in the default tier")
 
 exact = settings(
     max_examples=EXAMPLES,
@@ -92,11 +93,12 @@ def options_of(draw: st.DrawFn, case: FormatCase) -> dict[str, Any]:
             return chosen
 
 
+@pytest.mark.parametrize("examples", [100, pytest.param(EXAMPLES, marks=WIDE, id="all")])
 @formats
-def test_any_tensor_any_options(case: FormatCase) -> None:
+def test_any_tensor_any_options(case: FormatCase, examples: int) -> None:
     ran = 0
 
-    @exact
+    @settings(exact, max_examples=examples)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         nonlocal ran
@@ -105,7 +107,7 @@ def test_any_tensor_any_options(case: FormatCase) -> None:
         ran += 1
 
     check()
-    assert ran >= EXAMPLES
+    assert ran >= examples
 
 
 @formats

@@ -20,6 +20,7 @@ REASONS: dict[str, str] = {
     "qtensor/cli/checkpoints.py::convert": _COMMAND,
     "qtensor/cli/checkpoints.py::dequantize": _COMMAND,
     "qtensor/cli/checkpoints.py::inspect": _COMMAND,
+    "qtensor/cli/checkpoints.py::report": _COMMAND,
     "qtensor/debug/recording.py::record": (
         "options of a recording, each with a default, as keywords of one public call"
     ),

@@ -7,18 +7,12 @@ import pytest
 from conftest import CELLS
 
 
-def specs(*marks):
-    """Return what pytest knows of the cells of stacked ``parametrize`` marks: (names, rows)
-    each.
-    """
-    cells = [({}, {})]
+def rows_of(*marks):
+    """Return the arguments of the cells of stacked ``parametrize`` marks: (names, rows) each."""
+    cells = [{}]
     for names, rows in marks:
-        cells = [
-            (params | dict(zip(names, row, strict=True)), indices | dict.fromkeys(names, index))
-            for params, indices in cells
-            for index, row in enumerate(rows)
-        ]
-    return [SimpleNamespace(params=params, indices=indices) for params, indices in cells]
+        cells = [cell | dict(zip(names, row, strict=True)) for cell in cells for row in rows]
+    return cells
 
 
 def values(cells):
@@ -33,14 +27,18 @@ def is_explicit(cell):
     return mark is not None and mark.kwargs.get("reason") != nightly.SAMPLED
 
 
-def gaps(cells):
-    """Return what the default tier misses of one test: its reason-less marks, cells and values."""
+def gaps(cells, shared=()):
+    """Return what the default tier misses of one test: its reason-less marks, cells and values.
+
+    The values of ``shared`` arguments do not count.
+    """
     marks = [cell.get_closest_marker("nightly") for cell in cells]
     if any(mark and not mark.kwargs.get("reason") for mark in marks):
         return {"a reason: @pytest.mark.nightly(reason=...)"}
     kept = [cell for cell, mark in zip(cells, marks, strict=True) if mark is None]
     promised = [cell for cell in cells if not is_explicit(cell)]
-    return {"a cell"} if promised and not kept else values(promised) - values(kept)
+    missing = values(promised) - values(kept)
+    return {"a cell"} if promised and not kept else {v for v in missing if v[0] not in shared}
 
 
 def item(params=None, reason=None):
@@ -50,11 +48,25 @@ def item(params=None, reason=None):
     return SimpleNamespace(get_closest_marker=lambda name: mark, **spec)
 
 
+def file_of(test):
+    return test.partition("::")[0].rpartition("/")[2]
+
+
 def test_the_default_tier_holds_every_test_and_every_value(request):
     missing = {
-        name: gaps(cells) for name, cells in nightly.tests(request.config.stash[CELLS]).items()
+        name: gaps(cells, nightly.SHARED.get(file_of(name), ()))
+        for name, cells in nightly.tests(request.config.stash[CELLS]).items()
     }
     assert {name: what for name, what in missing.items() if what} == {}
+
+
+def test_the_files_that_share_values_hold_each(request):
+    """A value that only one test of such a file has counts as well."""
+    files = {}
+    for name, cells in nightly.tests(request.config.stash[CELLS]).items():
+        files.setdefault(file_of(name), []).extend(cells)
+    for file in files.keys() & nightly.SHARED.keys():
+        assert gaps(files[file]) == set(), file
 
 
 @pytest.mark.parametrize(
@@ -75,8 +87,9 @@ def test_the_check_sees_what_is_missing(cells, missing):
 
 def kept(*marks):
     """Return the parameters of the cells that the default tier takes, in order of collection."""
-    cells = specs(*marks)
-    return [cells[index].params for index in sorted(nightly.cover(nightly.axes(cells)))]
+    cells = rows_of(*marks)
+    values = nightly.axes(cells, [names for names, _ in marks])
+    return [cells[index] for index in sorted(nightly.cover(values))]
 
 
 LETTERS = (("letter",), [("a",), ("b",), ("c",)])
@@ -89,6 +102,15 @@ def test_the_cover_is_as_small_as_the_longest_axis_and_mixes_the_others():
     assert {cell["letter"] for cell in cells} == {"a", "b", "c"}
     assert {cell["digit"] for cell in cells} == {0, 1}
     assert {cell["flag"] for cell in cells} == {False, True}
+
+
+@pytest.mark.parametrize("letter", ["a", "b"])
+@pytest.mark.parametrize(("digit", "square"), [(2, 4), (3, 9)])
+def test_the_marks_of_a_cell(request, letter, digit, square):
+    """Two stacked marks are two axes: two of these four cells are in the default tier."""
+    assert nightly.marks_of(request.node) == [["digit", "square"], ["letter"]]
+    cells = nightly.tests(request.config.stash[CELLS])[request.node.nodeid.partition("[")[0]]
+    assert len([cell for cell in cells if cell.get_closest_marker("nightly") is None]) == 2
 
 
 def test_values_that_are_equal_but_not_the_same_count_each():

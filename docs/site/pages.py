@@ -42,6 +42,7 @@ API = {
     "qtensor.optim": ["qtensor.optim"],
     "qtensor.distributed": ["qtensor.distributed"],
     "qtensor.debug": ["qtensor.debug"],
+    "qtensor.reporting": ["qtensor.reporting"],
     "qtensor.integrations": ["qtensor.integrations.transformers", "qtensor.integrations.offload"],
 }
 """Pages of the API, and the modules that each one shows."""

@@ -1,4 +1,4 @@
-"""``qtensor inspect | convert | dequantize | diff | verify``: checkpoints on the command line.
+"""``qtensor inspect | convert | dequantize | diff | verify | report``: files of weights.
 
 The exit status is 0 if all is well, 1 for a problem or a difference, and 2 for a wrong call.
 """
@@ -57,7 +57,7 @@ Every = Annotated[bool, typer.Option("--all", help="List every tensor.")]
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (inspect, convert, dequantize, diff, verify):
+    for command in (inspect, convert, dequantize, diff, verify, report):
         app.command()(command)
 
 
@@ -274,6 +274,57 @@ def verify(
         raise typer.Exit(1)
 
 
+def report(
+    path: Source,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_existing, metavar="BASE", help="The checkpoint from before the quantization."
+        ),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", parser=_path, metavar="FILE", help="The page.")
+    ] = Path("report.html"),
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_existing, metavar="FILE", help="A recording, of qtensor.debug.record(jsonl=)."
+        ),
+    ] = None,
+    search: Annotated[
+        Path | None,
+        typer.Option(parser=_existing, metavar="FILE", help="A result, of SearchResult.save."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of PATH, if not recognised.")
+    ] = None,
+    against_layout: Annotated[
+        str | None, typer.Option(metavar="L", help="Layout of BASE, if not recognised.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file.")] = False,
+) -> None:
+    """Write one HTML page about the weights: errors, heat map, codes, factors, worst blocks."""
+    with plain_errors("--layout or --against-layout"):
+        from qtensor import reporting  # noqa: PLC0415 - quick --help
+        from qtensor.errors import fail  # noqa: PLC0415
+
+        if output.exists() and not overwrite:
+            fix = "Choose another path, or pass overwrite=True"
+            fail("model_report", "the report is a new file", f"{str(output)!r}, which exists", fix)
+        with _counted() as progress:
+            found = reporting.model_report(
+                path,
+                against=against,
+                log=log,
+                search=search,
+                layouts=(layout, against_layout),
+                progress=progress,
+            )
+        found.save(output, overwrite=overwrite)
+        typer.echo(found)
+        typer.echo(f"wrote {output}")
+
+
 # ---- shared by the commands
 
 
@@ -309,6 +360,12 @@ def _progress(quiet: bool) -> Any:
     from qtensor.cli import tables  # noqa: PLC0415 - rich.progress is slow to import
 
     return tables.progress_bar(quiet)
+
+
+def _counted() -> Any:
+    from qtensor.cli import tables  # noqa: PLC0415 - rich.progress is slow to import
+
+    return tables.counted_bar()
 
 
 def _show_report(report: Any, as_json: bool, every: bool) -> None:

@@ -48,6 +48,26 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[State], None] | None]:
         yield show
 
 
+@contextmanager
+def counted_bar() -> Iterator[Callable[[int, int, str], None] | None]:
+    """Show a bar of finished tensors on stderr; the value is the callback."""
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", style="dim"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, name: bar.update(
+            task, completed=done, total=total, description=escape(name)
+        )
+
+
 def show_summary(summary: Summary, every: bool) -> None:
     """Print the description of a checkpoint."""
     console = make_console()

@@ -46,9 +46,12 @@ class View:
     """Decode factor of each element; NaN for rotated data."""
     bits: tuple[int, int] | None = None
     """(row, column) of the element whose bits are shown."""
+    originals: list[list[float]] | None = None
+    """Values before the quantization, if they were given."""
 
     def __str__(self) -> str:
-        width = max(8, *(len(f"{v:.4g}") + 1 for row in self.values for v in row), 8)
+        numbers = [v for row in (*self.values, *(self.originals or ())) for v in row]
+        width = max(8, *(len(f"{v:.4g}") + 1 for v in numbers))
         lines = [self.title, self._line("column", [str(c) for c in self.cols], width)]
         for i, row in enumerate(self.rows):
             if i == 0 or self._starts_block(row, 0):
@@ -60,6 +63,9 @@ class View:
             codes = [f"{code:0{digits}x}" for code in self.codes[i]]
             lines.append(self._line(f"{row} codes", codes, width))
             lines.append(self._line("values", [f"{v:.4g}" for v in self.values[i]], width))
+            if self.originals is not None:
+                originals = [f"{v:.4g}" for v in self.originals[i]]
+                lines.append(self._line("originals", originals, width))
         if self.bits is not None:
             lines += ["", self.bits_text()]
         return "\n".join(lines)
@@ -115,6 +121,8 @@ class View:
                 style += edge.format("top") * (i == 0 or self._starts_block(row, 0))
                 factor = f"{self.factors[i][j]:.4g}<br>" * self._first_of_block(i, j)
                 text = f"{factor}<code>{self.codes[i][j]:x}</code><br>{self.values[i][j]:.4g}"
+                if self.originals is not None:
+                    text += f"<br><i>{self.originals[i][j]:.4g}</i>"
                 cells.append(f'<td style="text-align:right;{style}">{text}</td>')
             body.append(f"<tr><th>{row}</th>{''.join(cells)}</tr>")
         bits = "" if self.bits is None else f"<p>{html.escape(self.bits_text())}</p>"
@@ -130,6 +138,7 @@ def show(
     rows: Region = None,
     cols: Region = None,
     bits: bool | tuple[int, int] = False,
+    original: Tensor | None = None,
 ) -> View:
     """Return a view of a region of a quantized tensor, with codes, factors and values.
 
@@ -143,10 +152,12 @@ def show(
         cols: the same for columns; the first 16 by default.
         bits: (row, column) of an element in the region whose bits are explained; True for the first
             one.
+        original: the values before the quantization, of the shape of ``q``, which the view shows
+            below those of ``q``.
 
     Raises:
-        QTensorError: ``q`` is not quantized or has no data, or the region is empty, too large or
-            outside of the tensor.
+        QTensorError: ``q`` is not quantized or has no data, ``original`` has another shape, or the
+            region is empty, too large or outside of the tensor.
     """
     right = isinstance(q, QuantizedTensorStorage)
     fix = "Pass qtensor.quantize(x, fmt)"
@@ -164,12 +175,20 @@ def show(
         chosen = (row_range.start, col_range.start) if bits is True else bits
         inside = chosen[0] in row_range and chosen[1] in col_range
         check(inside, OP, "bits must name an element of the region", bits, "Pass (row, column)")
+    originals = None
+    if original is not None:
+        rule = f"original must have the shape of the tensor, {tuple(q.shape)}"
+        got = getattr(original, "shape", type(original).__name__)
+        fix = "Pass the tensor that was quantized"
+        check(isinstance(original, Tensor) and original.shape == q.shape, OP, rule, got, fix)
+        part = original.detach().reshape(total)[_slice(row_range), _slice(col_range)]
+        originals = part.float().tolist()
     part, first = _rows_of(q, row_range)
     quantizer = q._quantizer
     shape = rows_cols(part.shape)
     at = (
         slice(row_range.start - first, row_range.stop - first),
-        slice(col_range.start, col_range.stop),
+        _slice(col_range),
     )
     block = quantizer.value_block
     name = "x".join(map(str, q.shape)) or "scalar"
@@ -184,7 +203,12 @@ def show(
         values=part.dequantize(torch.float32).detach().reshape(shape)[at].tolist(),
         factors=decode_factors(part).reshape(shape)[at].tolist(),
         bits=chosen,
+        originals=originals,
     )
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
 
 
 def _range(name: str, region: Region, size: int, default: int) -> range:

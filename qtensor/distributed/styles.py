@@ -2,8 +2,9 @@
 
 torch's own ``ColwiseParallel`` and ``RowwiseParallel`` take ``qtensor.Linear``, which is a
 ``torch.nn.Linear``, but no other layer of qtensor. These styles have the same arguments and take
-all of them. They leave the exchange of activations to the layer, which knows the recipe: it sums a
-row-wise output with one reduce-scatter where the output is split, also if the layer has a bias.
+all of them. They leave the exchange of activations to the layer, which knows the recipe: it gathers
+the codes of an input whose rows are split, and sums a row-wise output with one reduce-scatter where
+the output is split, also if the layer has a bias.
 ``SequenceParallel``, ``PrepareModuleInput`` and the other styles of torch serve layers of qtensor
 as they are.
 """
@@ -24,8 +25,10 @@ from torch.distributed.tensor import (
 )
 
 from qtensor.errors import UnsupportedError, fail
+from qtensor.functional.sharded import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
+from qtensor.modules.layernorm_mlp import LayerNormMLP
 from qtensor.modules.linear import LinearBase
 
 _MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
@@ -41,6 +44,12 @@ class _Style(parallel.ParallelStyle):
     use_local_output: bool
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, LayerNormMLP):
+            rule = "a module with two layers is split by its own options"
+            fix = "Build it with set_parallel_mode=True, tp_group=mesh.get_group()"
+            fail(
+                f"{type(self).__name__} of {module.label}", rule, "one style", fix, UnsupportedError
+            )
         if not isinstance(module, (LinearBase, GroupedLinear)):
             base: Any = super()
             return base._apply(module, device_mesh)
@@ -53,7 +62,9 @@ class _Style(parallel.ParallelStyle):
             fix = "Build it without parallel_mode"
             got = module._options.parallel.mode
             fail(f"{name} of {module.label}", rule, f"parallel_mode={got!r}", fix, UnsupportedError)
-        module._options = module._options._replace(splits_sequence=True)
+        out = self.output_layouts[0]
+        dim = out.dim if self.mode == "row" and out.is_shard() else None
+        module._options = module._options._replace(exchange=SequenceExchange(dim))
         return distribute_module(
             module, device_mesh, self._partition, self._prepare_input, self._prepare_output
         )
@@ -101,7 +112,8 @@ class ColwiseParallel(_Style, parallel.ColwiseParallel):
 
     Args:
         input_layouts: placement of the input; a plain tensor is read as a rank's part of it.
-            ``Replicate()`` by default. ``Shard(i)`` says that ranks have different rows.
+            ``Replicate()`` by default. ``Shard(i)`` says that ranks have different rows; the layer
+            then gathers codes and factors where that gives the bytes of gathering values.
         output_layouts: placement of the output, ``Shard(-1)`` by default.
         use_local_output: return the rank's part as a plain tensor, instead of a DTensor.
     """

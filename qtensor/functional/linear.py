@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.functional.code_gather import gather_rows
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.operands import (
     Operand,
@@ -39,8 +40,8 @@ from qtensor.functional.operands import (
     row_part,
 )
 from qtensor.functional.parallel import (
-    gather_gradient,
-    gather_input,
+    gathers_gradient,
+    gathers_input,
     reduce_gradient,
     reduce_output,
 )
@@ -175,27 +176,24 @@ def _forward_in_one_op(args: LinearFwdArgs, x: Tensor) -> _Products:
     return _Products(out, saved_input, weight, weight_buffers, amaxes)
 
 
-def _input_operand(args: LinearFwdArgs, matrix: Tensor | None) -> tuple[Operand, Tensor | None]:
-    """Return the input as fprop and wgrad read it, and its amax (1,).
-
-    ``matrix`` is (M, K), or None if the input came quantized (``args.made``).
-    """
-    if matrix is None:
-        made: Any = args.made
-        return made.operand, made.amax
+def _input_quantizer(args: LinearFwdArgs) -> tuple[str, Tensor | None]:
+    """Return the canonical text of the input's quantizer, and its factor (1,) if it is delayed."""
     scale = _scale(args.delayed, 0) if args.plan.delayed[0] else None
     canonical = args.plan.input
-    canonical = parts(canonical).row_canonical if _saves_input_itself(args) else canonical
-    return quantize_operand(matrix, canonical, scale, args.seeds[0])
+    return (parts(canonical).row_canonical if _saves_input_itself(args) else canonical), scale
 
 
-def _forward_by_ops(args: LinearFwdArgs, matrix: Tensor | None) -> _Products:
+def _forward_by_ops(args: LinearFwdArgs, source: Tensor | Quantized) -> _Products:
     """Quantize each operand by an op of its own, if it is not quantized yet, and multiply them.
 
-    ``matrix`` is (M, K), or None if the input came quantized (``args.made``).
+    ``source`` is the input (M, K), or one (..., K) that is quantized already.
     """
     plan, parallel = args.plan, args.parallel
-    x, x_amax = _input_operand(args, matrix)
+    if isinstance(source, Quantized):
+        x, x_amax = source.operand, source.amax
+    else:
+        canonical, scale = _input_quantizer(args)
+        x, x_amax = quantize_operand(source, canonical, scale, args.seeds[0])
     w, w_amax, from_workspace = quantize_weight_buffers(args)
     # The ranks of a row-parallel layer sum their products first, and then add the bias.
     bias = None if parallel is not None and parallel.mode == "row" else args.bias
@@ -215,13 +213,16 @@ def _forward_by_ops(args: LinearFwdArgs, matrix: Tensor | None) -> _Products:
 def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     """Compute the forward. It is pure: it writes only a workspace that it is told to update."""
     plan, parallel = args.plan, args.parallel
-    made = args.made
-    if made is None:
-        source: Any = args.inp if parallel is None else gather_input(args.inp, parallel)
-        matrix = source if source.ndim == 2 else _matrix(source)
-        rows_shape: Any = matrix.shape
+    source: Any = args.made
+    if source is None:
+        source = args.inp
+        if parallel is not None and gathers_input(parallel):
+            source = gather_rows(source, *_input_quantizer(args), parallel)
+    if isinstance(source, Quantized):
+        matrix, rows_shape = None, source.operand.shape
     else:
-        source, matrix, rows_shape = made, None, made.operand.shape
+        matrix = source if source.ndim == 2 else _matrix(source)
+        rows_shape = matrix.shape
     if (
         matrix is not None
         and plan.input
@@ -231,7 +232,7 @@ def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     ):
         products = _forward_in_one_op(args, matrix)
     else:
-        products = _forward_by_ops(args, matrix)
+        products = _forward_by_ops(args, source if matrix is None else matrix)
     out = products.out
     if source.ndim != 2:
         out = out.view(*source.shape[:-1], out.shape[-1])
@@ -304,10 +305,13 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
     saved = args.inp
     if saved is None or saved.canonical:
         return saved  # type: ignore[return-value]
-    x = _matrix(gather_input(saved.buffers[0], args.parallel))
-    if not args.saved.requantize_input:
-        return plain_operand(x)
-    return quantize_operand(x, parts(args.plan.input).column_canonical)[0]
+    source: Any = saved.buffers[0]
+    canonical = parts(args.plan.input).column_canonical if args.saved.requantize_input else ""
+    if args.parallel is not None and gathers_input(args.parallel):
+        source = gather_rows(source, canonical, None, args.parallel)
+        if isinstance(source, Quantized):
+            return source.operand
+    return quantize_operand(_matrix(source), canonical)[0]
 
 
 def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
@@ -322,16 +326,19 @@ def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
     return None
 
 
-def _backward_by_ops(args: LinearBwdArgs, matrix: Tensor | None) -> _Gradients:
+def _gradient_scale(args: LinearBwdArgs) -> Tensor | None:
+    return _scale(args.delayed, 2) if args.plan.delayed[2] else None
+
+
+def _backward_by_ops(args: LinearBwdArgs, source: Tensor | Quantized) -> _Gradients:
     """Compute the gradients by one op after another.
 
-    ``matrix`` is the gradient (M, N), or None if it came quantized (``args.made``).
+    ``source`` is the gradient (M, N), or one (..., N) that is quantized already.
     """
-    if matrix is None:
-        made: Any = args.made
-        dy, amax = made.operand, made.amax
+    if isinstance(source, Quantized):
+        dy, amax, matrix = source.operand, source.amax, None
     else:
-        scale = _scale(args.delayed, 2) if args.plan.delayed[2] else None
+        matrix, scale = source, _gradient_scale(args)
         dy, amax = quantize_operand(matrix, args.plan.grad_output, scale, args.seed)
     dgrad = None
     if args.inp_requires_grad and args.weight is not None:
@@ -367,15 +374,17 @@ def linear_backward(
     args: LinearBwdArgs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (wgrad (N, K), dgrad (..., K), grad_bias (N,)), None for what nobody asked for."""
-    grad, made = args.grad_output, args.made
-    if grad is None and made is None:
-        return None, None, None
     parallel = args.parallel
-    if made is None:
-        full: Any = grad if parallel is None else gather_gradient(grad, parallel)  # type: ignore[arg-type]
+    full: Any = args.grad_output if args.made is None else args.made
+    if full is None:
+        return None, None, None
+    if parallel is not None and gathers_gradient(parallel):
+        # The gradient of the bias is a sum of values.
+        canonical = "" if args.bias_requires_grad else args.plan.grad_output
+        full = gather_rows(full, canonical, _gradient_scale(args), parallel)
+    matrix = None
+    if not isinstance(full, Quantized):
         matrix = full if full.ndim == 2 else _matrix(full)
-    else:
-        full, matrix = made, None
     if (
         matrix is not None
         and parallel is None
@@ -387,7 +396,7 @@ def linear_backward(
     ):
         gradients = _backward_in_one_op(args, matrix)
     else:
-        gradients = _backward_by_ops(args, matrix)
+        gradients = _backward_by_ops(args, full if matrix is None else matrix)
     wgrad, dgrad, grad_bias, amax = gradients
     if amax is not None and args.delayed is not None:
         state = args.delayed

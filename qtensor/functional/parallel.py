@@ -2,9 +2,9 @@
 
 The collectives take the name of a group, can be traced and have fakes.
 
-What a GEMM reads is gathered first and quantized then, as one tensor. So the factors of a
-sequence-parallel input (column) or gradient (row) come from the maximum over all ranks, and those
-of a rank's own part of a tensor from that part.
+What a GEMM reads is quantized as one tensor. So the factors of a sequence-parallel input (column)
+or gradient (row) come from the maximum over all ranks, and those of a rank's own part of a tensor
+from that part. ``code_gather.py`` gathers the codes of an input or gradient instead of its values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class Parallel(NamedTuple):
         group: the group's name.
         size: its number of ranks.
         mode: "column": out_features are split; "row": in_features.
-        sequence: between the sharded layers activations are split along their first dim.
+        sequence: between the sharded layers activations are split along ``dim``.
+        dim: a dim before the last.
     """
 
     group: str
     size: int
     mode: str
     sequence: bool
+    dim: int = 0
 
 
 def _functional() -> None:
@@ -91,41 +93,59 @@ def check_input(label: str, shape: Shape, p: Parallel | None) -> None:
     if p is None or not p.sequence:
         return
     check(
-        len(shape) > 1,
+        len(shape) > p.dim + 1,
         f"{label} input",
-        "sequence_parallel splits dim 0, so there must be one beside the features",
+        f"sequence_parallel splits dim {p.dim}, so there must be one beside the features",
         tuple(shape),
         "Pass (sequence, ..., features), or build the layer with sequence_parallel=False",
     )
     if p.mode == "row":
         check(
-            shape[0] % p.size == 0,
+            shape[p.dim] % p.size == 0,
             f"{label} output",
-            f"dim 0 must be a multiple of the {p.size} ranks of tp_group, which share it",
+            f"dim {p.dim} must be a multiple of the {p.size} ranks of tp_group, which share it",
             tuple(shape[:-1]),
             "Pad the sequence",
         )
 
 
-def gather_input(x: Tensor, p: Parallel | None) -> Tensor:
-    """Return the input of a sharded layer's forward, gathered over ranks if it is split."""
-    return all_gather(x, p) if p is not None and p.sequence and p.mode == "column" else x
+def gathers_input(p: Parallel) -> bool:
+    """Return whether forward gathers the input over ranks."""
+    return p.sequence and p.mode == "column"
 
 
-def reduce_output(y: Tensor, p: Parallel | None) -> Tensor:
+def gathers_gradient(p: Parallel) -> bool:
+    """Return whether backward gathers the gradient of the output over ranks."""
+    return p.sequence and p.mode == "row"
+
+
+def gather(x: Tensor, p: Parallel) -> Tensor:
+    """Return the parts of all ranks, put together along ``p.dim``."""
+    found = all_gather(x, p)
+    if p.dim == 0:
+        return found
+    # (ranks * B, S, ...) -> (B, ranks, S, ...) -> (B, ranks * S, ...)
+    return found.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
+
+
+def scatter_sum(x: Tensor, p: Parallel) -> Tensor:
+    """Return this rank's part along ``p.dim`` of the sum over ranks."""
+    if p.dim == 0:
+        return reduce_scatter(x, p)
+    # (B, ranks * S, ...) -> (ranks, B, S, ...) -> (ranks * B, S, ...)
+    apart = x.unflatten(p.dim, (p.size, x.shape[p.dim] // p.size)).movedim(p.dim, 0)
+    return reduce_scatter(apart.flatten(0, 1), p)
+
+
+def reduce_output(y: Tensor, p: Parallel) -> Tensor:
     """Return the output of the forward, summed over ranks if the weight's columns are split."""
-    if p is None or p.mode != "row":
+    if p.mode != "row":
         return y
-    return reduce_scatter(y, p) if p.sequence else all_reduce(y, p)
+    return scatter_sum(y, p) if p.sequence else all_reduce(y, p)
 
 
-def gather_gradient(dy: Tensor, p: Parallel | None) -> Tensor:
-    """Return the gradient of the output, gathered over ranks if it is split."""
-    return all_gather(dy, p) if p is not None and p.sequence and p.mode == "row" else dy
-
-
-def reduce_gradient(dx: Tensor, p: Parallel | None) -> Tensor:
+def reduce_gradient(dx: Tensor, p: Parallel) -> Tensor:
     """Return the gradient of the input, summed over ranks if the weight's rows are split."""
-    if p is None or p.mode != "column":
+    if p.mode != "column":
         return dx
-    return reduce_scatter(dx, p) if p.sequence else all_reduce(dx, p)
+    return scatter_sum(dx, p) if p.sequence else all_reduce(dx, p)

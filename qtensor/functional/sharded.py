@@ -23,10 +23,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.dtensor import from_part, is_dtensor, part_of
+from qtensor.dtensor import from_part, is_dtensor, local_part, part_of
 from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.functional.parallel import Parallel
 from qtensor.registry import parse
+from qtensor.storage.base import QuantizedTensorStorage
+
+
+class SequenceExchange(NamedTuple):
+    """The layer itself gathers an input whose rows are split, and splits the rows of a sum.
+
+    Attributes:
+        output_dim: the dim along which the output of a sum over ranks is split, None for no split.
+    """
+
+    output_dim: int | None = None
 
 
 class Layout(NamedTuple):
@@ -171,7 +182,7 @@ def localize(
     weights: Sequence[Any],
     biases: Sequence[Any],
     *,
-    sequence: bool = False,
+    exchange: SequenceExchange | None = None,
     grouped: bool = False,
 ) -> Localized:
     """Return the local part of the call of a linear layer.
@@ -181,8 +192,8 @@ def localize(
         input: (..., K).
         weights: (N, K) each.
         biases: (N,) each, or none.
-        sequence: the layer itself gathers an input that is split along dim 0, and splits an output
-            that it sums along dim 0, as ``sequence_parallel`` says.
+        exchange: how the layer itself gathers and splits the rows of a sequence; None if DTensors
+            do that.
         grouped: the layer exchanges nothing itself, and ranks cannot have different rows.
 
     Raises:
@@ -198,8 +209,8 @@ def localize(
             fail(f"{label} weight", rule, _where(other), "Distribute all of them alike")
     parallel, wanted, grad, output = None, layout.input, layout.input_grad, layout.output
     shape = (*input.shape[:-1], weight.shape[0])
-    if not grouped and (sequence or (biases and layout.summed)):
-        parallel = _own_exchange(label, input, weight, layout, sequence)
+    if not grouped and (exchange is not None or (biases and layout.summed)):
+        parallel = _own_exchange(label, input, weight, layout, exchange)
     if parallel is not None and parallel.mode == "column":
         wanted = grad = input.placements
     elif parallel is not None:
@@ -234,7 +245,7 @@ def _local_bias(bias: Any, layout: Layout, first_adds: bool) -> Any:
 
 
 def _own_exchange(
-    label: str, input: Any, weight: Any, layout: Layout, sequence: bool
+    label: str, input: Any, weight: Any, layout: Layout, exchange: SequenceExchange | None
 ) -> Parallel | None:
     """Return the exchange that the layer does itself, or None if DTensors do all of it."""
     mesh = input.device_mesh
@@ -243,28 +254,43 @@ def _own_exchange(
         fix = "Build the layer with bias=False, or use another placement"
         fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
     if layout.summed:
-        dim, mode = layout.summed[0], "row"
+        on, mode = layout.summed[0], "row"
+        along = None if exchange is None else exchange.output_dim
     else:
-        dims = [i for i, w in enumerate(weight.placements) if w.is_shard(0)]
-        if len(dims) != 1 or not input.placements[dims[0]].is_shard(0):
+        split = [i for i, w in enumerate(weight.placements) if w.is_shard(0)]
+        if exchange is None or len(split) != 1:
             return None
-        dim, mode = dims[0], "column"
-    size = mesh.size(dim)
-    splits = sequence and input.ndim > 1 and input.shape[0] % size == 0
-    splits = splits and _alone(input, dim)
-    if mode == "column" and not splits:
-        return None
-    return Parallel(mesh.get_group(dim).group_name, size, mode, splits)
+        on, mode = split[0], "column"
+        placement = input.placements[on]
+        along = placement.dim if type(placement).__name__ == "Shard" else None
+    size = mesh.size(on)
+    group = mesh.get_group(on).group_name
+    if along is not None and _splits_rows(input, on, along % input.ndim, mode):
+        return Parallel(group, size, mode, True, along % input.ndim)
+    return None if mode == "column" else Parallel(group, size, mode, False)
 
 
-def _alone(input: Any, dim: int) -> bool:
-    """Return whether no other dim of the mesh splits dim 0 of the input."""
-    return not any([p.is_shard(0) for i, p in enumerate(input.placements) if i != dim])
+def _splits_rows(input: Any, on: int, along: int, mode: str) -> bool:
+    """Return whether the layer can gather or split the rows of its call along dim ``along``.
+
+    Args:
+        input: a DTensor (..., K).
+        on: the dim of the mesh over which rows are split.
+        along: a dim of the input.
+        mode: "column" or "row".
+    """
+    if along == input.ndim - 1 or input.shape[along] % input.device_mesh.size(on):
+        return False
+    if any([p.is_shard(along) for i, p in enumerate(input.placements) if i != on]):
+        return False
+    # The parts of a quantized input are joined along dim 0, or by DTensor.
+    quantized = mode == "column" and isinstance(local_part(input), QuantizedTensorStorage)
+    return along == 0 or not quantized
 
 
 def _reduced(layout: Layout, parallel: Parallel) -> tuple[Any, ...]:
     """Return the placements of an output that the layer has reduced."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see qtensor.dtensor
 
-    end = Shard(0) if parallel.sequence else Replicate()
+    end = Shard(parallel.dim) if parallel.sequence else Replicate()
     return tuple([end if i in layout.summed else p for i, p in enumerate(layout.output)])

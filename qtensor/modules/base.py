@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,10 +30,11 @@ from qtensor.functional.plan import (
 from qtensor.functional.sharded import localize
 from qtensor.functional.weight import is_valid_workspace
 from qtensor.library.gradient import listen
+from qtensor.modules.delayed_entries import HELPERS, entry_buffers, save_entries, take_entries
 from qtensor.modules.options import Call, LinearOptions, check_original_input
 from qtensor.modules.parameters import FLOATING, follows_calls, stored_canonical
 from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
-from qtensor.modules.state import DelayedPaths, DelayedState, LinearState, check_checkpoint
+from qtensor.modules.state import DelayedPaths, DelayedState, LinearState
 from qtensor.recipes import Recipe, Role, parse_recipe, role_quantizers
 
 
@@ -112,15 +115,15 @@ class QuantizedModule(nn.Module):
             module: the kind of module, for the recipe's roles.
             name: the module's name, for the recipe's roles.
         """
-        groups = self._states[weight].groups
+        layer = self._states[weight]
         if like.is_meta:
-            return DelayedState.without_data(groups)
-        state = self._delayed(weight)
+            return DelayedState.without_data(layer.groups)
+        self._delayed(weight)
         key = self._recipe_key()
         if not torch.compiler.is_compiling() and recalls(self._last_region):
             with restored(self._last_region.state):
-                return state.begin(key, module, name, self.training, groups)
-        return state.begin(key, module, name, self.training, groups)
+                return layer.begin(key, module, name, self.training)
+        return layer.begin(key, module, name, self.training)
 
     def _layer_options(self, weight: str) -> LinearOptions:
         """Return the options of the layer whose state is stored as ``weight``."""
@@ -166,29 +169,24 @@ class QuantizedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for weight, state in self._states.items():
-            delayed = state.delayed_state
-            if self._needs_delayed(weight) or (delayed is not None and delayed.used):
-                delayed = self._delayed(weight)
-                key = f"{prefix}_delayed_scaling.{weight}"
-                destination[f"{key}.scale"] = delayed.scale.clone()
-                destination[f"{key}.amax_history"] = delayed.merged()
+        save_entries(self, destination, prefix)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the buffers of ``torch.nn.Module``; distributed checkpoints get more.
+
+        ``torch.distributed.checkpoint.state_dict`` knows parameters and buffers alone. When it
+        broadcasts a full state dict, it drops other entries on all ranks but the first. For
+        everybody else the state of delayed scaling is no buffer: ``DistributedDataParallel`` would
+        copy that of rank 0 at each forward.
+        """
+        buffers = super().named_buffers(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") == HELPERS:
+            return chain(buffers, entry_buffers(self))
+        return buffers
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        loaded: dict[str, tuple[Tensor, Tensor]] = {}
         # All entries are checked before the first one is written.
-        for weight, state in self._states.items():
-            key = f"{prefix}_delayed_scaling.{weight}"
-            names = (f"{key}.scale", f"{key}.amax_history")
-            present = [name for name in names if name in state_dict]
-            if len(present) == 1:
-                rule = "the state of delayed scaling is two entries, scale and amax_history"
-                fix = "Load both, or leave out both"
-                fail(f"{self.label} {key}", rule, f"{present[0]} alone", fix)
-            if present:
-                scale, history = (state_dict.pop(name) for name in names)
-                check_checkpoint(f"{self.label} {key}", scale, history, state.groups)
-                loaded[weight] = (scale, history)
+        loaded = take_entries(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for weight, state in self._states.items():
             state.drop_workspace()
@@ -255,7 +253,7 @@ class QuantizedModule(nn.Module):
             return self._local_linear(input, weight, w, b, options, call)
         self._check_features(input, w.shape[1])
         biases = [] if b is None else [b]
-        own = localize(self.label, input, [w], biases, sequence=options.splits_sequence)
+        own = localize(self.label, input, [w], biases, exchange=options.exchange)
         own.check_schedule(self.label, options)
         options = options._replace(parallel=own.parallel, placements=w.placements)
         b = own.biases[0] if biases else None

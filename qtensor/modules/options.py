@@ -9,6 +9,7 @@ from torch import Tensor
 from qtensor.errors import UnsupportedError, check, fail
 from qtensor.functional.parallel import Parallel
 from qtensor.functional.plan import LinearPlan, is_requantization_safe
+from qtensor.functional.sharded import SequenceExchange
 
 
 class Call(NamedTuple):
@@ -36,8 +37,8 @@ class LinearOptions(NamedTuple):
     """The constructor options of a linear layer that its calls need, as plain values.
 
     Attributes:
-        splits_sequence: set by parallel styles: a layer of DTensors gathers and splits activations
-            along dim 0 itself, as ``sequence_parallel`` does.
+        exchange: set by parallel styles: a layer of DTensors gathers and splits the rows of a
+            sequence itself, as ``sequence_parallel`` does.
         placements: of a weight that is a DTensor; () for a plain weight. Set in each call.
     """
 
@@ -47,7 +48,7 @@ class LinearOptions(NamedTuple):
     save_original_input: bool = False
     delay_wgrad_compute: bool = False
     fuse_wgrad_accumulation: bool = False
-    splits_sequence: bool = False
+    exchange: SequenceExchange | None = None
     placements: tuple[Any, ...] = ()
 
 

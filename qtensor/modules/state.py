@@ -269,6 +269,8 @@ class LinearState:
         workspace_shape: (N, K) of the weight that they encode.
         device: device of the delayed scaling: that of the weight, or the CPU for a weight on meta.
         groups: number of GEMMs.
+        group: name of the process group over which the last step reduced the maxima of delayed
+            scaling, or None.
         key: identifies the layer's postponed weight gradients, and its listener for gradients that
             were added to ``main_grad``.
         report: (2,) int64 on the CPU: the key, and the number of additions to ``main_grad``.
@@ -281,6 +283,7 @@ class LinearState:
         self.workspace_quantizer = ""
         self.workspace_shape: tuple[int, ...] = ()
         self.groups = groups
+        self.group: str | None = None
         self.device = torch.device("cpu") if device is None else device
         self.delayed_state: DelayedState | None = None
         if torch._C._len_torch_dispatch_stack():
@@ -306,6 +309,12 @@ class LinearState:
             with torch.inference_mode(False), _disable_current_modes():
                 self.delayed_state = DelayedState(self.device, self.groups)
 
+    def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
+        """Return the factors of delayed scaling of a call, see ``DelayedState.begin``."""
+        if training:
+            self.group = active_group() if delayed_options(key).reduce_amax else None
+        return self.delayed.begin(key, module, name, training, self.groups)
+
     def renew_key(self) -> None:
         """Assign a new key and new counters, for a new layer or a copy of a layer."""
         self.key = next(_KEYS)
@@ -318,7 +327,7 @@ class LinearState:
         copy = LinearState(self.device, self.groups)
         memo[id(self)] = copy
         if self.delayed_state is not None:
-            copy.delayed_state = deepcopy(self.delayed_state, memo)
+            copy.delayed_state, copy.group = deepcopy(self.delayed_state, memo), self.group
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
