@@ -144,6 +144,89 @@ def resume(folder: str, stored: bool, reduced: bool, options: dict[str, bool]) -
         assert all(torch.equal(x, y) for x, y in pairs)
 
 
+def broadcast(folder: str, reduced: bool) -> None:
+    """A broadcast full state dict has the state of rank 0; the file of a checkpoint has all."""
+    import torch.distributed.checkpoint.format_utils as tools  # noqa: PLC0415 - takes a second
+
+    mesh, group = group_of(dist.get_world_size())
+    model, optimizer = build(mesh)
+    for number in range(2):
+        step(model, optimizer, number, region(reduced))
+    states = of_ranks(entries(model), group)
+    full = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    assert bool(full) == (dist.get_rank() == 0)
+    setting = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    other, _ = build(mesh, seed=1)
+    set_model_state_dict(other, full, options=setting)
+    found = entries(other)
+    for key, of_first in states[0].items():
+        assert torch.equal(found[key], of_first), key
+        if reduced:  # what the last step reduced is the same on all ranks; the newest row is not
+            rows = slice(None) if key.endswith("scale") else slice(1, None)
+            assert torch.equal(of_first[rows], states[1][key][rows]), key
+    assert any(not torch.equal(a, b) for a, b in zip(*map(dict.values, states), strict=True))
+
+    save(folder, get_model_state_dict(model), group)
+    wanted = step(model, optimizer, 2, region(reduced))
+    if dist.get_rank() == 0:
+        tools.dcp_to_torch_save(folder, folder + "/file")
+    loaded = torch.load(folder + "/file") if dist.get_rank() == 0 else {}
+    other, fresh = build(mesh, seed=2)
+    set_model_state_dict(other, loaded, options=setting)
+    found = entries(other)
+    assert all(torch.equal(found[k], v) for k, v in states[dist.get_rank()].items())
+    assert torch.equal(step(other, fresh, 2, region(reduced)), wanted)
+
+
+def stages(folder: str, width: int, named: bool, apart: bool) -> str:
+    """``width`` ranks hold a layer with a plain weight, other ranks another layer.
+
+    Args:
+        folder: of the checkpoints.
+        width: ranks that share a layer.
+        named: whether ``amax_reduction_group`` names them.
+        apart: whether each layer has a checkpoint of its own, which its ranks save.
+
+    Returns:
+        The message of an error of ``dcp.save``; "" if it saves.
+    """
+    group, _ = dist.new_subgroups(width)
+    stage = dist.get_rank() // width
+    where, saving = (f"{folder}/{stage}", group) if apart else (folder, dist.group.WORLD)
+
+    def compute(layer: nn.Module, number: int) -> list[Tensor]:
+        g = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        x = torch.randn(32, WIDTH, generator=g) * (1 + 3 * dist.get_rank()) * (1 + number)
+        layer.zero_grad()
+        with region(named, group) or contextlib.nullcontext():
+            y = layer(x)
+            # The largest input is on the last rank, and the largest gradient on the first.
+            (y.square().mean() * 100.0 ** -(dist.get_rank() % width)).backward()
+        return [y.detach(), layer.weight.grad]
+
+    def build_stage(seed: int) -> nn.Module:
+        torch.manual_seed(seed + stage)
+        return qtensor.Linear(WIDTH, WIDTH, recipe=RECIPE)
+
+    layer = build_stage(0)
+    for number in range(2):
+        compute(layer, number)
+    try:
+        save(where, {f"stage{stage}": layer.state_dict()}, saving)
+    except BaseException as error:  # noqa: BLE001 - torch raises its own for all ranks
+        return str(error)
+    wanted = compute(layer, 2)
+    other = build_stage(100)
+    compute(other, 0)
+    template = other.state_dict()
+    load(where, {f"stage{stage}": template}, saving)
+    other.load_state_dict(template)
+    assert all(map(torch.equal, compute(other, 2), wanted))
+    return ""
+
+
 def separately(stored: bool) -> None:
     """The optimizer's helper, called after that of the model, leaves the loaded weights alone."""
     mesh, _ = group_of(dist.get_world_size())

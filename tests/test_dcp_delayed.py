@@ -40,12 +40,28 @@ def test_the_step_after_a_resume(
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
-@pytest.mark.parametrize("options", ["full"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["own", "reduced"])
 def test_the_step_after_a_full_state_dict(
-    ranks: Ranks, tmp_path: Path, options: str, stored: bool
+    ranks: Ranks, tmp_path: Path, reduced: bool, stored: bool
 ) -> None:
-    """It holds the state of rank 0, so that the maxima are reduced over the ranks."""
-    ranks.run(cases.resume, str(tmp_path / "checkpoint"), stored, True, OPTIONS[options])
+    """The full state dict of each rank, without a broadcast, has the rank's own state."""
+    ranks.run(cases.resume, str(tmp_path / "checkpoint"), stored, reduced, OPTIONS["full"])
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["own", "reduced"])
+def test_a_broadcast_has_the_state_of_one_rank(ranks: Ranks, tmp_path: Path, reduced: bool) -> None:
+    ranks.run(cases.broadcast, str(tmp_path / "checkpoint"), reduced)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_layers_that_some_ranks_hold(ranks: Ranks, tmp_path: Path, apart: bool) -> None:
+    assert ranks.run(cases.stages, str(tmp_path / "checkpoint"), 1, True, apart) == ["", ""]
+
+
+def test_layers_that_some_ranks_hold_need_their_group(ranks: Ranks, tmp_path: Path) -> None:
+    """Watches torch: docs/distributed.md names the message and the way out."""
+    for message in ranks.run(cases.stages, str(tmp_path / "checkpoint"), 1, False, False):
+        assert "Failed to validate global plan" in message
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["plain", "stored"])
@@ -70,6 +86,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
 def test_other_numbers_of_ranks(four: Ranks, tmp_path: Path, wanted: int, saved: int) -> None:
     four.run(cases.reshard, str(tmp_path / "checkpoint"), True, saved, wanted)
+
+
+@pytest.mark.nightly(reason="four processes; two ranks in test_layers_that_some_ranks_hold")
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_pairs_of_ranks_hold_layers(four: Ranks, tmp_path: Path, apart: bool) -> None:
+    assert set(four.run(cases.stages, str(tmp_path / "checkpoint"), 2, True, apart)) == {""}
 
 
 def trained() -> torch.nn.Module:

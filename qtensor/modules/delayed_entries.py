@@ -212,9 +212,9 @@ class RowsOfRanks:
 def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     """Return (rank, ranks) of this process among those whose checkpoint holds the layer.
 
-    The ranks are those of the mesh of a sharded weight, and otherwise all. (0, 1) for a plain
-    weight whose maxima ``group`` reduces over some ranks of the program: it is saved once. The
-    newest maxima are a rank's own until the next step reduces them.
+    The ranks of a sharded weight are those of its mesh. Those of a plain weight are the ranks of
+    ``group`` if there is one, and otherwise all ranks of the program. The group does not make all
+    entries equal: the newest maxima are a rank's own until the next step reduces them.
 
     Args:
         weights: the parameters of the layer.
@@ -234,8 +234,8 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
             rank = rank * size + index
     elif group:
         name: Any = group
-        if dist.distributed_c10d._get_group_size_by_name(name) < ranks:
-            return 0, 1
+        found = dist.distributed_c10d._resolve_process_group(name)
+        return found.rank(), found.size()
     return rank, ranks
 
 

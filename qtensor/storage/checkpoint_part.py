@@ -26,6 +26,7 @@ Rectangle = tuple[tuple[int, int], ...]
 
 _OP = "distributed checkpoint"
 _SAME = ("aten::detach", "aten::alias")
+_VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _rows(t: Any, area: Rectangle) -> tuple[int, int]:
@@ -122,6 +123,18 @@ class CheckpointPart(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CheckpointPart({self.area} of {self.whole!r})"
 
+    def storage(self) -> Any:
+        """Refuse safetensors, with which ``HuggingFaceStorageWriter`` writes."""
+        fail(
+            f"{_OP}[{self.whole._quantizer.format}]",
+            "a safetensors file has no quantized tensors; only torch's own files hold them",
+            f"{self.entry or 'a tensor'} of shape {tuple(self.whole.shape)}",
+            "Save with dcp.FileSystemWriter, or write safetensors with qtensor.checkpoints.save",
+            UnsupportedError,
+        )
+
+    data_ptr = storage  # safetensors asks for both
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return whole_part, (self.whole.detach(),)
 
@@ -185,8 +198,8 @@ def _copy_exactly(to: Any, source: Any) -> None:
     """Copy a rectangle, codes and factors together.
 
     Raises:
-        QTensorError: one side is plain, the quantizers differ, or the parts of a tensor have
-            different factors.
+        QTensorError: one side is plain, the source has codes alone, the quantizers differ, or the
+            parts of a tensor have different factors.
     """
     if not isinstance(to, CheckpointPart):
         # torch gives the destination without its name.
@@ -201,6 +214,13 @@ def _copy_exactly(to: Any, source: Any) -> None:
     if isinstance(source, QuantizedTensorStorage):
         source = CheckpointPart(source)
     if not isinstance(source, CheckpointPart):
+        if source.dtype not in _VALUES:
+            fail(
+                f"{_OP}[{to.whole._quantizer.format}]",
+                "a quantized tensor is loaded from floating-point values, or as it was saved",
+                f"a plain {source.dtype} tensor: codes without their factors",
+                "Load checkpoints of quantized weights with qtensor.checkpoints.load_state_dict",
+            )
         _quantize_into(to, source)
         return
     quantizer, saved = to.whole._quantizer, source.whole._quantizer

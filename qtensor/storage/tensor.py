@@ -358,8 +358,9 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             # the attributes of a tensor without an address: its buffers. torch offers no hook.
             return 0
         fix = (
-            "Use t.buffers() for the bytes. To save, use torch.save, or give safetensors the "
-            "tensors in t.buffers() and rebuild with t.quantizer.assemble(buffers, shape, dtype). "
+            "Use t.buffers() for the bytes. To save, use torch.save, or qtensor.checkpoints.save "
+            "for safetensors; or give safetensors the tensors in t.buffers() and rebuild with "
+            "t.quantizer.assemble(buffers, shape, dtype). "
             f"To offload a model to disk, {_OFFLOAD}"
         )
         self._refuse_memory("data_ptr", fix)

@@ -1,0 +1,145 @@
+"""What torch offers around distributed checkpoints: other files and writers."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import distributed, group_of, load, quantized, save
+from formats import assert_same_tensor, rand
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+import qtensor
+
+
+def messages(error: BaseException) -> str:
+    """Return what torch's exception says, with those of the ranks."""
+    return str(error) + "".join(map(str, getattr(error, "failures", {}).values()))
+
+
+def die_while_saving(folder: str) -> None:
+    """Save twice; SIGKILL ends rank 1 when it opens its file of the second checkpoint."""
+    q = quantized("mxfp8", {}, (512, 512), 1)
+    mesh, group = group_of(dist.get_world_size())
+    save(f"{folder}/1", {"w": distributed(q, mesh, "rows")}, group)
+
+    def watch(event: str, args: Any) -> None:
+        if event == "open" and "/2/" in str(args[0]) and str(args[0]).endswith(".distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1:
+        sys.addaudithook(watch)
+    save(f"{folder}/2", {"w": distributed(q, mesh, "rows")}, group)
+
+
+def after_the_death(folder: str) -> str:
+    """Load the older checkpoint, save again, and return why the unfinished one does not load."""
+    q, other = (quantized("mxfp8", {}, (512, 512), seed) for seed in (1, 2))
+    mesh, group = group_of(dist.get_world_size())
+    template = distributed(other, mesh, "columns")
+    load(f"{folder}/1", {"w": template}, group)
+    assert_same_tensor(template.full_tensor(), q)
+    message = ""
+    try:
+        load(f"{folder}/2", {"w": template}, group)
+    except BaseException as error:  # noqa: BLE001 - torch raises its own for all ranks
+        message = messages(error)
+    save(f"{folder}/2", {"w": distributed(other, mesh, "rows")}, group)
+    load(f"{folder}/2", {"w": template}, group)
+    assert_same_tensor(template.full_tensor(), other)
+    return message
+
+
+def files_of_torch(folder: str, case: str, options: dict[str, Any]) -> None:
+    """``torch.save`` writes the part of a DTensor that a rank has."""
+    q = quantized(case, options, (512, 512), 1)
+    mesh, _ = group_of(dist.get_world_size())
+    sharded = distributed(q, mesh, "rows")
+    for weights_only in (False, True):
+        file = io.BytesIO()
+        torch.save({"w": sharded}, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=weights_only)["w"]
+        assert type(found) is DTensor
+        assert found.placements == sharded.placements
+        assert_same_tensor(found.to_local(), sharded.to_local())
+        assert_same_tensor(found.full_tensor(), q)
+    try:  # torch refuses before qtensor is asked
+        save_file({"w": sharded}, f"{folder}/{dist.get_rank()}.safetensors")
+    except RuntimeError as error:
+        assert "invalid python storage" in str(error)  # noqa: PT017 - on a rank
+    else:
+        raise AssertionError("safetensors wrote a quantized DTensor")
+
+
+def torch_file_to_shards(folder: str, case: str, options: dict[str, Any]) -> None:
+    """Torch files become checkpoints by ``torch_save_to_dcp``, or load into shards at once."""
+    import torch.distributed.checkpoint.format_utils as tools  # noqa: PLC0415 - takes a second
+
+    q, other = (quantized(case, options, (512, 512), seed) for seed in (1, 2))
+    mesh, group = group_of(dist.get_world_size())
+    path = Path(folder)
+    if dist.get_rank() == 0:
+        torch.save({"w": q}, path / "file.pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tools.torch_save_to_dcp(path / "file.pt", path / "checkpoint")
+    dist.barrier()
+    template = distributed(other, mesh, "rows")
+    load(str(path / "checkpoint"), {"w": template}, group)
+    assert_same_tensor(template.full_tensor(), q)
+    for template in (distributed(other, mesh, "rows"), other.clone()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(
+                {"w": template},
+                storage_reader=tools.BroadcastingTorchSaveReader(),
+                planner=tools.DynamicMetaLoadPlanner(),
+                checkpoint_id=path / "file.pt",
+            )
+        found = template.full_tensor() if isinstance(template, DTensor) else template
+        assert_same_tensor(found, q)
+
+
+def hugging_face(folder: str) -> dict[str, str]:
+    """Save and load safetensors; return the messages of those that cannot be exact."""
+    mesh, _ = group_of(dist.get_world_size())
+    x = rand(256, 512, seed=1)
+    q = qtensor.quantize(x, "mxfp8")
+    found = {}
+
+    def attempt(name: str, state: dict[str, Any], write: bool) -> None:
+        path = f"{folder}/{name}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                if write:
+                    writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
+                    dcp.save(state, storage_writer=writer)
+                else:
+                    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+                found[name] = ""
+            except BaseException as error:  # noqa: BLE001 - torch raises its own for all ranks
+                found[name] = messages(error)
+
+    attempt("sharded", {"layer.w": distributed(q, mesh, "rows")}, True)
+    attempt("whole", {"layer.w": q}, True)
+    attempt("plain", {"layer.w": distributed(x, mesh, "rows")}, True)
+    assert not found["plain"]
+    template = distributed(qtensor.quantize(torch.zeros(256, 512), "mxfp8"), mesh, "rows")
+    attempt("plain", {"layer.w": template}, False)
+    assert_same_tensor(template.full_tensor(), q)
+    codes = x.to(torch.float8_e4m3fn)
+    attempt("codes", {"layer.w": codes}, True)
+    assert not found["codes"]
+    attempt("codes", {"layer.w": template}, False)
+    return found
