@@ -164,7 +164,7 @@ def separately(stored: bool) -> None:
 
 
 def one_entry(folder: str) -> list[int]:
-    """State that all ranks share is stored once: return the rows of the saved history."""
+    """Return the rows of the saved history without and with a group: newest maxima differ."""
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - warns, and takes a second
 
     mesh, group = group_of(dist.get_world_size())

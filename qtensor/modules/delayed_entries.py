@@ -212,16 +212,16 @@ class RowsOfRanks:
 def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     """Return (rank, ranks) of this process among those whose checkpoint holds the layer.
 
-    The ranks are those of the mesh of a sharded weight, and otherwise all. (0, 1) if all of them
-    have the same state, because ``group`` reduces it. A group for a plain weight, which is saved
-    once, is taken to hold its ranks.
+    The ranks are those of the mesh of a sharded weight, and otherwise all. (0, 1) for a plain
+    weight whose maxima ``group`` reduces over some ranks of the program: it is saved once. The
+    newest maxima are a rank's own until the next step reduces them.
 
     Args:
         weights: the parameters of the layer.
         group: name of the process group over which the last step reduced maxima, or None.
     """
     sharded = is_dtensor(weights[0])
-    if not (dist.is_available() and dist.is_initialized()) or (group and not sharded):
+    if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if sharded:
@@ -232,9 +232,9 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
         rank = 0
         for index, size in zip(coordinate, mesh.shape, strict=True):
             rank = rank * size + index
-    if group:
+    elif group:
         name: Any = group
-        if dist.distributed_c10d._get_group_size_by_name(name) >= ranks:
+        if dist.distributed_c10d._get_group_size_by_name(name) < ranks:
             return 0, 1
     return rank, ranks
 
