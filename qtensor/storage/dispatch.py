@@ -160,9 +160,7 @@ def _outside_inference(handler: Handler) -> Handler:
     """Return a view handler that leaves inference mode for views of normal tensors."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Dynamo before 2.13 cannot trace the question; a trace has no memory that a view could share.
-        traced = torch.compiler.is_dynamo_compiling()
-        if not traced and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):
                 return handler(func, args, kwargs)
         return handler(func, args, kwargs)
