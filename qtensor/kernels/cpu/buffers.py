@@ -206,6 +206,12 @@ def addresses(
     return pointers
 
 
+def _is_transposed(buffer: Tensor) -> bool:
+    if buffer.ndim < 2 or 1 in buffer.shape[-2:]:
+        return False
+    return buffer.stride(-1) > max(buffer.stride(-2), 1)
+
+
 def whole_copies(
     layout: BufferLayout, buffers: Sequence[Tensor], read: Sequence[int]
 ) -> list[Tensor] | None:
@@ -229,7 +235,7 @@ def whole_copies(
             continue
         if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or not buffer.is_cpu:
             return None
-        if buffer.ndim != len(size) or (buffer.shape[-1] > 1 and buffer.stride(-1) != 1):
+        if buffer.ndim != len(size) or _is_transposed(buffer):
             return None
         if any(have > want for have, want in zip(buffer.shape, size, strict=True)):
             return None
