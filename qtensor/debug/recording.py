@@ -27,7 +27,9 @@ from qtensor.debug.layers import (
 from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
 from qtensor.debug.op import RECORD_TENSOR, SINKS
 from qtensor.debug.statistics import measure, totals_of
+from qtensor.debug.wgrads import Watched, WeightGradients
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.library.gradient import WATCHERS
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
@@ -220,6 +222,8 @@ class Recorder:
         plan, numbers = self._plan, itertools.count()
         tokens = self._tensor(self._number), self._tensor(self._number)
         state = self._reference_state()
+        text = (plan.formats or {}).get("grad_weight", "")
+        watched: list[Watched] = []
         for layer in self._layers:
             sites = {
                 label: Site(self._tensor(next(numbers)), *tokens, plan.roles, plan.formats)
@@ -230,6 +234,9 @@ class Recorder:
             undo.callback(replace_method(layer.module, layer.method, recorded))
             for weight, site in weights.items():
                 self._watch_weight(layer, weight, site, state, undo)
+                watched.append(Watched(layer.module, weight, int(site.ticket), text))
+        WATCHERS[self._number] = WeightGradients(self, watched)
+        undo.callback(WATCHERS.pop, self._number, None)
         if plan.count_forward:
             counted = Counted(tokens[0], None)
             undo.callback(replace_method(self._root, "forward", counted))
@@ -353,10 +360,12 @@ class Recorder:
             self._weights = set()
 
 
-def _gradient_hook(site: Site, quantizer: str) -> Callable[[Tensor], None]:
+def _gradient_hook(site: Site, quantizer: str) -> Callable[[Tensor | None], None]:
     """Return a hook that records the gradient of a weight."""
 
-    def hook(grad: Tensor) -> None:
+    def hook(grad: Tensor | None) -> None:
+        if grad is None:  # it does not pass through autograd: WeightGradients
+            return
         ticket, token = site.ticket, site.backward_token
         RECORD_TENSOR([grad], "", grad.shape, "grad_weight", quantizer, ticket, token)
 
