@@ -61,6 +61,15 @@ WIDE = pytest.mark.nightly(reason="all cells; the default tier has one of each f
 REST = [cell for cell in table.cells() if cell not in set(QUICK)]
 
 
+def is_beyond_torch(feature: str, mode: str) -> bool:
+    """Dynamo 2.11 cannot trace a subclass that is made inside of a DTensor."""
+    return (
+        torch.__version__.startswith("2.11.")
+        and mode == "aot_eager"
+        and feature == "`ColwiseParallel`, `RowwiseParallel`"
+    )
+
+
 @pytest.mark.parametrize(
     "cell",
     [
@@ -69,6 +78,8 @@ REST = [cell for cell in table.cells() if cell not in set(QUICK)]
     ],
 )
 def test_cells(pair: Ranks, cell: tuple[str, str, str]) -> None:
+    if is_beyond_torch(*cell[:2]):
+        pytest.skip("torch 2.11 does not compile layers of torch whose weight is a DTensor of codes")
     check(pair, *cell)
 
 
