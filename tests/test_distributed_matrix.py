@@ -80,17 +80,8 @@ def test_every_cell_is_in_the_document() -> None:
     assert {cell[2] for cell in QUICK} == {*table.FORMATS, *table.RECIPES}
 
 
-OF_ONE_RANK = {
-    (f"step after `dcp.load`, {what}", mode, "DelayedScaling")
-    for what in ("`fully_shard`", "`quantized_params`")
-    for mode in table.MODES
-}
-"""torch.distributed.checkpoint saves a tensor that is no DTensor once: rank 0's factors."""
-
-
-def test_only_known_cells_fail() -> None:
-    failed = {cell for cell in table.cells() if word_of(*cell).startswith("fail")}
-    assert failed == OF_ONE_RANK
+def test_no_cell_fails() -> None:
+    assert [cell for cell in table.cells() if word_of(*cell).startswith("fail")] == []
 
 
 # ---- lies ----------------------------------------------------------------------------------------

@@ -91,9 +91,6 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     _view_note: ViewNote | None = None
     """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
 
-    _turned_from: tuple[QuantizerLike, list[Tensor]] | None = None
-    """Quantizer and buffers of the matrix of which this tensor is the transpose, or None."""
-
     _is_gathered: bool = False
     """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
 
@@ -186,7 +183,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             record_construction(self, shape, dtype, canonical, buffers)
 
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
-        self._quantizer, self._turned_from = quantizer, None
+        self._quantizer = quantizer
         layout = quantizer.scale_layout + (self._view_note.suffix() if self._view_note else "")
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
