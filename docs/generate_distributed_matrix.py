@@ -2,7 +2,7 @@
 
 Two processes with gloo run every cell of ``distributed_cells.table.SECTIONS``. docs/
 distributed_matrix.json holds the outcomes for programs. ``--check`` writes nothing and fails if
-the files are out of date, ``--only TEXT`` runs some cells and keeps the other outcomes.
+the files are out of date, ``--only TEXT ...`` runs some cells and keeps the other outcomes.
 """
 
 from __future__ import annotations
@@ -175,11 +175,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="run the cells whose name contains TEXT"
+        "--only",
+        metavar="TEXT",
+        nargs="+",
+        default=[],
+        help="run the cells whose name contains one of these texts",
     )
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = [c for c in table.cells() if arguments.only in " ".join(c)]
+    texts = arguments.only or [""]
+    chosen = [c for c in table.cells() if any(text in " ".join(c) for text in texts)]
     new = run(chosen, echo=not arguments.check)
     outcomes = read() if arguments.only else {}
     for feature, modes in new.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from collective_cases import (
     FUNCTIONAL,
     coalesced_of_both,
@@ -15,6 +16,7 @@ from collective_cases import (
 from formats import FormatCase, layouts
 from ranks import Ranks
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 columnwise = pytest.mark.parametrize("columnwise", [False, True], ids=["row", "both"])
 
 
@@ -33,7 +35,9 @@ def test_collectives_move_the_bytes(
 def test_functional_collectives_move_the_bytes(
     ranks: Ranks, compiled: bool, columnwise: bool, case: FormatCase, options: dict[str, Any]
 ) -> None:
-    names = ["gather0", "gather1", "all_to_all"] if compiled else list(FUNCTIONAL)
+    # Dynamo of torch 2.11 cannot trace a gather along dim 1, of plain tensors either.
+    along = ["gather0"] if TORCH < (2, 12) else ["gather0", "gather1"]
+    names = [*along, "all_to_all"] if compiled else list(FUNCTIONAL)
     for name in names:
         ranks.run(run_functional, name, case.name, {**options, "columnwise": columnwise}, compiled)
 

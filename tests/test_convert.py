@@ -116,6 +116,21 @@ def test_again_changes_the_recipe():
     assert all(layer.recipe is recipe for layer in layers)
 
 
+def test_other_layers_get_the_recipe():
+    """Grouped layers hold their weights as weight0, weight1, ..., and blocks two of them."""
+    root = nn.Sequential(
+        qtensor.LayerNormLinear(64, 64),
+        qtensor.LayerNormMLP(64, 64),
+        qtensor.GroupedLinear(2, 64, 64),
+    )
+    recipe = Float8CurrentScaling()
+    assert names(convert(root, recipe).swapped) == ["0", "1", "2"]
+    assert all(layer.recipe is recipe for layer in root)
+    odd = nn.Sequential(qtensor.GroupedLinear(2, 64, 40))
+    (skipped,) = qtensor.convert_(odd, MXFP8BlockScaling()).skipped
+    assert "features must be multiples of 32" in skipped.note
+
+
 def test_without_a_recipe_layers_follow_autocast():
     root = model()
     done = qtensor.convert_(root, None)

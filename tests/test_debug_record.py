@@ -303,6 +303,47 @@ def test_an_input_by_keyword():
     assert by_tensor(log)["", "input"].shape == (32, WIDTH)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_conv1d_of_transformers(compiler):
+    """Its weight (K, N) is recorded as that of the linear layer with the same product."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils", reason="needs the extra").Conv1D
+    layer, twin = conv1d(96, WIDTH), nn.Linear(WIDTH, 96)
+    with torch.no_grad():
+        twin.weight.copy_(layer.weight.t())
+        twin.bias.copy_(layer.bias)
+    formats = dict.fromkeys(("input", "weight", "grad_output", "grad_weight"), "nvfp4")
+    logs = []
+    for module in (layer, twin):
+        call = module if compiler is None else torch.compile(module, backend=compiler)
+        with qtensor.debug.record(call, format=formats) as log:
+            train(call, module, inputs())
+        logs.append(by_tensor(log))
+    assert list(logs[0]) == list(logs[1])
+    assert logs[0]["", "weight"] == logs[1]["", "weight"]
+    assert logs[0]["", "weight"].shape == (96, WIDTH)
+    for role in ("grad_weight", "output"):
+        expected = pytest.approx(logs[1]["", role].amax, rel=1e-5)
+        assert (logs[0]["", role].amax, logs[0]["", role].shape) == (
+            expected,
+            logs[1]["", role].shape,
+        )
+
+
+def test_a_quantized_weight_of_conv1d():
+    """It is stored as (K, N), the transpose of quantized values (N, K)."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils", reason="needs the extra").Conv1D
+    layer = conv1d(96, WIDTH)
+    values = layer.weight.detach().t().contiguous()
+    stored = qtensor.quantize(values, "nvfp4")
+    layer.weight = nn.Parameter(stored.t(), requires_grad=False)
+    with qtensor.debug.record(layer, reference={"weight": values.t()}) as log:
+        layer(inputs())
+    record = by_tensor(log)["", "weight"]
+    assert (record.quantizer, record.shape) == ("nvfp4", (96, WIDTH))
+    assert_numbers(record, expected_numbers(values, stored))
+
+
 # ---- NaN hunting
 
 

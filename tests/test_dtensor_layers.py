@@ -231,9 +231,10 @@ def test_norm_and_layer(ranks: Ranks, name: str, sequence: bool, kind: str, back
 # ---- other styles, and the loss ------------------------------------------------------------------
 
 
-def run_loss(sequence_dim: int) -> tuple[Tensors, Tensors]:
+def run_loss(sequence_dim: int, own: bool) -> tuple[Tensors, Tensors]:
     """Return loss and gradients of a classifier with loss parallel, and of one whole process."""
     results = []
+    styles: Any = qtensor.distributed if own else parallel
     for split in (True, False):
         model = nn.Sequential(linear("mxfp8"), linear("mxfp8"))
         x = whole(False).x.clone().requires_grad_()
@@ -241,7 +242,7 @@ def run_loss(sequence_dim: int) -> tuple[Tensors, Tensors]:
         if split:
             plan = {
                 "0": parallel.SequenceParallel(sequence_dim=sequence_dim),
-                "1": parallel.ColwiseParallel(
+                "1": styles.ColwiseParallel(
                     input_layouts=Shard(sequence_dim), use_local_output=False
                 ),
             }
@@ -260,12 +261,13 @@ def run_loss(sequence_dim: int) -> tuple[Tensors, Tensors]:
     return results[0], results[1]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
 @pytest.mark.parametrize("sequence_dim", [0, 1])
-def test_loss_parallel(ranks: Ranks, sequence_dim: int) -> None:
+def test_loss_parallel(ranks: Ranks, sequence_dim: int, own: bool) -> None:
     """MXFP8 blocks see no other rank's values, so that only the order of sums differs: relative to
     the largest value, a few float32 roundings of sums of 256, or one code where a rounding differs.
     """
-    for got, want in ranks.run(run_loss, sequence_dim):
+    for got, want in ranks.run(run_loss, sequence_dim, own):
         for a, b in zip(got, want, strict=True):
             assert (a - b).abs().max() <= 0.02 * b.abs().max()
         torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=0)

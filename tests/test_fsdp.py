@@ -287,7 +287,8 @@ def run_converted_late(recipe: str) -> None:
     assert_equal(train(model), expected(lambda: converted(recipe)))
     kept = qtensor.convert_(model, RECIPES[recipe](), quantized_params=True)
     assert {r.note for r in kept.skipped} == {
-        "its weight is sharded; convert with quantized_params before fully_shard"
+        "its weight is sharded; convert with quantized_params before fully_shard and "
+        "parallelize_module"
     }
     qtensor.revert_(model)
     assert type(head) is nn.Linear

@@ -100,8 +100,8 @@ def test_the_ops_ask_the_kernels(case: FormatCase, dtype: torch.dtype, served: l
         q = case.quantize(rand(64, 64, dtype=dtype))
         q.dequantize()
         row = case.quantize(rand(1, 64, dtype=dtype))
-        qtensor.gemm(row, q, layout="TN")
-    assert served.count(True) == 5
+        qtensor.gemm(row, q, layout="TN")  # decodes the row alone
+    assert served.count(True) == 4
     assert served[-1]
 
 

@@ -126,7 +126,8 @@ def uneven() -> None:
 
 
 def test_rows_that_do_not_divide(ranks: Ranks) -> None:
-    message = r"(?s)ReduceScatter \(operation 1\) input: dim 0 must be a multiple of the 2 ranks"
+    rule = r"\(rank \d of 2\): dim 0 must be a multiple of the 2 ranks"
+    message = rf"(?s)ReduceScatter \(operation 1\) input {rule}"
     with pytest.raises(RankError, match=message):
         ranks.run(uneven)
 

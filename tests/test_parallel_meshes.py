@@ -166,3 +166,162 @@ def test_two_ranks(
 @backends
 def test_four_ranks(four_ranks: Ranks, name: str, sequence: bool, own: bool, backend: str) -> None:
     check(four_ranks, name, (2, 2), sequence, own, backend)
+
+
+# ---- weights that travel or are stored quantized -------------------------------------------------
+
+
+def split_model(
+    name: str, mesh: Any, sequence: bool, own: bool, first: Any = None, **options: Any
+) -> nn.Sequential:
+    """Return two layers that styles have split over the dim "tp" of a mesh, after ``first``."""
+    model = make_model()
+    qtensor.convert_(model, recipe_of(name), **options)
+    if first is not None:
+        first(model)
+    styles: Any = qtensor.distributed if own else parallel
+    place = Shard(0) if sequence else Replicate()
+    plan = {
+        "0": styles.ColwiseParallel(input_layouts=place),
+        "2": styles.RowwiseParallel(output_layouts=place),
+    }
+    return parallel.parallelize_module(model, mesh["tp"], plan)
+
+
+def own_rows(mesh: Any, sequence: bool) -> Any:
+    """Return the function from a step to this rank's input."""
+    dp, tp = (mesh[dim].get_local_rank() for dim in ("dp", "tp"))
+
+    def inputs(step: int) -> Tensor:
+        x = batch(step, dp)
+        return x.chunk(mesh["tp"].size())[tp] if sequence else x
+
+    return inputs
+
+
+def run_gather(
+    name: str, shape: tuple[int, int], sequence: bool, own: bool, backend: str, before: bool
+) -> None:
+    """A gather of codes gives the bytes of a gather of values, and moves fewer."""
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    inputs, results, gathered = own_rows(mesh, sequence), [], []
+    for quantized in (False, True):
+        gather = qtensor.distributed.quantized_all_gather
+        first = gather if quantized and before else None
+        model = split_model(name, mesh, sequence, own, first)
+        if quantized and not before:
+            assert gather(model) == ["0.weight", "2.weight"]
+        if backend != "eager":
+            torch._dynamo.reset()
+            for layer in (model[0], model[2]):
+                layer.compile(backend=backend, fullgraph=True)
+        fully_shard(model, mesh=mesh["dp"])
+        found = train(model, inputs, 1.0)
+        if quantized:
+            maxima = qtensor.distributed.reduce_amaxes(model)
+            assert maxima == (0 if name == "mxfp8" else 2)
+        # With the maxima known, and into the memory of the gathered weight.
+        found += train(model, inputs, 1.0)
+        if backend == "eager":  # Dynamo compiles no frame below a mode that sees every op
+            model.reshard()
+            with torch.no_grad(), qtensor.distributed.Traffic() as traffic:
+                model(inputs(0))
+            gathered.append(traffic.sent["_allgather_base_"])
+        state = model.state_dict()
+        found += [p.full_tensor().detach().clone() for p in state.values()]
+        results.append(found)
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(b, a, f"result {i}")
+    if backend == "eager" and shape[0] > 1:
+        assert gathered[1] < gathered[0]
+
+
+def run_stored(name: str, shape: tuple[int, int], sequence: bool, own: bool) -> None:
+    """Weights stored quantized: the outputs of the same styles without ``fully_shard``."""
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    inputs, results = own_rows(mesh, sequence), []
+    for sharded in (False, True):
+        model = split_model(name, mesh, sequence, own, quantized_params=True)
+        if sharded:
+            fully_shard(model, mesh=mesh["dp"])
+            kinds = [type(p.to_local()) for p in (model[0].weight, model[2].weight)]
+            assert all(issubclass(kind, qtensor.QuantizedTensor) for kind in kinds)
+        results.append([])
+        for step in range(2):
+            x = inputs(step).clone().requires_grad_()
+            y = model(x)
+            y.square().mean().backward()
+            results[-1] += [y.detach().clone(), x.grad.clone()]
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(b, a, f"result {i}")
+
+
+orders = pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["1x2", "2x1"])
+@layouts
+@styles
+@backends
+@orders
+def test_quantized_gather_of_two_ranks(
+    ranks: Ranks,
+    name: str,
+    shape: tuple[int, int],
+    sequence: bool,
+    own: bool,
+    backend: str,
+    before: bool,
+) -> None:
+    ranks.run(run_gather, name, shape, sequence, own, backend, before)
+
+
+@pytest.mark.nightly(reason="four processes; the meshes of two ranks are in the default tier")
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+@layouts
+@styles
+@backends
+@orders
+def test_quantized_gather_of_four_ranks(
+    four_ranks: Ranks, name: str, sequence: bool, own: bool, backend: str, before: bool
+) -> None:
+    four_ranks.run(run_gather, name, (2, 2), sequence, own, backend, before)
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["1x2", "2x1"])
+@layouts
+@styles
+def test_stored_weights_of_two_ranks(
+    ranks: Ranks, name: str, shape: tuple[int, int], sequence: bool, own: bool
+) -> None:
+    ranks.run(run_stored, name, shape, sequence, own)
+
+
+@pytest.mark.nightly(reason="four processes; the meshes of two ranks are in the default tier")
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+@layouts
+@styles
+def test_stored_weights_of_four_ranks(
+    four_ranks: Ranks, name: str, sequence: bool, own: bool
+) -> None:
+    four_ranks.run(run_stored, name, (2, 2), sequence, own)
+
+
+def run_refused() -> str:
+    """Return the error of a call after ``fully_shard``."""
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = split_model("mxfp8", mesh, False, True)
+    fully_shard(model, mesh=mesh["dp"])
+    try:
+        qtensor.distributed.quantized_all_gather(model)
+    except qtensor.QTensorError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gather_is_chosen_before_fully_shard(ranks: Ranks) -> None:
+    for rank, text in enumerate(ranks.run(run_refused)):
+        assert "got a DTensor" in text, f"rank {rank}: {text}"
+        assert "Call quantized_all_gather once, before fully_shard" in text

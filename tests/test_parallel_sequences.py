@@ -217,7 +217,7 @@ def run_style(layer: str, style: str) -> tuple[str, Tensors]:
         parallel.parallelize_module(module, mesh(), made)
         with torch.no_grad():
             y = module(x, *extra)
-    except (qtensor.QTensorError, NotImplementedError) as error:
+    except (qtensor.QTensorError, NotImplementedError, TypeError) as error:
         return f"{type(error).__name__}: {error}", []
     with torch.no_grad():
         want = one(batch()[0], *extra)
@@ -245,6 +245,8 @@ REFUSED = {
         for layer in ("LayerNormLinear", "LayerNormMLP", "GroupedLinear")
         for kind in ("ColwiseParallel", "RowwiseParallel")
     },
+    # torch's SequenceParallel passes the first argument alone.
+    ("GroupedLinear", "torch SequenceParallel"): r"^TypeError: .*argument: 'm_splits'",
     ("LayerNormLinear", "qtensor RowwiseParallel"): "the norm needs whole rows.*ColwiseParallel",
     ("LayerNormMLP", "qtensor ColwiseParallel"): "set_parallel_mode=True",
     ("LayerNormMLP", "qtensor RowwiseParallel"): "set_parallel_mode=True",

@@ -98,3 +98,94 @@ def test_two_layers(
         assert_same_bytes(got[rank].dx, want[rank].dx, f"{where}: gradient of the input")
         for i, (a, b) in enumerate(zip(got[rank].gradients, want[rank].gradients, strict=True)):
             assert_same_bytes(a, b, f"{where}: gradient {i}")
+
+
+# ---- convert_ and revert_ after our styles -------------------------------------------------------
+
+NORM_IN_ROWS = ("LayerNormLinear", "row")
+KINDS: dict[str, Any] = {
+    "Linear": lambda **o: qtensor.Linear(K, N, **o),
+    "LayerNormLinear": lambda **o: qtensor.LayerNormLinear(K, N, **o),
+    "GroupedLinear": lambda **o: qtensor.GroupedLinear(2, K, N, **o),
+}
+
+
+def run_converted(kind: str, mode: str, sequence: bool) -> None:
+    """The recipe set by ``convert_`` gives the bytes of a layer that was built with it."""
+    recipe, rank, results = RECIPES["mxfp8"], dist.get_rank(), []
+    x, dy = (mlp_layers(False, False)[1][0].x, mlp_layers(False, False)[1][0].dy)
+    splits = [[64, 64]] if kind == "GroupedLinear" else []
+    if splits:
+        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
+    rows, kinds = Shard(0) if sequence else Replicate(), qtensor.distributed
+    for before in (True, False):
+        torch.manual_seed(1)
+        model = nn.ModuleDict({"one": KINDS[kind]()})
+        if before:
+            qtensor.convert_(model, recipe)
+        style: Any = (
+            kinds.ColwiseParallel(input_layouts=rows)
+            if mode == "column"
+            else kinds.RowwiseParallel(output_layouts=rows)
+        )
+        parallel.parallelize_module(model, mesh(), {"one": style})
+        if not before:
+            done = qtensor.convert_(model, recipe)
+            assert [report.name for report in done.swapped] == ["one"], done
+        place = rows if mode == "column" else Shard(x.ndim - 1)
+        out = Shard(x.ndim - 1) if mode == "column" else rows
+        given, grad = [
+            (t if p.is_replicate() else t.chunk(SIZE, p.dim)[rank]).clone()
+            for t, p in ((x, place), (dy, out))
+        ]
+        y = model["one"](given.requires_grad_(), *splits)
+        y.backward(grad)
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        results.append([t.detach().clone() for t in (y, given.grad, *grads)])
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_same_bytes(b, a, f"rank {rank}: result {i}")
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(kind, mode) for kind in KINDS for mode in ("column", "row") if (kind, mode) != NORM_IN_ROWS],
+)
+def test_a_recipe_after_our_style(ranks: Ranks, kind: str, mode: str, sequence: bool) -> None:
+    ranks.run(run_converted, kind, mode, sequence)
+
+
+def run_stored() -> str:
+    model = nn.ModuleDict({"one": qtensor.Linear(K, N)})
+    parallel.parallelize_module(model, mesh(), {"one": qtensor.distributed.ColwiseParallel()})
+    done = qtensor.convert_(model, RECIPES["mxfp8"], quantized_params=True)
+    assert type(model["one"].weight.to_local()) is Tensor
+    return done.skipped[0].note
+
+
+def test_split_weights_are_not_stored_quantized(ranks: Ranks) -> None:
+    for note in ranks.run(run_stored):
+        assert "convert with quantized_params before fully_shard and parallelize_module" in note
+
+
+def run_reverted(sequence: bool) -> tuple[Tensor, Tensor]:
+    """Return this rank's output of reverted layers, and of plain ones under torch's styles."""
+    outputs = []
+    for own in (True, False):
+        module = model(True)
+        if own:
+            qtensor.convert_(module, RECIPES["mxfp8"])
+        parallelize(module, sequence, own)
+        if own:
+            assert len(qtensor.revert_(module).swapped) == 2
+            assert type(module.first) is nn.Linear
+        layers, tensors = mlp_layers(sequence, True)
+        with torch.no_grad():
+            outputs.append(module(layers[0].inputs(tensors[0].x, dist.get_rank())).clone())
+    return outputs[0], outputs[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_a_reverted_layer_keeps_our_style(ranks: Ranks, sequence: bool) -> None:
+    for rank, (got, want) in enumerate(ranks.run(run_reverted, sequence)):
+        assert_same_bytes(got, want, f"rank {rank}")

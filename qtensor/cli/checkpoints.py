@@ -64,7 +64,7 @@ def add_commands(app: typer.Typer) -> None:
 def inspect(
     path: Source,
     tensor: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show this tensor down to its blocks.")
+        str | None, typer.Option(metavar="NAME", help="Show this tensor with its first blocks.")
     ] = None,
     layout: Annotated[
         str | None, typer.Option(metavar="L", help="Layout of the file, if not recognised.")
@@ -90,7 +90,9 @@ def inspect(
         view = None
         if tensor is not None:
             found: Any = checkpoints.inspect_tensor(path, tensor, layout)
-            view = _view(path, tensor, layout, (rows, cols, bits))
+            region = (rows, cols, bits)
+            if any(region) or (found.blocks and not as_json):
+                view = _view(path, tensor, layout, region)
         else:
             found = checkpoints.inspect(path, layout)
         if as_json:
@@ -109,10 +111,8 @@ def inspect(
 def _view(
     path: Path, tensor: str, layout: str | None, region: tuple[str | None, str | None, str | None]
 ) -> Any:
-    """Return the view that --rows, --cols and --bits ask for; None without them."""
+    """Return the view that --rows, --cols and --bits ask for, or that of the first blocks."""
     rows, cols, bits = region
-    if region == (None, None, None):
-        return None
     from qtensor.checkpoints.inspection.summary import view_tensor  # noqa: PLC0415
 
     with _usage_errors():

@@ -113,10 +113,6 @@ def show_tensor(tensor: TensorSummary) -> None:
         f"values {tensor.minimum:.6g} to {tensor.maximum:.6g}, rms {tensor.rms:.6g}, "
         f"{tensor.zeros:,} zeros, {tensor.nans:,} NaN, {tensor.infinities:,} infinite",
     )
-    for block in tensor.blocks:
-        _line(console, f"block at [{block.row}, {block.col}]: factor {block.factor:.9g}")
-        _line(console, f"  codes  {block.codes}")
-        _line(console, f"  values {' '.join(f'{value:.4g}' for value in block.values)}")
 
 
 def show_report(report: ConversionReport, every: bool) -> None:

@@ -7,6 +7,7 @@ graph of before afterwards. So a model that is not recorded has no cost.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ class Recorded(NamedTuple):
     """The layer; None if each weight is a layer of its own."""
     weights: dict[str, Site]
     """Name of a weight -> its site."""
+    transposed: bool
+    """Whether the weights are stored as (K, N), and recorded as (N, K)."""
     previous: Callable[..., Any] | None
     """The module's own method if it is not that of its class."""
 
@@ -99,6 +102,12 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' ``Conv1D``: a linear layer with a (K, N) weight."""
+    library: Any = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(module, library.Conv1D)
+
+
 def find_layers(model: nn.Module) -> Iterator[Layer]:
     """Yield the layers of a model that can be recorded.
 
@@ -119,7 +128,7 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]
-            if isinstance(module, nn.Linear | GroupedLinear):
+            if isinstance(module, nn.Linear | GroupedLinear) or is_conv1d(module):
                 quantized = [n for n, p in own.items() if n.startswith("weight")]
             if quantized:
                 yield Layer(name, module, tuple(quantized), "forward")
@@ -188,7 +197,8 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if found:
         _record(args[0], "input", site, texts)
     for name, weight_site in state.weights.items():
-        _record(getattr(self, name), "weight", weight_site, texts)
+        weight = getattr(self, name)
+        _record(weight.t() if state.transposed else weight, "weight", weight_site, texts)
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
         return (_output(out[0], site, texts), *out[1:])
     return _output(out, site, texts) if isinstance(out, Tensor) else out

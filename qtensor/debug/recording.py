@@ -21,13 +21,16 @@ from qtensor.debug.layers import (
     Site,
     clean_name,
     find_layers,
+    is_conv1d,
     replace_method,
     unwrapped,
 )
 from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
 from qtensor.debug.op import RECORD_TENSOR, SINKS
 from qtensor.debug.statistics import measure, totals_of
+from qtensor.debug.wgrads import Watched, WeightGradients
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.library.gradient import WATCHERS
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
@@ -220,16 +223,22 @@ class Recorder:
         plan, numbers = self._plan, itertools.count()
         tokens = self._tensor(self._number), self._tensor(self._number)
         state = self._reference_state()
+        text = (plan.formats or {}).get("grad_weight", "")
+        watched: list[Watched] = []
         for layer in self._layers:
             sites = {
                 label: Site(self._tensor(next(numbers)), *tokens, plan.roles, plan.formats)
                 for label in layer.labels()
             }
             weights = {weight: sites[layer.label(weight)] for weight in layer.weights}
-            recorded = Recorded(sites.get(layer.name), weights, None)
+            turned = is_conv1d(layer.module)
+            recorded = Recorded(sites.get(layer.name), weights, turned, None)
             undo.callback(replace_method(layer.module, layer.method, recorded))
             for weight, site in weights.items():
                 self._watch_weight(layer, weight, site, state, undo)
+                watched.append(Watched(layer.module, weight, int(site.ticket), text))
+        WATCHERS[self._number] = WeightGradients(self, watched)
+        undo.callback(WATCHERS.pop, self._number, None)
         if plan.count_forward:
             counted = Counted(tokens[0], None)
             undo.callback(replace_method(self._root, "forward", counted))
@@ -247,11 +256,13 @@ class Recorder:
             name = f"{layer.name}.{weight}" if layer.name else weight
             high = state.get(name, getattr(parameter, "_high_precision_init_val", None))
             if isinstance(high, Tensor) and high.shape == parameter.shape:
-                self._references[int(site.ticket)] = high.detach()
+                high = high.detach()
+                self._references[int(site.ticket)] = high.t() if is_conv1d(layer.module) else high
         leaf = isinstance(parameter, Tensor) and parameter.is_leaf and parameter.requires_grad
         if leaf and "grad_weight" in self._plan.roles:
             text = (self._plan.formats or {}).get("grad_weight", "")
-            undo.callback(parameter.register_hook(_gradient_hook(site, text)).remove)
+            hook = _gradient_hook(site, text, is_conv1d(layer.module))
+            undo.callback(parameter.register_hook(hook).remove)
 
     def _reference_state(self) -> Mapping[str, Any]:
         reference = self._plan.reference
@@ -353,11 +364,14 @@ class Recorder:
             self._weights = set()
 
 
-def _gradient_hook(site: Site, quantizer: str) -> Callable[[Tensor], None]:
-    """Return a hook that records the gradient of a weight."""
+def _gradient_hook(site: Site, quantizer: str, transposed: bool) -> Callable[[Tensor | None], None]:
+    """Return a hook that records the gradient (N, K) of a weight, or (K, N) if ``transposed``."""
 
-    def hook(grad: Tensor) -> None:
+    def hook(grad: Tensor | None) -> None:
+        if grad is None:  # it does not pass through autograd: WeightGradients
+            return
         ticket, token = site.ticket, site.backward_token
+        grad = grad.t() if transposed else grad
         RECORD_TENSOR([grad], "", grad.shape, "grad_weight", quantizer, ticket, token)
 
     return hook

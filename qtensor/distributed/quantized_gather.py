@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
-from qtensor.dtensor import is_dtensor, local_part
+from qtensor.dtensor import is_dtensor, local_part, part_of
 from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
@@ -209,6 +209,9 @@ def quantized_all_gather(
     row, and square blocks (``fp8``, ``fp8_rowwise``, and 2-D ``fp8_blockwise``, MX and NVFP4).
     With 1-D blocks both directions travel, which takes twice as many bytes.
 
+    Of a weight that a parallel style has split, each rank of the style's mesh dim quantizes and
+    gathers its own part.
+
     Args:
         model: holds layers of qtensor. It is changed in place: weights become new parameters.
         recipe: decides the quantizers; by default each layer's own, or the active one.
@@ -239,12 +242,31 @@ def quantized_all_gather(
     for weight in found:
         old = getattr(weight.module, weight.attribute)
         if old not in made:
-            values = MasterWeight(old.detach(), weight.quantizer, weight.name)
+            values = _wrapped(old.detach(), weight)
             made[old] = nn.Parameter(values, requires_grad=old.requires_grad)
             made[old].__dict__.update(vars(old))
         setattr(weight.module, weight.attribute, made[old])
         weight.module.register_state_dict_post_hook(_plain_entries)
     return [weight.name for weight in found]
+
+
+def _wrapped(old: Any, weight: _Weight) -> Any:
+    """Return a weight, or the DTensor of a split one, whose values travel quantized."""
+    if not is_dtensor(old):
+        return MasterWeight(old, weight.quantizer, weight.name)
+    return _like_dtensor(old, MasterWeight(local_part(old), weight.quantizer, weight.name))
+
+
+def _like_dtensor(old: Any, local: Tensor) -> Any:
+    """Return the DTensor with another local part."""
+    return type(old).from_local(
+        local,
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )
 
 
 class _Weight(NamedTuple):
@@ -275,16 +297,31 @@ def _weights(model: nn.Module, recipe: Recipe | None, filter_fn: Any) -> Iterabl
             for attribute, parameter in module._parameters.items():
                 if any([parameter is p for p in parameters]):
                     name = f"{path}.{attribute}" if path else attribute
-                    _check_weight(name, parameter, quantizer, key)
+                    _check_weight(name, module, parameter, quantizer, key)
                     both = quantizer.with_usage(rowwise=True, columnwise=True)
                     yield _Weight(module, attribute, name, both)
 
 
-def _check_weight(name: str, parameter: Any, quantizer: Any, key: str) -> None:
-    if is_dtensor(parameter) or isinstance(parameter, (QuantizedTensorStorage, MasterWeight)):
-        kind = "a DTensor" if is_dtensor(parameter) else type(parameter).__name__
+def _split_dims(module: nn.Module) -> int:
+    """Return over how many dims of its mesh a parallel style has split a module, 0 or 1.
+
+    ``distribute_module``, which the styles call, leaves this private note. Without it, the DTensors
+    of a style are refused.
+    """
+    return int(getattr(module, "_distribute_module_applied", False))
+
+
+def _check_weight(name: str, module: nn.Module, parameter: Any, quantizer: Any, key: str) -> None:
+    own = local_part(parameter)
+    # fully_shard puts its own dims of the mesh before that of a style.
+    sharded = is_dtensor(parameter) and parameter.device_mesh.ndim != _split_dims(module)
+    if sharded or isinstance(own, (QuantizedTensorStorage, MasterWeight)):
+        kind = type(own).__name__
+        if sharded:
+            kind = f"a DTensor ({part_of(parameter.placements)} on {parameter.device_mesh})"
+        rule = "the weight must be a plain parameter, or split by a parallel style on one mesh dim"
         fix = "Call quantized_all_gather once, before fully_shard; quantized weights need no call"
-        fail(f"{_OP} {name}", "the weight must be a plain parameter", kind, fix)
+        fail(f"{_OP} {name}", rule, kind, fix)
     override = parse_recipe(key).backward_override
     if not quantizer.is_requantization_safe() or override == "high_precision":
         fail(
@@ -329,14 +366,7 @@ def _plain(entry: Any) -> Any:
         with torch.no_grad():
             local = entry.to_local()
         if isinstance(local, MasterWeight):
-            return type(entry).from_local(
-                local.plain_view(),
-                entry.device_mesh,
-                entry.placements,
-                run_check=False,
-                shape=entry.shape,
-                stride=entry.stride(),
-            )
+            return _like_dtensor(entry, local.plain_view())
     return entry
 
 
@@ -358,7 +388,7 @@ def reduce_amaxes(model: nn.Module) -> int:
     """
     by_group: dict[str, list[tuple[MasterWeight, list[Tensor]]]] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, module, parameter in _parameters(model):
             local = local_part(parameter) if is_dtensor(parameter) else None
             if not isinstance(local, MasterWeight):
                 continue
@@ -368,7 +398,7 @@ def reduce_amaxes(model: nn.Module) -> int:
             if any(wide) and sent.factors_are_local:
                 maxima = AMAX(local._high_precision, sent.canonical)
                 shared = [a for a, is_wide in zip(maxima, wide, strict=True) if is_wide]
-                group = _shard_group(name, parameter)
+                group = _shard_group(name, parameter, _split_dims(module))
                 by_group.setdefault(group, []).append((local, shared))
         count = 0
         for group, entries in by_group.items():
@@ -382,12 +412,27 @@ def reduce_amaxes(model: nn.Module) -> int:
     return count
 
 
-def _shard_group(name: str, parameter: Any) -> str:
-    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+def _parameters(model: nn.Module) -> Iterable[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield the name, the module and each parameter; one that modules share comes once."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        yield name, modules[name.rpartition(".")[0]], parameter
+
+
+def _shard_group(name: str, parameter: Any, split_dims: int) -> str:
+    """Return the group over which ``fully_shard`` has sharded a weight.
+
+    Args:
+        name: of the weight.
+        parameter: a DTensor.
+        split_dims: number of dims of a parallel style, the last ones of the mesh.
+    """
+    own = parameter.placements[: parameter.device_mesh.ndim - split_dims]
+    dims = [i for i, placement in enumerate(own) if not placement.is_replicate()]
     if len(dims) != 1:
         raise QTensorError(
-            f"reduce_amaxes {name}: the weight must be sharded over one dim of its mesh; got "
-            f"{parameter.placements}. Shard it by fully_shard alone."
+            f"reduce_amaxes {name}: fully_shard must shard the weight over one dim of its mesh; "
+            f"got {parameter.placements}. Call fully_shard first, on one dim."
         )
     group: str = parameter.device_mesh.get_group(dims[0]).group_name
     return group

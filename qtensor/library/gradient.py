@@ -14,6 +14,12 @@ from qtensor.library.checks import check_one
 from qtensor.library.define import BODIES, Written, below_autograd, leaf_op, no_outputs
 from qtensor.library.gemm import check_layout, check_product, output_shape
 
+Watcher = Callable[["GemmAccumulateArgs | PostponeWgradArgs"], None]
+
+WATCHERS: dict[int, Watcher] = {}
+"""Functions that see each weight gradient which does not pass through autograd, before it is added
+or postponed. A recording adds one under its number."""
+
 
 class GemmAccumulateArgs(NamedTuple):
     """Arguments of the op ``gemm_accumulate_``."""
@@ -33,6 +39,8 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
         got = f"{target.dtype} {tuple(target.shape)}"
         fail("gemm_accumulate_", rule, got, "Pass such a tensor")
+    for watch in WATCHERS.values():
+        watch(args)
     if not target.is_cpu:
         from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in gemm.py
 
@@ -71,6 +79,8 @@ class PostponeWgradArgs(NamedTuple):
 
 def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
     # A compiled graph may use the memory again once the op is done, so the buffers are copied.
+    for watch in WATCHERS.values():
+        watch(args)
     pair = args.operands
     a, b = ([t.detach().clone() for t in buffers] for buffers in (pair.a, pair.b))
     _PENDING.setdefault(args.key, deque()).append(pair._replace(a=a, b=b))

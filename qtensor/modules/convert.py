@@ -240,17 +240,19 @@ def _convert_obstacle(
     if filtered := _filtered(module, places, request.filter_fn):
         return filtered
     if isinstance(module, QuantizedModule):
-        name, weights = module.name, list(module._states)
+        name = module.name
+        weights = [p for weight in module._states for p in module._weights(weight)]
     else:
-        name, weights = places[0].name, ["weight"]
+        name, weights = places[0].name, [module.weight]
         if obstacle := _plain_obstacle(module):
             return obstacle
     for weight in weights:
-        if obstacle := _weight_obstacle(getattr(module, weight), name, request):
+        if obstacle := _weight_obstacle(weight, name, request):
             return obstacle
     if _wants_quantized_weight(module, request, name):
         if held:
-            return "its weight is sharded; convert with quantized_params before fully_shard"
+            torch_ = "fully_shard and parallelize_module"
+            return f"its weight is sharded; convert with quantized_params before {torch_}"
         return _tie_obstacle(module, owners)
     return ""
 

@@ -209,11 +209,9 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
     if readable and a.dtype in FLOATING and b.ndim == 2:
         n, columns = b.shape if layout == "TN" else b.shape[::-1]
         if a.shape[-1] == columns:
-            if layout == "TN":
-                weight = b.buffers()
-            else:
-                known = getattr(b, "_turned_from", None)
-                quantizer, weight = known or transposed(quantizer, b.buffers())
+            weight = b.buffers()
+            if layout != "TN":
+                quantizer, weight = transposed(quantizer, weight)
             return WEIGHT_GEMM(a, weight, quantizer.canonical, n, bias)
     return gemm_operands(a, b, layout, bias)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.dtensor import local_part
 from qtensor.errors import fail
 from qtensor.layout import Shape
 from qtensor.storage import geometry
@@ -261,7 +262,8 @@ class GatheredWeight:
             if out is None:
                 shape = (sum(metadata.rows), *metadata.rest)
                 return metadata.quantizer._assemble(buffers, shape, param_dtype), tuple(buffers)
-            for target, buffer in zip(out.buffers(), buffers, strict=True):
+            # A weight that a parallel style has split comes as a DTensor.
+            for target, buffer in zip(local_part(out).buffers(), buffers, strict=True):
                 # Through .data: autograd may have saved the buffer, and its values are the same.
                 target.data.copy_(buffer)
         return None

@@ -91,9 +91,6 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     _view_note: ViewNote | None = None
     """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
 
-    _turned_from: tuple[QuantizerLike, list[Tensor]] | None = None
-    """Quantizer and buffers of the matrix of which this tensor is the transpose, or None."""
-
     _is_gathered: bool = False
     """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
 
@@ -186,7 +183,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             record_construction(self, shape, dtype, canonical, buffers)
 
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
-        self._quantizer, self._turned_from = quantizer, None
+        self._quantizer = quantizer
         layout = quantizer.scale_layout + (self._view_note.suffix() if self._view_note else "")
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
@@ -422,3 +419,19 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, types, args, kwargs or {})
+
+
+def _keep_out_dynamo(code: Any) -> None:
+    """Have Dynamo run a function, and what it calls, as they are.
+
+    Dynamo skips the code of torch's own layers. Where such a layer is compiled by itself, it would
+    compile the frames below, and it cannot trace ours. ``torch.compiler.disable`` costs 0.7 us a
+    call, and imports Dynamo.
+    """
+    eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+_keep_out_dynamo(QuantizedTensor.__dict__["__torch_dispatch__"].__func__.__code__)

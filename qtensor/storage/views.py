@@ -225,8 +225,6 @@ def transpose_tensor(t: Any) -> Any:
         for _, source, turn in moves
     ]
     turned = wrap(type(t), t.shape[::-1], t._context[1], quantizer, buffers)
-    # A product reads the rows themselves: F.linear of torch.no_grad transposes its weight.
-    turned._turned_from = (t._quantizer, t.buffers())
     if t._view_note is not None:
         inherit_note(
             turned,

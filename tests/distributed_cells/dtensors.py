@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import qtensor
-from distributed_cells.base import ROWS, Cell, K, mesh, part, same, spread, values
+from distributed_cells.base import ROWS, SIZE, Cell, K, mesh, part, same, spread, values
 from qtensor import QuantizedTensor
 
 
@@ -41,6 +41,22 @@ def full_tensor(placement: Any) -> Callable[[Cell], None]:
         distributed = spread(cell.weight(), placement)
         with torch.no_grad():
             same(cell.run(lambda d: d.full_tensor())(distributed), cell.weight())
+
+    return run
+
+
+def uneven(placement: Any, size: int) -> Callable[[Cell], None]:
+    """Return the cell of a dim that ranks do not divide: the first part is half, rounded up."""
+
+    def run(cell: Cell) -> None:
+        shape = (size, K) if placement == Shard(0) else (ROWS, size)
+        q = cell.quantize(values(*shape))
+        distributed = spread(q, placement)
+        half = -(-size // SIZE)
+        assert distributed.to_local().shape[placement.dim] == (half, size - half)[dist.get_rank()]
+        assert isinstance(distributed.to_local(), QuantizedTensor)
+        with torch.no_grad():
+            same(cell.run(lambda d: d.full_tensor())(distributed.clone()), q)
 
     return run
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, parallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 import qtensor
 import qtensor.distributed
 from distributed_cells.base import ROWS, SIZE, Cell, K, mesh, part, same, values, whole
-from distributed_cells.training import frozen, layers
+from distributed_cells.training import frozen, layers, same_training, train, train_alone
 from qtensor import QuantizedTensor
 
 
-def compare(cell: Cell, recipe: Any, made: Any) -> None:
+def compare(cell: Cell, recipe: Any, made: Any, splits_rows: bool = False) -> None:
     """Compare with one process that computes the parts of both ranks and adds them.
 
     Args:
         made: two layers of qtensor over the ranks, with an activation between them.
+        splits_rows: a rank has half of the rows of the input and of the output.
     """
     torch_ = layers()
     half, bias = ROWS // SIZE, torch_[2].bias.detach()
-    x, dy = values(64, 128), values(64, ROWS)
+    x, dy = values(256, 128), values(256, ROWS)
+    place = Shard(0) if splits_rows else Replicate()
     own = []
     for rank in range(SIZE):
         rows = slice(rank * half, (rank + 1) * half)
@@ -35,15 +40,15 @@ def compare(cell: Cell, recipe: Any, made: Any) -> None:
         )
         one.load_state_dict(parts_of(torch_, rows))
         own.append(cell.compile_(one))
-    inputs, wanted = [x.clone().requires_grad_() for _ in range(2)]
+    inputs, wanted = [t.clone().requires_grad_() for t in (part(x, place), x)]
     want = own[0](wanted) + own[1](wanted) + bias
     want.backward(dy)
     summing = qtensor.Linear(half, ROWS, recipe=recipe)
-    summing(torch.zeros(64, half)).backward(dy)
+    summing(torch.zeros(256, half)).backward(dy)
     y = cell.compile_(made)(inputs)
-    y.backward(dy)
-    same(y.detach().clone(), want.detach(), "output")
-    same(inputs.grad, wanted.grad, "gradient of the input")
+    y.backward(part(dy, place))
+    same(y.detach().clone(), part(want.detach(), place), "output")
+    same(inputs.grad, part(wanted.grad, place), "gradient of the input")
     gradients = {n: p.grad for n, p in own[dist.get_rank()].named_parameters()}
     for name, grad in {**gradients, "2.bias": summing.bias.grad}.items():
         ours = made.get_parameter(name).grad
@@ -58,20 +63,155 @@ def parts_of(whole_: Any, rows: slice) -> dict[str, Any]:
     }
 
 
-def styles_of_torch(cell: Cell) -> None:
-    run_styles(cell, parallel)
+def styles_of(kinds: Any, splits_rows: bool = False) -> Callable[[Cell], None]:
+    """Return the cell of ``ColwiseParallel`` and ``RowwiseParallel`` of torch or of qtensor."""
+
+    def run(cell: Cell) -> None:
+        recipe = cell.recipe(random=False)
+        made = styled(recipe, mesh(), kinds, splits_rows)
+        compare(cell, recipe, made, splits_rows)
+
+    return run
 
 
-def styles_of_qtensor(cell: Cell) -> None:
-    run_styles(cell, qtensor.distributed)
-
-
-def run_styles(cell: Cell, styles: Any) -> None:
-    made, recipe = layers(), cell.recipe(random=False)
+def styled(recipe: Any, over: Any, kinds: Any = qtensor.distributed, splits: bool = False) -> Any:
+    """Return the two layers, split over a mesh."""
+    made = layers()
     qtensor.convert_(made, recipe)
-    plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
-    parallel.parallelize_module(made, mesh(), plan)
-    compare(cell, recipe, made)
+    rows = Shard(0) if splits else Replicate()
+    plan = {
+        "0": kinds.ColwiseParallel(input_layouts=rows),
+        "2": kinds.RowwiseParallel(output_layouts=rows),
+    }
+    return parallel.parallelize_module(made, over, plan)
+
+
+def sharded_styles(shape: tuple[int, int], gathers_codes: bool) -> Callable[[Cell], None]:
+    """Return the cell of the styles on the last dim of a mesh, and ``fully_shard`` on the first."""
+
+    def run(cell: Cell) -> None:
+        recipe = cell.recipe(random=False)
+        over = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        made = styled(recipe, over["tp"])
+        if gathers_codes:
+            qtensor.distributed.quantized_all_gather(made)
+        if shape[0] == 1:
+            compare(cell, recipe, fully_shard(made, mesh=over["dp"]))
+            return
+        ours = nn.Sequential(cell.compile_(made))
+        fully_shard(ours, mesh=over["dp"])
+
+        def alone() -> nn.Module:
+            one = layers()
+            qtensor.convert_(one, recipe)
+            return nn.Sequential(cell.compile_(one))
+
+        same_training(train(ours), train_alone(alone))
+
+    return run
+
+
+def prepared(cell: Cell) -> None:
+    """Each rank computes all rows, given and returned as parts."""
+    x, dy, recipe = values(256, K), values(256, ROWS), cell.recipe(random=False)
+    results = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        layer = qtensor.Linear(K, ROWS, recipe=recipe)
+        rows = Shard(0) if split else Replicate()
+        if split:
+            style = parallel.PrepareModuleInputOutput(
+                input_layouts=rows,
+                desired_input_layouts=Replicate(),
+                use_local_input=True,
+                output_layouts=Replicate(),
+                desired_output_layouts=rows,
+            )
+            parallel.parallelize_module(layer, mesh(), style)
+        given = part(x, rows).clone().requires_grad_()
+        y = cell.compile_(layer)(given)
+        y.backward(part(dy, rows))
+        found = [y.detach().clone(), given.grad]
+        found = found if split else [part(t, Shard(0)) for t in found]
+        results.append([*found, *(p.grad for p in layer.parameters())])
+    for i, (got, want) in enumerate(zip(*results, strict=True)):
+        same(got, want, f"result {i}")
+
+
+def norm_and_layer(cell: Cell) -> None:
+    """Compare the output and the gradients of the parts with a layer of the part's weights."""
+    recipe, half = cell.recipe(random=False), ROWS // SIZE
+    x, dy = values(256, K), values(256, ROWS)
+    torch.manual_seed(0)
+    made = qtensor.LayerNormLinear(K, ROWS, recipe=recipe)
+    one = qtensor.LayerNormLinear(K, half, recipe=recipe)
+    one.load_state_dict({
+        **made.state_dict(),
+        **{n: part(made.get_parameter(n).detach(), Shard(0)) for n in ("weight", "bias")},
+    })
+    parallel.parallelize_module(made, mesh(), qtensor.distributed.ColwiseParallel())
+    results = []
+    for layer in (made, one):
+        given = x.clone().requires_grad_()
+        y = cell.compile_(layer)(given)
+        y.backward(part(dy, Shard(1)))
+        grads = [getattr(layer, name).grad for name in ("weight", "bias")]
+        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        results.append([y.detach().clone(), *grads])
+    for what, got, want in zip(("output", "weight", "bias"), *results, strict=True):
+        same(got, want, what)
+
+
+def two_layers_in_one(cell: Cell) -> None:
+    made = qtensor.LayerNormMLP(K, ROWS, recipe=cell.recipe())
+    parallel.parallelize_module(made, mesh(), qtensor.distributed.ColwiseParallel())
+
+
+def grouped(mode: str) -> Callable[[Cell], None]:
+    """Return the cell of ``GroupedLinear``: both ranks compute all groups, with their parts."""
+
+    def run(cell: Cell) -> None:
+        recipe, column = cell.recipe(random=False), mode == "column"
+        given, split = (Replicate(), Shard(1)) if column else (Shard(1), Replicate())
+        x, dy = values(256, K), values(256, ROWS)
+        torch.manual_seed(0)
+        made = qtensor.GroupedLinear(2, K, ROWS, bias=False, recipe=recipe)
+        weights = [p.detach().clone() for p in made.parameters()]
+        ones = []
+        for rank in range(SIZE):
+            size = (K, ROWS // SIZE) if column else (K // SIZE, ROWS)
+            one = qtensor.GroupedLinear(2, *size, bias=False, recipe=recipe)
+            for i, w in enumerate(weights):
+                setattr(one, f"weight{i}", nn.Parameter(w.chunk(SIZE, int(not column))[rank]))
+            ones.append(one)
+        kinds: Any = qtensor.distributed
+        style = kinds.ColwiseParallel() if column else kinds.RowwiseParallel()
+        parallel.parallelize_module(made, mesh(), style)
+
+        def step(layer: Any, x: Any, dy: Any) -> list[Any]:
+            x = x.clone().requires_grad_()
+            # The styles are hooks of the layer, which torch.compile traces with what holds it.
+            y = cell.run(lambda x, sizes: layer(x, sizes))(x, torch.tensor([128, 128]))
+            y.backward(dy)
+            grads = [p.grad for p in layer.parameters()]
+            grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+            return [y.detach().clone(), x.grad, *grads]
+
+        got = step(made, part(x, given), part(dy, split))
+        parts = []
+        for rank, one in enumerate(ones):
+            own = [
+                t.chunk(SIZE, 1)[rank].contiguous() if p.is_shard() else t
+                for t, p in ((x, given), (dy, split))
+            ]
+            parts.append(step(one, *own))
+        want = parts[dist.get_rank()]
+        summed = 1 if column else 0
+        want[summed] = parts[0][summed] + parts[1][summed]
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            same(a, b, f"result {i}")
+
+    return run
 
 
 def tp_of_modules(cell: Cell) -> None:

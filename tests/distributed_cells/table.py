@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, parallel
 
+import qtensor.distributed
 from distributed_cells import collectives, dtensors, styles, training
 from distributed_cells.base import FORMATS, MODES, RECIPES, SIZE, Cell, same
 from qtensor import QTensorError
@@ -35,6 +36,7 @@ def _by_recipe(name: str, run: Callable[[Cell], None], modes: tuple[str, ...] = 
     return Feature(name, run, tuple(RECIPES), modes)
 
 
+OURS = qtensor.distributed
 S0, S1, WHOLE = Shard(0), Shard(1), Replicate()
 EAGER = MODES[:1]
 
@@ -67,6 +69,13 @@ SECTIONS: dict[str, list[Feature]] = {
         ),
         *(Feature(f"`quantize`: {p}", dtensors.quantize(p)) for p in (S0, S1, WHOLE)),
         *(Feature(f"`dequantize`: {p}", dtensors.dequantize(p)) for p in (S0, S1)),
+        *(
+            Feature(
+                f"`distribute_tensor`, `full_tensor`: {p}, {n} in 2 parts", dtensors.uneven(p, n)
+            )
+            for p in (S0, S1)
+            for n in (255, 200)
+        ),
         Feature("`linear`: weight Shard(0)", dtensors.linear),
         Feature("`matmul`: both Shard(1)", dtensors.matmul),
         Feature("`embedding`: weight Shard(1)", dtensors.embedding),
@@ -94,13 +103,31 @@ SECTIONS: dict[str, list[Feature]] = {
         _by_recipe("`fully_shard`", training.fsdp(False)),
         _by_recipe("`fully_shard`, `quantized_params`", training.fsdp(True)),
         _by_recipe("`fully_shard`, quantized all-gather", training.fsdp_gather),
-        _by_recipe("torch's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_torch),
-        _by_recipe("qtensor's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of_qtensor),
-        _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
         *(
             _by_recipe(f"step after `dcp.load`, {what}{where}", training.resume(stored, reduced))
             for stored, what in ((False, "`fully_shard`"), (True, "`quantized_params`"))
             for reduced, where in ((False, ""), (True, ", maxima of all ranks"))
+        ),
+    ],
+    "Tensor parallelism": [
+        _by_recipe("torch's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of(parallel)),
+        _by_recipe("qtensor's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of(OURS)),
+        _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
+        _by_recipe("torch's styles, rows split", styles.styles_of(parallel, True)),
+        _by_recipe("qtensor's styles, rows split: codes gathered", styles.styles_of(OURS, True)),
+        _by_recipe("`PrepareModuleInputOutput`", styles.prepared),
+        _by_recipe("qtensor's `ColwiseParallel` on `LayerNormLinear`", styles.norm_and_layer),
+        _by_recipe("qtensor's `ColwiseParallel` on `LayerNormMLP`", styles.two_layers_in_one),
+        *(
+            _by_recipe(f"qtensor's `{style}` on `GroupedLinear`", styles.grouped(mode))
+            for style, mode in (("ColwiseParallel", "column"), ("RowwiseParallel", "row"))
+        ),
+        *(
+            _by_recipe(
+                f"`fully_shard` x styles, mesh {a} x {b}{how}", styles.sharded_styles((a, b), codes)
+            )
+            for codes, how in ((False, ""), (True, ", quantized all-gather"))
+            for a, b in ((1, 2), (2, 1))
         ),
     ],
 }

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
-from qtensor.layout import Shape, buffer_shapes, rows_cols
+from qtensor.layout import Shape, buffer_shape, buffer_shapes, rows_cols
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory native code may access at once.
@@ -62,6 +62,7 @@ class BufferLayout:
             the maxima.
         factors_of_rows: position of the rowwise factors if each row has its own line of them,
             followed by lines of padding; else None.
+        unpadded: the size of each slot's buffer without padding.
     """
 
     c_quantizer: CQuantizer
@@ -75,6 +76,7 @@ class BufferLayout:
     reads_columnwise: bool
     stores_global: bool
     factors_of_rows: int | None
+    unpadded: tuple[torch.Size, ...]
 
     def read_positions(self, columnwise: bool) -> tuple[int, int, int]:
         """Return the positions of the buffers of one direction that a decode reads."""
@@ -132,6 +134,10 @@ def _new_buffer_layout(quantizer: Any, shape: Shape) -> BufferLayout:
         reads_columnwise=reads_columnwise,
         stores_global=9 in positions or 10 in positions,
         factors_of_rows=_factors_of_rows(quantizer),
+        unpadded=tuple(
+            torch.Size(buffer_shape(tuple(replace(dim, pad=1) for dim in slot.dims), shape))
+            for slot in quantizer.slots
+        ),
     )
 
 
@@ -200,6 +206,12 @@ def addresses(
     return pointers
 
 
+def _is_transposed(buffer: Tensor) -> bool:
+    if buffer.ndim < 2 or 1 in buffer.shape[-2:]:
+        return False
+    return buffer.stride(-1) > max(buffer.stride(-2), 1)
+
+
 def whole_copies(
     layout: BufferLayout, buffers: Sequence[Tensor], read: Sequence[int]
 ) -> list[Tensor] | None:
@@ -223,12 +235,15 @@ def whole_copies(
             continue
         if type(buffer) not in PLAIN_TYPES or buffer.dtype is not dtype or not buffer.is_cpu:
             return None
-        if buffer.ndim != len(size) or (buffer.shape[-1] > 1 and buffer.stride(-1) != 1):
+        if buffer.ndim != len(size) or _is_transposed(buffer):
             return None
-        missing = [want - have for have, want in zip(buffer.shape, size, strict=True)]
-        if min(missing) < 0:
+        if any(have > want for have, want in zip(buffer.shape, size, strict=True)):
             return None
-        if any(missing):
+        if any(
+            have < least for have, least in zip(buffer.shape, layout.unpadded[slot], strict=True)
+        ):
+            return None
+        if buffer.shape != size:
             padded = buffer.new_zeros(size)
             padded[tuple([slice(have) for have in buffer.shape])] = buffer
             buffer = padded
