@@ -1,4 +1,4 @@
-"""What torch offers around distributed checkpoints: other files and writers."""
+"""What torch offers around distributed checkpoints: other files, other writers, async saves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,75 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import distributed, group_of, load, quantized, save
 from formats import assert_same_tensor, rand
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qtensor
+from qtensor.optim import quantize_state_
+
+WIDTH = 128
+RECIPE = qtensor.recipes.DelayedScaling(amax_history_len=4)
 
 
 def messages(error: BaseException) -> str:
     """Return what torch's exception says, with those of the ranks."""
     return str(error) + "".join(map(str, getattr(error, "failures", {}).values()))
+
+
+def build(fmt: str, seed: int) -> tuple[nn.Module, Any]:
+    """Return a sharded model with delayed scaling, whose optimizer keeps quantized state."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, WIDTH))
+    qtensor.convert_(model, RECIPE)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    quantize_state_(optimizer, {"exp_avg": fmt, "exp_avg_sq": fmt})
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> list[Tensor]:
+    loss = model(rand(32, WIDTH, seed=10 * number + dist.get_rank())).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach(), *(p.full_tensor().detach().clone() for p in model.parameters())]
+
+
+def quantized_entries(state: Any) -> int:
+    """Return the number of entries of a nested dict that are quantized."""
+    if isinstance(state, dict):
+        return sum(map(quantized_entries, state.values()))
+    local = state.to_local() if isinstance(state, DTensor) else state
+    return isinstance(local, qtensor.QuantizedTensor)
+
+
+def resume(folder: str, fmt: str, asynchronous: bool) -> None:
+    """The step after a resume of model and optimizer is the one that would have come."""
+    model, optimizer = build(fmt, 0)
+    for number in range(2):
+        step(model, optimizer, number)
+    parts: Any = get_state_dict(model, optimizer)
+    assert quantized_entries(parts[1]) >= 4
+    state = {"model": parts[0], "optimizer": parts[1]}
+    if asynchronous:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # A thread saves, whose collectives must not mix with those of the next step.
+            group = dist.new_group()
+            future: Any = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+        wanted = step(model, optimizer, 2)  # while the files are written
+        getattr(future, "upload_completion", future).result()
+        dist.barrier()
+    else:
+        save(folder, state, None)
+        wanted = step(model, optimizer, 2)
+    other, fresh = build(fmt, 1)
+    parts = get_state_dict(other, fresh)
+    load(folder, {"model": parts[0], "optimizer": parts[1]}, None)
+    set_state_dict(other, fresh, model_state_dict=parts[0], optim_state_dict=parts[1])
+    assert all(map(torch.equal, step(other, fresh, 2), wanted))
 
 
 def die_while_saving(folder: str) -> None:

@@ -18,6 +18,11 @@ from safetensors.torch import save_file
 import qtensor
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_quantized_optimizer_state(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    ranks.run(cases.resume, str(tmp_path / "checkpoint"), "fp8_blockwise", asynchronous)
+
+
 @pytest.fixture
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     group = Ranks(tmp_path_factory.mktemp("gloo"), 2)
