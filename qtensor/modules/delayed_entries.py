@@ -234,7 +234,7 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
             rank = rank * size + index
     elif group:
         name: Any = group
-        found = dist.distributed_c10d._resolve_process_group(name)
+        found = torch.distributed.distributed_c10d._resolve_process_group(name)
         return found.rank(), found.size()
     return rank, ranks
 
