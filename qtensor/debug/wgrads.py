@@ -29,10 +29,9 @@ class Watched(NamedTuple):
 class WeightGradients:
     """A watcher of ``fuse_wgrad_accumulation`` and ``delay_wgrad_compute``.
 
-    The weight of a postponed gradient is found by the key of its layer, and that of a gradient
-    which is added to ``main_grad`` by the address of ``main_grad``, so it is not found where a
-    compiler passes a copy of ``main_grad`` (aot_eager). The gradient is computed once more, in
-    float32.
+    The key of a layer identifies the weight of a postponed gradient. The address of ``main_grad``
+    identifies the weight of a gradient that is added to it; this fails where a compiler passes a
+    copy of ``main_grad`` (aot_eager). The gradient is computed once more, in float32.
     """
 
     def __init__(self, sink: Sink, watched: list[Watched]) -> None:

@@ -60,7 +60,7 @@ class GatherPlan(NamedTuple):
             buffer of this rank transposed; they do not travel.
         maxima: which of the maxima are reduced over ranks.
         rows: number of rows that must stay together.
-        returns_amax: delayed scaling.
+        returns_amax: whether the quantizer returns an amax, as delayed scaling does.
     """
 
     canonical: str
@@ -115,7 +115,7 @@ def gather_rows(x: Any, canonical: str, scale: Tensor | None, p: Parallel) -> Te
         p: the layer's split.
 
     Raises:
-        QTensorError: when the collective runs, if ranks have other factors of delayed scaling.
+        QTensorError: when the collective runs, if ranks have different factors of delayed scaling.
     """
     if not canonical or isinstance(x, QuantizedTensorStorage):
         return gather(x, p)

@@ -22,7 +22,7 @@ from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
 SCALE, HISTORY = "scale", "amax_history"
 
 MAX_RANKS = 1 << 20
-"""More ranks than a checkpoint can have; no memory depends on it."""
+"""Upper bound of the ranks of a checkpoint; no memory is allocated for it."""
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 HELPERS = "torch.distributed.checkpoint.state_dict"
@@ -60,7 +60,7 @@ class StateOfRank(Tensor):
     Attributes:
         kind: "scale" or "amax_history".
         rank: index of this rank among those that hold the layer; -1 if it does not hold it.
-        ranks: their number. 1 if all of them have the same values.
+        ranks: number of ranks that hold the layer; 1 if all of them have the same values.
         loaded: what a load has read so far, or None.
     """
 
@@ -99,9 +99,9 @@ class StateOfRank(Tensor):
 
     @property
     def size(self) -> Any:
-        """The method ``Tensor.size``, and None for the comparison with the size in a checkpoint.
+        """The method ``Tensor.size``; None where torch compares it with the size in a checkpoint.
 
-        A checkpoint of another number of ranks has another size, and ``RowsOfRanks`` checks it.
+        A checkpoint of another number of ranks has another size; ``RowsOfRanks`` checks it instead.
         """
         if sys._getframe(1).f_globals.get("__name__") == _PLANNER:
             return None
@@ -151,10 +151,10 @@ _KEEP = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.new_
 
 
 class RowsOfRanks:
-    """The rows of all ranks, of which a checkpoint is read into the state of one.
+    """The rows of all saved ranks, from which a load fills the state of one rank.
 
     torch narrows it to the rows of a saved rank and calls ``copy_``, once for each saved rank. If
-    equally many ranks load as have saved, each gets its own. Otherwise all get ``reduced`` ones.
+    as many ranks load as saved, each gets its own rows. Otherwise all get ``reduced`` ones.
     """
 
     def __init__(self, state: StateOfRank, entry: str) -> None:
@@ -163,11 +163,11 @@ class RowsOfRanks:
         self.start, self.shape = 0, (MAX_RANKS * rows, *rest)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the sizes, or that of one dim."""
+        """Return all sizes, or the size of one dim."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
     def narrow(self, dim: int, start: int, length: int) -> RowsOfRanks:
-        """Return rows of it."""
+        """Return ``length`` of these rows, from ``start`` on."""
         if dim:
             self._refuse(f"{length} of its {self.shape[dim]} columns")
         rows = RowsOfRanks(self.state, self.entry)

@@ -38,7 +38,7 @@ def placed(name: str) -> tuple[str, int | None]:
 
 
 class Scale(NamedTuple):
-    """Map values to colors: the lowest is the most striking one."""
+    """Map values to colors: the lowest value gets the most striking color."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ class Scale(NamedTuple):
         return cls(min(finite), max(finite))
 
     def css(self, value: float) -> str:
-        """Return the class of a color; "c" for no value."""
+        """Return the CSS classes of the color of a value; "c" alone for NaN."""
         if math.isnan(value):
             return "c"
         if value >= self.high:

@@ -1,4 +1,4 @@
-"""Hold what a report knows about a model, as values."""
+"""Hold the contents of a report: sizes, errors, codes and worst blocks of a model."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Block(NamedTuple):
     Attributes:
         badness: greater is worse; minus the SQNR in dB, or the crest factor in dB.
         row: row of its largest error or value.
-        col: column of the same.
+        col: column of its largest error or value.
         first: first column of the block.
         stop: end of its columns.
     """

@@ -35,7 +35,7 @@ def page(report: Findings) -> str:
     style = (_FOLDER / "report.css").read_text(encoding="utf-8")
     script = (_FOLDER / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The browser runs this script alone, and loads nothing: a name cannot become code.
+    # The browser runs only this script and loads nothing, so a tensor's name cannot become code.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     body = "\n".join(part for part in _sections(report) if part)
     return (

@@ -42,7 +42,7 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _resizes(t: Any, dim: int) -> bool:
-    """Return whether the end of each buffer holds the end of ``dim``."""
+    """Return whether a change of the size of ``dim`` changes only the end of each buffer."""
     middle = dim not in (0, t.ndim - 1)
     return not (middle and any([d.axis == "m" for s in t._quantizer.slots for d in s.dims]))
 
@@ -86,7 +86,7 @@ def drop_padding(t: Any, dim: int, size: int) -> Any | None:
 
     Args:
         t: a tensor that may end with padding.
-        dim: counted from the front.
+        dim: the dim, not negative.
         size: entries to keep.
 
     Returns:
@@ -146,7 +146,7 @@ def _has_data(buffers: list[Tensor]) -> bool:
 
 
 def _cuts_a_block(t: Any, dim: int, size: int) -> bool:
-    """Return whether ``size`` entries along ``dim`` end inside of a block."""
+    """Return whether ``size`` entries along ``dim`` end inside a block."""
     axis, rows = (
         ("k", size) if dim == t.ndim - 1 else ("m", size * math.prod(t.shape[dim + 1 : -1]))
     )

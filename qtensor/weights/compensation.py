@@ -39,8 +39,8 @@ def compensate(
     The output error of a row w with values q is ``(w - q) H (w - q)^T``. When column j is rounded,
     the best change of the columns after it is ``-(w_j - q_j) / U_jj * U_j``, where U is the upper
     Cholesky factor of the inverse of H. The factors of a block are chosen when its first column is
-    reached, from its changed values. Inputs that are always zero have no say: their columns are
-    rounded to nearest and do not change others.
+    reached, from its changed values. Columns whose inputs are always zero are rounded to nearest
+    and do not change others.
 
     Args:
         grid: of the weight.

@@ -31,12 +31,12 @@ class Rounding:
     """How the codes and factors of a weight are chosen; ``quantize_`` takes one, or its name.
 
     The result is an ordinary quantized tensor in each case. ``"nearest"``, ``"mse"``,
-    ``"weighted_mse"``, ``"gptq"`` and ``"gptq_mse"`` name the usual ones.
+    ``"weighted_mse"``, ``"gptq"`` and ``"gptq_mse"`` name the usual roundings.
 
     Attributes:
         scales: how the factor of a block is chosen. ``"nearest"``: from its maximum, as
             ``quantize`` does. ``"mse"``: the candidate with the least squared error of the block's
-            values; a factor of the whole tensor besides those of blocks (NVFP4) stays.
+            values; the per-tensor factor of NVFP4 is not searched.
             ``"weighted_mse"``: the same with each column weighted by the mean square of its input.
         compensate: round column by column and let the later columns make up for the error that
             the earlier ones cause in the layer's output (GPTQ, Frantar et al., 2022).
@@ -60,7 +60,7 @@ class Rounding:
 
     @property
     def chooses(self) -> bool:
-        """Whether codes or factors are others than ``quantize`` gives."""
+        """Whether codes or factors may differ from those of ``quantize``."""
         return self.compensate or self.scales != "nearest"
 
     @property
@@ -79,7 +79,9 @@ ROUNDINGS = {
 
 
 def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
-    """Return a rounding by name or as it is, and the list of its calibration inputs.
+    """Look up a rounding by its name, and return it with the list of its calibration inputs.
+
+    A ``Rounding`` is returned as it is.
 
     Raises:
         QTensorError: the name is unknown; inputs are missing, empty, not needed, or not a list of
@@ -220,7 +222,7 @@ def by_scales(layer: Layer, rounding: Rounding, squares: Tensor | None) -> Tenso
 
 
 def compensated(layer: Layer, rounding: Rounding, total: Tensor) -> tuple[Rounded, Tensor]:
-    """Return what ``compensate`` found, and the quantized weight."""
+    """Return the result of ``compensate``, and the quantized weight."""
     grid = grid_of(layer)
 
     def choose(x: Tensor, squares: Tensor) -> Tensor:

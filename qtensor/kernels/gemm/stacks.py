@@ -1,4 +1,4 @@
-"""Read one matrix of a quantized stack (E, N, K), whose factors run on over all matrices."""
+"""Read one matrix of a quantized stack (E, N, K), whose factors cover all matrices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def matrix_buffers(
         canonical: text of the quantizer, or "" for plain values.
         buffers: of the stack, in slot order.
         shape: (..., N, K) of the stack, which ``stack_refusal`` has accepted.
-        index: among all matrices.
+        index: number of the matrix, counted over all leading dims.
     """
     count, rows = math.prod(shape[:-2]), shape[-2]
     if not canonical:
@@ -54,7 +54,7 @@ def matrix_buffers(
     for slot, buffer in zip(parse(canonical).slots, buffers, strict=False):
         for position, dim in enumerate(slot.dims):
             if dim.axis == "lead":
-                # The dims of a stack lie where one dim of a matrix does.
+                # The leading dims of the stack are adjacent in the buffer.
                 buffer = buffer.flatten(position, position + len(shape) - 3)
                 buffer = buffer.select(position, index)
             elif dim.axis == "m":

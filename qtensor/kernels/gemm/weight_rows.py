@@ -1,6 +1,7 @@
-"""Read the weight of a product by rows along the contraction, and say which products allow it.
+"""Read the weight of a product by rows along the contraction, and decide which products allow it.
 
-This module knows problems, not data: the programs of small calls ask it too.
+The decisions need the description of a product, not its data, so that the programs of small calls
+use them too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def rows_refusal(problem: Problem) -> str | None:
 
 
 def few_rows_refusal(problem: Problem) -> str | None:
-    """Return why a product has not the order of sums of few rows (docs/numerics.md), or None."""
+    """Return why a product lacks the order of sums of few rows (docs/numerics.md), or None."""
     if problem.batched and problem.layout != "NT" and problem.b.quantizer is not None:
         reason = _stack_refusal(problem)
         if reason is not None:
