@@ -345,3 +345,10 @@ def test_bad_weights_and_options():
         qtensor.Rounding(damping=float("inf"))
     with pytest.raises(qtensor.QTensorError, match="weighted_mse"):
         qtensor.Rounding(scales="best")
+
+
+def test_a_model_without_values_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32)).to("meta")
+    with pytest.raises(qtensor.QTensorError, match=r"0\.weight on the meta device"):
+        qtensor.quantize_(model, "mxfp4", rounding="mse")
+    assert type(model[0].weight) is torch.nn.Parameter

@@ -145,9 +145,13 @@ def check_weight(name: str, weight: Tensor, quantizer: Quantizer) -> None:
     """Refuse a weight or a format that only rounds to nearest.
 
     Raises:
-        QTensorError: the format does not allow chosen codes, or the weight has NaN or inf.
+        QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no
+            values.
     """
     check_grid(OP, quantizer)
+    if weight.is_meta:
+        rule = 'a weight must have values if rounding is not "nearest"'
+        fail(OP, rule, f"{name}.weight on the meta device", "Load the weights first")
     if not weight.isfinite().all():
         rule = 'a weight must be finite if rounding is not "nearest"'
         fail(OP, rule, f"NaN or inf in {name}.weight", "Repair it, or leave it out with filter_fn")
