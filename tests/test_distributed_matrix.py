@@ -79,7 +79,7 @@ def is_beyond_torch(feature: str, mode: str) -> bool:
 )
 def test_cells(pair: Ranks, cell: tuple[str, str, str]) -> None:
     if is_beyond_torch(*cell[:2]):
-        pytest.skip("torch 2.11 does not compile a layer of torch with a DTensor of codes")
+        pytest.skip(reason="torch 2.11 does not compile a layer of torch with a DTensor of codes")
     check(pair, *cell)
 
 

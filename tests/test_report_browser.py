@@ -23,7 +23,7 @@ def page(tmp_path_factory):
     """The open page, and a list that collects errors of its console."""
     api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
     if (program := _chromium()) is None:
-        pytest.skip("needs chromium")
+        pytest.skip(reason="needs chromium")
     path = tmp_path_factory.mktemp("report") / "report.html"
     torch.manual_seed(0)
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")

@@ -85,3 +85,10 @@ def test_bad_models():
         qtensor.quantize_(nn.Sequential(nn.ReLU()), "nvfp4")
     with pytest.raises(qtensor.QTensorError, match="filtered"):
         qtensor.quantize_(make_model(), "nvfp4", lambda module, name: False)
+
+
+def test_no_format_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    with pytest.raises(qtensor.QTensorError, match="a format must be named"):
+        qtensor.quantize_(model, None)
+    assert type(model[0].weight) is torch.nn.Parameter

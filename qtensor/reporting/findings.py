@@ -73,18 +73,7 @@ class WorstBlock:
 
 @dataclass(frozen=True, repr=False)
 class Findings:
-    """Describe the weights of a model. ``str()`` is a summary.
-
-    Attributes:
-        title: path or class of the model.
-        layout: layout of the checkpoint; "" for a model in memory.
-        against: path or class of the originals; None without a comparison.
-        tensors: all tensors, in the order of the model.
-        worst: the worst blocks, worst first.
-        notes: what could not be compared, in sentences.
-        recorded: layers and roles of a recording.
-        search: result of a search.
-    """
+    """Describe the weights of a model. ``ModelReport`` explains the attributes."""
 
     title: str
     layout: str

@@ -72,6 +72,9 @@ def quantize_(
         why = "; ".join(f"{n or '(root)'}: {r}" for n, r in list(reasons.items())[:3]) or "none"
         rule = "the model needs an nn.Linear whose weight can be quantized"
         fail("quantize_", rule, why, "Check filter_fn, or quantize single tensors with quantize")
+    if format is None:
+        rule = "a format must be named; None leaves single layers in high precision"
+        fail("quantize_", rule, "None", 'Pass for example "nvfp4", or {"head": None, "*": "nvfp4"}')
     formats = format if isinstance(format, Mapping) else {"*": format}
     patterns = match("quantize_", formats, layers, "format")
     parsed = {pattern: as_quantizer("quantize_", formats[pattern]) for pattern in formats}
