@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
     parallel,
 )
 
+from qtensor.dtensor import local_part
 from qtensor.errors import UnsupportedError, fail
 from qtensor.functional.sharded import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
@@ -174,8 +175,16 @@ class PrepareModuleInput(parallel.ParallelStyle):
                 first = DTensor.from_local(
                     first, device_mesh, [self.input_layouts], run_check=False
                 )
-            both = self.quantizer.with_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-            return (both(first).redistribute(placements=[Replicate()]), *others)
+            columnwise = torch.is_grad_enabled()
+            # Codes that both directions share travel once.
+            shared = self.quantizer.spec.transpose_shares_bytes
+            quantizer = self.quantizer.with_usage(
+                rowwise=True, columnwise=columnwise and not shared
+            )
+            whole = quantizer(first).redistribute(placements=[Replicate()])
+            if columnwise and shared:
+                local_part(whole).update_usage(columnwise=True)
+            return (whole, *others)
 
         module.register_forward_pre_hook(prepare)
         return module

@@ -180,7 +180,7 @@ TESTED: list[Feature] = [
         if way != "dcp"
     ),
     _by_recipe("`PrepareModuleInput`", styles.prepared(False)),
-    _by_recipe("qtensor's `PrepareModuleInput`, three layers", styles.shared_input),
+    _by_recipe("qtensor's `PrepareModuleInput`, three layers", styles.shared_input, EAGER),
     _by_recipe("`SequenceParallel`", styles.sequence),
     _by_recipe("`loss_parallel`", styles.loss),
 ]
