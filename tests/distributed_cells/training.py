@@ -224,7 +224,6 @@ KEPT = {
     "dcp": "`dcp.load`",
     "async": "`async_save`",
     "full": "`full_state_dict=True`",
-    "broadcast": "`broadcast_from_rank0=True`",
 }
 """How a state is kept: in files of a distributed checkpoint, or in full state dicts."""
 
@@ -282,8 +281,8 @@ def keep_state(way: str, folder: str, made: nn.Module, optimizer: Any) -> Any:
         get_state_dict,
     )
 
-    if way in ("full", "broadcast"):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=way == "broadcast")
+    if way == "full":
+        options = StateDictOptions(full_state_dict=True)
         return copy.deepcopy(get_state_dict(made, optimizer, options=options))
     state = dict(zip(("model", "optimizer"), get_state_dict(made, optimizer), strict=True))
     if way == "async":
@@ -303,12 +302,9 @@ def give_state(way: str, folder: str, made: nn.Module, optimizer: Any, kept: Any
     )
 
     options = None
-    if way in ("full", "broadcast"):
+    if way == "full":
         weights, moments = kept
-        broadcast = way == "broadcast"
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-        if broadcast and dist.get_rank() != 0:
-            weights, moments = {}, {}
+        options = StateDictOptions(full_state_dict=True)
     else:
         weights, moments = get_state_dict(made, optimizer)
         quietly(dcp.load, {"model": weights, "optimizer": moments}, checkpoint_id=folder)
