@@ -91,12 +91,13 @@ def test_the_first_nan_of_layers_that_run_several_times(compiler, tmp_path):
     }
 
 
-def test_the_first_nan_of_a_microbatch_after_a_backward_pass():
-    """Layer 1 gets a NaN in the second microbatch, after layer 0 had gradients."""
+def test_a_gradient_before_the_input_of_the_next_microbatch():
+    """A gradient of the first microbatch is infinite, and then an input of the second."""
     model = plain_model(3)
     with qtensor.debug.record(model, count="manual") as log:
-        model(inputs()).sum().backward()
-        hidden = model[0](inputs()) + math.nan
-        model[2](model[1](hidden)).sum().backward()
+        hidden = model[1](model[0](inputs()))
+        hidden.register_hook(lambda grad: grad * math.inf)
+        model[2](hidden).sum().backward()
+        model(inputs() * math.inf).sum().backward()
     first = log.first_not_finite
-    assert (first.layer, first.role, first.calls) == ("1", "input", 2)
+    assert (first.layer, first.role, first.calls) == ("1", "grad_output", 2)

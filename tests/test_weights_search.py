@@ -348,7 +348,7 @@ def test_peak_memory(metric):
     assert peak_mib(lambda: qtensor.search(model, [x], **options)) < 5 * outputs
     reference, output = torch.randn(2, 512, 16384)
     function = {"kl": kl, "sqnr": noise}[metric]
-    assert peak_mib(lambda: function(reference, output)) < 24
+    assert peak_mib(lambda: function(reference, output)) < 2 * outputs
 
 
 def test_what_models_return():
