@@ -9,7 +9,6 @@ from that part. ``code_gather.py`` gathers the codes of an input or gradient ins
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -45,16 +44,16 @@ def _functional() -> None:
 
 
 def all_gather(x: Tensor, p: Parallel) -> Tensor:
-    """(S, ...) of each rank -> (size * S, ...)."""
+    """Return the parts (S, ...) of all ranks, one behind the other: (size * S, ...)."""
     _functional()
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), p.size, p.group))
 
 
 def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
-    """(size * S, ...) summed over ranks -> (S, ...), each rank its part.
+    """Return this rank's part (S, ...) of the sum over ranks of ``x`` (size * S, ...).
 
-    ``check_input`` sees to it that dim 0 divides.
+    ``check_input`` has refused sizes that the ranks do not divide.
     """
     _functional()
     ops = torch.ops._c10d_functional
@@ -66,17 +65,6 @@ def all_reduce(x: Tensor, p: Parallel) -> Tensor:
     _functional()
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", p.group))
-
-
-def max_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Maximum over ranks, the same on each.
-
-    A NaN counts as inf: a maximum over ranks may lose it on some.
-    """
-    _functional()
-    ops = torch.ops._c10d_functional
-    found = x.nan_to_num(nan=math.inf, posinf=math.inf)
-    return ops.wait_tensor(ops.all_reduce(found, "max", group))
 
 
 def check_input(label: str, shape: Shape, p: Parallel | None) -> None:
