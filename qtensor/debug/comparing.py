@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qtensor.debug.layers import clean_name, find_layers, unwrapped
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
-from qtensor.report import compare_chunk, decibel
+from qtensor.report import compare_chunk, decibel, kl_divergences
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.texts import some
 
@@ -294,8 +294,7 @@ class _Scores:
         shape = rows_cols(a.shape)
         for x, y in zip(a.reshape(shape).split(_ROWS), b.reshape(shape).split(_ROWS), strict=True):
             self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-            log_p, log_q = (t.double().log_softmax(-1) for t in (x, y))
-            self.divergence += float((log_p.exp() * (log_p - log_q)).sum())
+            self.divergence += float(kl_divergences(x, y).sum())
         self.count += shape[0]
 
     @property

@@ -108,12 +108,12 @@ def gathers_gradient(p: Parallel) -> bool:
 
 
 def gather(x: Tensor, p: Parallel) -> Tensor:
-    """Return the parts of all ranks, put together along ``p.dim``."""
-    found = all_gather(x, p)
+    """Return the parts of all ranks, concatenated along ``p.dim``."""
+    parts = all_gather(x, p)
     if p.dim == 0:
-        return found
+        return parts
     # (ranks * B, S, ...) -> (B, ranks, S, ...) -> (B, ranks * S, ...)
-    return found.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
+    return parts.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
 
 
 def scatter_sum(x: Tensor, p: Parallel) -> Tensor:

@@ -146,11 +146,5 @@ def _joins(parts: Sequence[Any]) -> bool:
 
 def _equal(parts: Sequence[Any], name: str) -> bool:
     """Return True if the factors ``name`` of all parts are equal; a trace cannot know."""
-    buffers = [getattr(part, name) for part in parts]
-    if torch.compiler.is_compiling() or not _has_data(buffers[0]):
-        return False
-    return all(torch.equal(buffer, buffers[0]) for buffer in buffers[1:])
-
-
-def _has_data(buffer: Tensor) -> bool:
-    return type(buffer) is Tensor and not buffer.is_meta
+    first, *others = [getattr(part, name) for part in parts]
+    return geometry.has_data(first) and all(torch.equal(other, first) for other in others)

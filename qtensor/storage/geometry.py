@@ -442,15 +442,28 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
     others = [other for other in buffers[1:] if not _same_memory(first, other)]
     op, rule = f"cat[{tensors[0]._quantizer.format}]", f"{slot.name} must be equal in all parts"
     fix = "Concatenate the dequantized tensors and quantize the result"
-    if others and (torch.compiler.is_compiling() or type(first) is not Tensor):
-        # A trace has no data: the op compares the factors when the graph runs.
-        rows = torch.stack([b.contiguous().view(-1).view(torch.uint8) for b in (first, *others)])
+    if others and not has_data(first):
         message = f"{op}: {rule}; got other values in one of them. {fix}."
-        return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)
+        return equal_when_run((first, *others), message)
     for other in others:
         if not torch.equal(other, first):
             fail(op, rule, [b.flatten()[:4].tolist() for b in buffers], fix, QTensorError)
     return first
+
+
+def has_data(buffer: Tensor) -> bool:
+    """Return whether the bytes of a buffer can be read here; those of a trace cannot."""
+    return type(buffer) is Tensor and not (buffer.is_meta or torch.compiler.is_compiling())
+
+
+def equal_when_run(buffers: Sequence[Tensor], message: str) -> Tensor:
+    """Return the first of some buffers; an op raises ``message`` if the bytes of another differ.
+
+    The op compares bytes when it runs, so that it serves buffers of a trace, which have no data.
+    """
+    first = buffers[0]
+    rows = torch.stack([b.contiguous().view(math.prod(b.shape)).view(torch.uint8) for b in buffers])
+    return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
