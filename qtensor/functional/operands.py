@@ -47,7 +47,7 @@ class Operand(NamedTuple):
     """A matrix that a GEMM reads.
 
     Attributes:
-        buffers: in the slot order of the quantizer; one plain tensor if there is no quantizer.
+        buffers: in the slot order of the quantizer; one plain tensor without a quantizer.
         canonical: text of the quantizer, or "".
         shape: the logical shape.
     """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from qtensor.library.same_rows import has_data
 from qtensor.storage import geometry
 
 _SPLITS = ("aten::split", "aten::split_with_sizes")
@@ -147,4 +148,4 @@ def _joins(parts: Sequence[Any]) -> bool:
 def _equal(parts: Sequence[Any], name: str) -> bool:
     """Return True if the factors ``name`` of all parts are equal; a trace cannot know."""
     first, *others = [getattr(part, name) for part in parts]
-    return geometry.has_data(first) and all(torch.equal(other, first) for other in others)
+    return has_data(first) and all(torch.equal(other, first) for other in others)

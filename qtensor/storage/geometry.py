@@ -18,7 +18,7 @@ from torch import Tensor
 from qtensor.errors import QTensorError, UnsupportedError, fail
 from qtensor.formats import Dim, FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
-from qtensor.library.same_rows import SAME_ROWS
+from qtensor.library.same_rows import equal_when_run, has_data
 
 TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
@@ -449,21 +449,6 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
         if not torch.equal(other, first):
             fail(op, rule, [b.flatten()[:4].tolist() for b in buffers], fix, QTensorError)
     return first
-
-
-def has_data(buffer: Tensor) -> bool:
-    """Return whether the bytes of a buffer can be read here; those of a trace cannot."""
-    return type(buffer) is Tensor and not (buffer.is_meta or torch.compiler.is_compiling())
-
-
-def equal_when_run(buffers: Sequence[Tensor], message: str) -> Tensor:
-    """Return the first of some buffers; an op raises ``message`` if the bytes of another differ.
-
-    The op compares bytes when it runs, so that it serves buffers of a trace, which have no data.
-    """
-    first = buffers[0]
-    rows = torch.stack([b.contiguous().view(math.prod(b.shape)).view(torch.uint8) for b in buffers])
-    return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

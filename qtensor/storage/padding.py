@@ -11,6 +11,7 @@ from torch import Tensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import Slot
 from qtensor.layout import Shape, buffer_shape
+from qtensor.library.same_rows import equal_when_run, has_data
 from qtensor.storage import geometry
 from qtensor.storage.rebuild import with_buffers
 
@@ -101,7 +102,7 @@ def drop_padding(t: Any, dim: int, size: int) -> Any | None:
     shape = (*t.shape[:dim], size, *t.shape[dim + 1 :])
     own = geometry.whole_buffers(t)
     again = resized(t, resized(t, own, shape), t.shape)
-    if geometry.has_data(own[0]):
+    if has_data(own[0]):
         if not all([torch.equal(a, b) for a, b in zip(own, again, strict=True)]):
             return None
     else:
@@ -111,7 +112,7 @@ def drop_padding(t: Any, dim: int, size: int) -> Any | None:
             ".dequantize() first."
         )
         pairs = zip(own, again, strict=True)
-        own = [a if a is b else geometry.equal_when_run((a, b), message) for a, b in pairs]
+        own = [a if a is b else equal_when_run((a, b), message) for a, b in pairs]
     kept = with_buffers(t, [b.clone() for b in resized(t, own, shape)], shape)
     # torch may drop padding of the other dim next.
     return keep_origin(kept, t)
@@ -132,7 +133,7 @@ def part_of_zeros(t: Any, size: int) -> list[Tensor] | None:
     again = resized(t, resized(t, own, shape), t.shape)
     slots = t._quantizer.slots
     codes = [i for i, slot in enumerate(slots) if slot.name.endswith("data")]
-    if not geometry.has_data(own[0]) or any([not torch.equal(own[i], again[i]) for i in codes]):
+    if not has_data(own[0]) or any([not torch.equal(own[i], again[i]) for i in codes]):
         return None
     sizes = [buffer_shape(slot.dims, shape) for slot in slots]
     if any([s.swizzled and b.shape != n for s, b, n in zip(slots, own, sizes, strict=True)]):
