@@ -33,6 +33,7 @@ from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwd
 from qtensor.functional.operands import (
     Operand,
     Quantized,
+    as_matrix,
     column_part,
     multiply,
     plain_operand,
@@ -117,10 +118,6 @@ class _Gradients(NamedTuple):
     dgrad: Tensor | None
     bias: Tensor | None
     amax: Tensor | None
-
-
-def _matrix(t: Tensor) -> Tensor:
-    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
 
 
 def _scale(delayed: DelayedCall | None, role: int) -> Tensor | None:
@@ -221,7 +218,7 @@ def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     if isinstance(source, Quantized):
         matrix, rows_shape = None, source.operand.shape
     else:
-        matrix = source if source.ndim == 2 else _matrix(source)
+        matrix = as_matrix(source)
         rows_shape = matrix.shape
     if (
         matrix is not None
@@ -309,7 +306,7 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
         source = gather_rows(source, canonical, None, args.parallel)
         if isinstance(source, Quantized):
             return source.operand
-    return quantize_operand(_matrix(source), canonical)[0]
+    return quantize_operand(as_matrix(source), canonical)[0]
 
 
 def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
@@ -382,7 +379,7 @@ def linear_backward(
         full = gather_rows(full, canonical, _gradient_scale(args), parallel)
     matrix = None
     if not isinstance(full, Quantized):
-        matrix = full if full.ndim == 2 else _matrix(full)
+        matrix = as_matrix(full)
     if (
         matrix is not None
         and parallel is None

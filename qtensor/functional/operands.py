@@ -88,6 +88,11 @@ class Quantized(NamedTuple):
         return Operand(self.buffers, self.canonical, (rows, self.shape[-1]))
 
 
+def as_matrix(t: Tensor) -> Tensor:
+    """Return ``t`` (..., K) as a matrix (M, K)."""
+    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
+
+
 def plain_operand(t: Tensor) -> Operand:
     """Return the operand of a tensor (M, K) in high precision."""
     return Operand([t], "", t.shape)
