@@ -391,6 +391,16 @@ class FusedOperation(FusibleOperation, is_base=True):
         """True if the forward can be traced."""
         return self.fuser_is_split is not False
 
+    @property
+    def has_forward(self) -> bool:
+        """True if the class defines a fused forward."""
+        return self.fuser_is_split is not None
+
+    @property
+    def has_backward(self) -> bool:
+        """True if the class defines a fused backward."""
+        return type(self).fuser_backward is not FusedOperation.fuser_backward
+
     fuser_forward_compute = BasicOperation.fuser_forward_compute
     fuser_forward_save_ctx = BasicOperation.fuser_forward_save_ctx
 
