@@ -157,7 +157,7 @@ class GroupedLinear(QuantizedModule):
         ):
             values = initial_weight(weight.shape, weight, self.init_method)
             if bias is not None:
-                set_values(bias, initial_bias(*weight.shape, bias))
+                set_values(bias, initial_bias(self.out_features, self.in_features, bias))
             if not self.quantized_params:
                 set_values(weight, values)
                 continue
