@@ -21,11 +21,12 @@ def check_group(group: Any, op: str) -> Any:
     Raises:
         QTensorError: the process has no such group.
     """
-    name: Any = group if isinstance(group, str) else getattr(group, "group_name", None)
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
     if not isinstance(name, str):
         return group
+    typed: Any = name  # torch has a type of its own for names
     try:
-        return torch.distributed.distributed_c10d._resolve_process_group(name)
+        return torch.distributed.distributed_c10d._resolve_process_group(typed)
     except (RuntimeError, LookupError, ValueError) as error:
         raise _missing(op, f"the name {name!r}") from error
 
