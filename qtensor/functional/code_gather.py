@@ -140,7 +140,9 @@ def _quantized_part(
     maxima = None
     if any(plan.maxima):
         own = list(zip(AMAX(matrix, plan.canonical), plan.maxima, strict=True))
-        shared = iter(max_over_ranks([a for a, is_shared in own if is_shared], p.group))
+        shared = iter(
+            max_over_ranks([a for a, is_shared in own if is_shared], p.group, "linear input")
+        )
         maxima = [next(shared) if is_shared else a for a, is_shared in own]
     return QUANTIZE(matrix, plan.canonical, scale, maxima, None)
 

@@ -25,7 +25,7 @@ from qtensor.library.delayed import (
 from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import FUNCTIONS
-from qtensor.storage.maxima import max_over_ranks
+from qtensor.storage.groups import max_over
 
 _KEYS = itertools.count(1)
 
@@ -163,7 +163,7 @@ class DelayedState:
         algorithm, factor = caller_functions(key)
         rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
         if group is not None:
-            rows = torch.cat([*max_over_ranks([rows[:1]], group), rows[1:]])
+            rows = torch.cat([max_over(rows[:1], group, "delayed scaling"), rows[1:]])
         if algorithm < 0 and factor < 0:
             return rows, None
         if algorithm >= 0:

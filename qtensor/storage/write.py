@@ -204,7 +204,7 @@ def _requantize_shard(dst: Any, values: Tensor) -> Any:
     quantizer, shards = dst._quantizer, dst._shards
     amax = None
     if not quantizer.needs_scale and len(shards.rows) > 1:
-        amax = maxima_of_whole(quantizer, values, shards.group)
+        amax = maxima_of_whole(quantizer, values, shards.group, "fully_shard")
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
     scale = quantizer.stored_factors(named).get("scale") if quantizer.needs_scale else None
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
