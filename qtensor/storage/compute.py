@@ -119,7 +119,7 @@ def explain(
     """Return the backend that computes ``gemm(a, b, layout, bias, dtype)``, with reasons.
 
     Args:
-        a: as for ``gemm``; only formats and shapes count.
+        a: as for ``gemm``; only formats, shapes and strides count.
         b: as for ``gemm``.
         layout: as for ``gemm``.
         bias: as for ``gemm``.
@@ -133,7 +133,7 @@ def explain(
     Raises:
         QTensorError: the operands do not fit.
     """
-    from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in library/gemm.py
+    from qtensor.kernels.gemm import choice, weight_rows  # noqa: PLC0415 - as in library/gemm.py
 
     left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
         a, b, layout, bias, dtype
@@ -141,6 +141,7 @@ def explain(
     both = sides(
         (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
     )
+    both = weight_rows.with_strides(both[0], left), weight_rows.with_strides(both[1], right)
     target = left[0].device if arch is None else arch
     return choice.explain(choice.problem_for(both, layout, result, bias, target))
 
