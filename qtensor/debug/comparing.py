@@ -19,6 +19,7 @@ from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
 from qtensor.report import compare_chunk, decibel
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 OP = "debug.compare"
 
@@ -99,7 +100,7 @@ class Comparison:
             "no layer differs" if first is None else f"first layer that differs: {first.layer}",
         ]
         if self.missing:
-            lines.append(f"{len(self.missing)} layers in one model only: {_some(self.missing)}")
+            lines.append(f"{len(self.missing)} layers in one model only: {some(self.missing)}")
         width = max([5, *(len(layer.layer) for layer in self.layers)])
         lines.append(f"{'layer':<{width}}  {'SQNR dB':>8}  {'max error':>10}  NaN/inf")
         for layer in self.layers:
@@ -145,7 +146,7 @@ def compare(
     patterns = [layers] if isinstance(layers, str) else layers
     modules_a, modules_b = (_modules(model, patterns) for model in (a, b))
     common = [name for name in modules_a if name in modules_b]
-    fix = f"The names are: {_some(modules_a)}, and {_some(modules_b)}"
+    fix = f"The names are: {some(modules_a)}, and {some(modules_b)}"
     check(bool(common), OP, "both models must have layers of the same name", "none", fix)
     found = {name: LayerDifference(name) for name in common}
     order: dict[str, None] = {}
@@ -167,11 +168,6 @@ def compare(
     result.missing = tuple(n for n in dict.fromkeys([*modules_a, *modules_b]) if n not in ran)
     result.top1, result.kl = scores.top1, scores.kl
     return result
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -202,7 +198,7 @@ def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.M
         matching = {name: m for name, m in named.items() if fnmatchcase(name, pattern)}
         if not matching:
             rule = "each pattern of layers must match a module of both models"
-            fail(OP, rule, repr(pattern), f"The modules are: {_some(named)}")
+            fail(OP, rule, repr(pattern), f"The modules are: {some(named)}")
         found |= matching
     return found
 

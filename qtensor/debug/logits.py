@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from qtensor.layout import rows_cols
+from qtensor.report import kl_divergences
 
 _CHUNK = 1 << 18
 """Values that are compared at a time, in float64: a few MiB, whatever the vocabulary."""
@@ -19,12 +20,6 @@ def rows_in_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, _CHUNK // max(1, shape[1]))
     for x, y in zip(a.reshape(shape).split(rows), b.reshape(shape).split(rows), strict=True):
         yield x.double(), y.double()
-
-
-def divergence(a: Tensor, b: Tensor) -> float:
-    """Return ``sum p (log p - log q)`` of logits (rows, classes), p of ``a`` and q of ``b``."""
-    log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
-    return float((log_p.exp() * (log_p - log_q)).sum())
 
 
 class Scores:
@@ -39,7 +34,7 @@ class Scores:
             return
         for x, y in rows_in_chunks(a, b):
             self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-            self.divergence += divergence(x, y)
+            self.divergence += float(kl_divergences(x, y).sum())
             self.count += x.shape[0]
 
     @property

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.debug.logits import divergence, rows_in_chunks
+from qtensor.debug.logits import rows_in_chunks
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
 from qtensor.layout import rows_cols
+from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
 
 
 def kl(reference: Tensor, output: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence of the softmax over the last dim, in nats.
-
-    ``sum p (log p - log q)`` with p of the reference and q of the output, in float64.
-    """
-    total = math.fsum(divergence(p, q) for p, q in rows_in_chunks(reference, output))
+    """Return the mean of ``kl_divergences`` of outputs (..., classes), in nats."""
+    chunks = rows_in_chunks(reference, output)
+    total = math.fsum(float(kl_divergences(p, q).sum()) for p, q in chunks)
     rows, _ = rows_cols(reference.shape)
     return total / rows if rows else math.nan
 
@@ -117,8 +116,8 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
         op: the caller's name, for errors.
         place: which input it is, for errors.
         model: the module.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. Of a
-            mapping with an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. If a
+            mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
 
     Returns:
         The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
