@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
 from qtensor.dtensor import is_dtensor, local_part, part_of
-from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
+from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.groups import group_of_mesh, max_over
+from qtensor.storage.parameter_names import names_parameter
 from qtensor.storage.shards import Gathered, GatheredWeight, Shards, pack, sent_quantizer
-from qtensor.storage.write import max_over, tensor_wide
+from qtensor.storage.write import tensor_wide
 
 _OP = "quantized_all_gather"
 _VIEWS = frozenset([
@@ -151,7 +153,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             whole = [a.to(values.dtype).float() for a in self._memory.maxima]
         else:
             sizes = [a.numel() for a in shared]
-            flat = max_over(torch.cat([a.flatten() for a in shared]), shards.group)
+            flat = max_over(torch.cat([a.flatten() for a in shared]), shards.group, _OP)
             whole = list(flat.split(sizes))
         for target, reduced in zip(shared, whole, strict=True):
             target.copy_(reduced.view(target.shape))
@@ -173,17 +175,23 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
                 of a block.
         """
-        group = mesh.get_group()
-        shards, rest = self._known_shards(group), tuple(outer_size[1:])
+        with names_parameter(self, self._name):
+            group = group_of_mesh(mesh, None, _OP)
+            return self._quantized_shard(group, tuple(outer_size), mp_policy.param_dtype)
+
+    def _quantized_shard(
+        self, group: Any, shape: tuple[int, ...], dtype: torch.dtype | None
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return the bytes of this rank's shard of a weight of ``shape``, rounded to ``dtype``."""
+        shards, rest = self._known_shards(group), shape[1:]
         if len(set(shards.rows)) > 1:
             ranks = len(shards.rows)
             fail(
                 f"{_OP} {self._name} (Shard(0))",
                 f"the {ranks} ranks must have equally many rows of the weight",
-                f"{outer_size[0]} rows as {list(shards.rows)}",
+                f"{shape[0]} rows as {list(shards.rows)}",
                 f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
             )
-        dtype = mp_policy.param_dtype
         values = self._high_precision if dtype is None else self._high_precision.to(dtype)
         sent = sent_quantizer(self._quantizer_of_weight)
         maxima = self._maxima(values, sent, shards)
@@ -402,7 +410,9 @@ def reduce_amaxes(model: nn.Module) -> int:
                 by_group.setdefault(group, []).append((local, shared))
         count = 0
         for group, entries in by_group.items():
-            flat = max_over(torch.cat([a.flatten() for _, own in entries for a in own]), group)
+            flat = max_over(
+                torch.cat([a.flatten() for _, own in entries for a in own]), group, "reduce_amaxes"
+            )
             count += flat.numel()
             sizes = [a.numel() for _, own in entries for a in own]
             reduced = iter(flat.split(sizes))
@@ -430,9 +440,11 @@ def _shard_group(name: str, parameter: Any, split_dims: int) -> str:
     own = parameter.placements[: parameter.device_mesh.ndim - split_dims]
     dims = [i for i, placement in enumerate(own) if not placement.is_replicate()]
     if len(dims) != 1:
-        raise QTensorError(
-            f"reduce_amaxes {name}: fully_shard must shard the weight over one dim of its mesh; "
-            f"got {parameter.placements}. Call fully_shard first, on one dim."
+        fail(
+            f"reduce_amaxes {name}",
+            "fully_shard must shard the weight over one dim of its mesh",
+            part_of(parameter.placements),
+            "Call fully_shard first, on one dim",
         )
-    group: str = parameter.device_mesh.get_group(dims[0]).group_name
+    group: str = group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes").group_name
     return group

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from qtensor.compile_constants import compile_constant
 from qtensor.functional.operands import Quantized
-from qtensor.functional.parallel import Parallel, all_gather, gather, max_over_ranks
+from qtensor.functional.parallel import Parallel, all_gather, gather
 from qtensor.layout import is_empty, round_up, rows_cols
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.library.same_rows import SAME_ROWS
 from qtensor.quantizers.sharded import amax_axes, block_sizes
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.groups import max_over
 
 
 class Sent(NamedTuple):
@@ -140,7 +141,7 @@ def _quantized_part(
     if any(plan.maxima):
         own = AMAX(matrix, plan.canonical)
         shared = [a.view(-1) for a, reduced in zip(own, plan.maxima, strict=True) if reduced]
-        whole, start, maxima = max_over_ranks(torch.cat(shared), p.group), 0, []
+        whole, start, maxima = max_over(torch.cat(shared), p.group, "linear input"), 0, []
         for a, reduced in zip(own, plan.maxima, strict=True):
             if reduced:
                 maxima.append(whole.narrow(0, start, a.numel()).view(a.shape))

@@ -19,6 +19,7 @@ from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.collectives import parts_of, row_parts, split_rows, stack_rows
 from qtensor.storage.rebuild import Handler
+from qtensor.storage.torch_file_reader import broadcast_entry, refuse, stand_in
 from qtensor.storage.wire import (
     check_alike,
     check_sender,
@@ -115,6 +116,10 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = _bind(func, args, kwargs)
     t, answer = _first(bound["tensors"]), bound["tensors"]
     check_alike(answer, t, "broadcast")
+    if (entry := broadcast_entry()) is not None and (other := stand_in(entry, t)) is not None:
+        if other.numel():
+            _run(func, {**bound, "tensors": [other]}, lambda: None)
+        refuse(entry, t)
     packed = [pack(each) for each in answer]
 
     def finish() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +14,7 @@ from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
+from qtensor.storage.groups import max_over
 
 ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
 """True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
@@ -226,19 +226,10 @@ def reduced_amax(quantizer: Any, values: Tensor, group: str) -> list[Tensor] | N
     maxima = AMAX(values, quantizer.canonical)
     shared = [a for a, is_shared in zip(maxima, tensor_wide(quantizer), strict=True) if is_shared]
     if shared:
-        whole = max_over(torch.cat([a.flatten() for a in shared]), group)
+        whole = max_over(torch.cat([a.flatten() for a in shared]), group, "fully_shard")
         for part, a in zip(whole.split([a.numel() for a in shared]), shared, strict=True):
             a.copy_(part.view(a.shape))
     return maxima or None
-
-
-def max_over(values: Tensor, group: str) -> Tensor:
-    """Return the maximum over a group; a NaN, which a maximum may lose, counts as inf."""
-    # Imported here: torch.distributed's functional collectives take 0.1 s.
-    import torch.distributed._functional_collectives  # noqa: PLC0415
-
-    ops, found = torch.ops._c10d_functional, values.nan_to_num(nan=math.inf, posinf=math.inf)
-    return ops.wait_tensor(ops.all_reduce(found, "max", group))
 
 
 def _is_whole(dst: Any) -> bool:
