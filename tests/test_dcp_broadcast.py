@@ -36,7 +36,7 @@ recipes = pytest.mark.parametrize("recipe", list(RECIPES))
 def build(recipe: str, seed: int, sharded: bool = True, stored: bool = True) -> tuple[Any, Any]:
     """Return a model and an optimizer whose state has the values of one step."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256))
     qtensor.convert_(model, RECIPES[recipe](), quantized_params=stored)
     if sharded:
         fully_shard(model)
@@ -100,7 +100,7 @@ def run_meta(recipe: str) -> None:
     source, _ = build(recipe, 0)
     full = copy.deepcopy(get_model_state_dict(source, options=FULL))
     torch.manual_seed(1)
-    target = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    target = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256))
     qtensor.convert_(target, RECIPES[recipe](), quantized_params=True)
     fully_shard(target.to("meta"))
     set_model_state_dict(target, full, options=BROADCAST)
