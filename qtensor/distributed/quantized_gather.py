@@ -16,10 +16,10 @@ from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.groups import group_of_mesh, max_over
+from qtensor.storage.groups import group_of_mesh
+from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
 from qtensor.storage.parameter_names import names_parameter
 from qtensor.storage.shards import Gathered, GatheredWeight, Shards, pack, sent_quantizer
-from qtensor.storage.write import tensor_wide
 
 _OP = "quantized_all_gather"
 _VIEWS = frozenset([
@@ -143,18 +143,16 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         return self._memory.writes, self._memory.root._version, group
 
     def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
-        """Return the maxima of a shard, those that all rows share reduced over the shards."""
+        """Return the maxima of a shard; the ones that all rows share are those of all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
-        shared = [a for a, wide in zip(maxima, tensor_wide(sent), strict=True) if wide]
+        shared = [a for a, flag in zip(maxima, is_shared_by_rows(sent), strict=True) if flag]
         if not shared or len(shards.rows) == 1:
             return maxima or None
         if self._memory.valid_for == self._now(shards.group):
             # Rounding is monotonic: the maximum of rounded values is the rounded maximum.
             whole = [a.to(values.dtype).float() for a in self._memory.maxima]
         else:
-            sizes = [a.numel() for a in shared]
-            flat = max_over(torch.cat([a.flatten() for a in shared]), shards.group, _OP)
-            whole = list(flat.split(sizes))
+            whole = max_over_ranks(shared, shards.group, _OP)
         for target, reduced in zip(shared, whole, strict=True):
             target.copy_(reduced.view(target.shape))
         return maxima
@@ -217,8 +215,8 @@ def quantized_all_gather(
     row, and square blocks (``fp8``, ``fp8_rowwise``, and 2-D ``fp8_blockwise``, MX and NVFP4).
     With 1-D blocks both directions travel, which takes twice as many bytes.
 
-    Of a weight that a parallel style has split, each rank of the style's mesh dim quantizes and
-    gathers its own part.
+    If a parallel style has split a weight, each rank of the style's mesh dim quantizes and gathers
+    its own part.
 
     Args:
         model: holds layers of qtensor. It is changed in place: weights become new parameters.
@@ -371,8 +369,7 @@ def _plain(entry: Any) -> Any:
     if isinstance(entry, MasterWeight):
         return entry.plain_view()
     if is_dtensor(entry):
-        with torch.no_grad():
-            local = entry.to_local()
+        local = local_part(entry)
         if isinstance(local, MasterWeight):
             return _like_dtensor(entry, local.plain_view())
     return entry
@@ -401,21 +398,18 @@ def reduce_amaxes(model: nn.Module) -> int:
             if not isinstance(local, MasterWeight):
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
-            wide = tensor_wide(sent)
+            flags = is_shared_by_rows(sent)
             # A rotation mixes values, so that the maxima of rounded values are not known.
-            if any(wide) and sent.factors_are_local:
+            if any(flags) and sent.factors_are_local:
                 maxima = AMAX(local._high_precision, sent.canonical)
-                shared = [a for a, is_wide in zip(maxima, wide, strict=True) if is_wide]
+                shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
                 group = _shard_group(name, parameter, _split_dims(module))
                 by_group.setdefault(group, []).append((local, shared))
         count = 0
         for group, entries in by_group.items():
-            flat = max_over(
-                torch.cat([a.flatten() for _, own in entries for a in own]), group, "reduce_amaxes"
-            )
-            count += flat.numel()
-            sizes = [a.numel() for _, own in entries for a in own]
-            reduced = iter(flat.split(sizes))
+            maxima = [a for _, own in entries for a in own]
+            count += sum(a.numel() for a in maxima)
+            reduced = iter(max_over_ranks(maxima, group, "reduce_amaxes"))
             for local, own in entries:
                 local._memory.maxima = [next(reduced) for _ in own]
                 local._memory.valid_for = local._now(group)

@@ -49,16 +49,16 @@ def _functional(p: Parallel) -> None:
 
 
 def all_gather(x: Tensor, p: Parallel) -> Tensor:
-    """(S, ...) of each rank -> (size * S, ...)."""
+    """Return the parts (S, ...) of all ranks, one behind the other: (size * S, ...)."""
     _functional(p)
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), p.size, p.group))
 
 
 def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
-    """(size * S, ...) summed over ranks -> (S, ...), each rank its part.
+    """Return this rank's part (S, ...) of the sum over ranks of ``x`` (size * S, ...).
 
-    ``check_input`` sees to it that dim 0 divides.
+    ``check_input`` has refused sizes that the ranks do not divide.
     """
     _functional(p)
     ops = torch.ops._c10d_functional
@@ -113,12 +113,12 @@ def gathers_gradient(p: Parallel) -> bool:
 
 
 def gather(x: Tensor, p: Parallel) -> Tensor:
-    """Return the parts of all ranks, put together along ``p.dim``."""
-    found = all_gather(x, p)
+    """Return the parts of all ranks, concatenated along ``p.dim``."""
+    parts = all_gather(x, p)
     if p.dim == 0:
-        return found
+        return parts
     # (ranks * B, S, ...) -> (B, ranks, S, ...) -> (B, ranks * S, ...)
-    return found.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
+    return parts.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
 
 
 def scatter_sum(x: Tensor, p: Parallel) -> Tensor:

@@ -67,7 +67,7 @@ class DelayedState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if int(self.steps[0]):
-            # Another process numbers its steps anew.
+            # Another process counts its own steps.
             self._restart(self.merged())
 
     def _restart(self, history: Tensor) -> None:

@@ -12,7 +12,7 @@ from qtensor.errors import QTensorError, UnsupportedError, fail, this_rank
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
-from qtensor.storage.flat import flat_view
+from qtensor.storage.flat import FlatView
 from qtensor.storage.padding import drop_padding, part_of_zeros
 from qtensor.storage.parameter_names import name_parameter
 from qtensor.storage.rebuild import Handler, with_buffers, wrap
@@ -177,7 +177,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, shape = args
     # Literally view(-1), which fully_shard calls; flatten() names the size, and is refused.
     if tuple(shape) == (-1,) and t.ndim > 1 and _has_no_flat_form(t):
-        return flat_view(t)
+        return FlatView(t)
     return view_tensor(t, shape)
 
 

@@ -19,6 +19,7 @@ from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.in_place import plain_class
 from qtensor.modules.linear import Linear
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -257,9 +258,8 @@ def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> 
     patterns, names = list(patterns), list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            known = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             rule = f"each pattern of {what} must match a linear layer that can be quantized"
-            fail(op, rule, repr(pattern), f"Choose among the layers: {known or '(none)'}")
+            fail(op, rule, repr(pattern), f"Choose among the layers: {some(names) or '(none)'}")
     found = {}
     for name in names:
         first = next((p for p in patterns if fnmatchcase(name, p)), None)

@@ -10,18 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.errors import ArgumentTypeError, QTensorError, fail
+from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
 
 
 def kl(reference: Tensor, output: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence of the softmax over the last dim, in nats.
-
-    ``sum p (log p - log q)`` with p of the reference and q of the output, in float64.
-    """
-    p = torch.log_softmax(reference.double(), -1)
-    q = torch.log_softmax(output.double(), -1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    """Return the mean of ``kl_divergences`` of outputs (..., classes), in nats."""
+    return float(kl_divergences(reference, output).mean())
 
 
 def noise(reference: Tensor, output: Tensor) -> float:
@@ -95,8 +91,8 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
         op: the caller's name, for errors.
         place: which input it is, for errors.
         model: the module.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. Of a
-            mapping with an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. If a
+            mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
 
     Returns:
         The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
