@@ -230,8 +230,8 @@ class Recorder:
                 for label in layer.labels()
             }
             weights = {weight: sites[layer.label(weight)] for weight in layer.weights}
-            turned = is_conv1d(layer.module)
-            recorded = Recorded(sites.get(layer.name), weights, turned, None)
+            transposed = is_conv1d(layer.module)
+            recorded = Recorded(sites.get(layer.name), weights, transposed, None)
             undo.callback(replace_method(layer.module, layer.method, recorded))
             for weight, site in weights.items():
                 self._watch_weight(layer, weight, site, state, undo)
