@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.debug.layers import clean_name, find_layers, unwrapped
+from qtensor.debug.logits import Scores
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
 from qtensor.report import compare_chunk, decibel
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 OP = "debug.compare"
-_ROWS = 256
-"""Rows of logits whose distributions are compared at a time, in float64."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Comparison:
             "no layer differs" if first is None else f"first layer that differs: {first.layer}",
         ]
         if self.missing:
-            lines.append(f"{len(self.missing)} layers in one model only: {_some(self.missing)}")
+            lines.append(f"{len(self.missing)} layers in one model only: {some(self.missing)}")
         width = max([5, *(len(layer.layer) for layer in self.layers)])
         lines.append(f"{'layer':<{width}}  {'SQNR dB':>8}  {'max error':>10}  NaN/inf")
         for layer in self.layers:
@@ -146,12 +146,12 @@ def compare(
     patterns = [layers] if isinstance(layers, str) else layers
     modules_a, modules_b = (_modules(model, patterns) for model in (a, b))
     common = [name for name in modules_a if name in modules_b]
-    fix = f"The names are: {_some(modules_a)}, and {_some(modules_b)}"
+    fix = f"The names are: {some(modules_a)}, and {some(modules_b)}"
     check(bool(common), OP, "both models must have layers of the same name", "none", fix)
     found = {name: LayerDifference(name) for name in common}
     order: dict[str, None] = {}
     result = Comparison()
-    scores = _Scores()
+    scores = Scores()
     with torch.no_grad(), _eager():
         for args, kwargs in calls:
             # The random state after the first run is that of before, so that dropout is equal.
@@ -168,11 +168,6 @@ def compare(
     result.missing = tuple(n for n in dict.fromkeys([*modules_a, *modules_b]) if n not in ran)
     result.top1, result.kl = scores.top1, scores.kl
     return result
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -203,7 +198,7 @@ def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.M
         matching = {name: m for name, m in named.items() if fnmatchcase(name, pattern)}
         if not matching:
             rule = "each pattern of layers must match a module of both models"
-            fail(OP, rule, repr(pattern), f"The modules are: {_some(named)}")
+            fail(OP, rule, repr(pattern), f"The modules are: {some(named)}")
         found |= matching
     return found
 
@@ -283,31 +278,3 @@ def _logits(output: Any) -> Tensor | None:
     named = output.get("logits") if isinstance(output, Mapping) else None
     found = getattr(output, "logits", None) if named is None else named
     return _first_tensor(output if found is None else found)
-
-
-class _Scores:
-    """Agreement and divergence of logits over all positions."""
-
-    def __init__(self) -> None:
-        self.count, self.agreed, self.divergence = 0, 0, 0.0
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add logits (..., classes) of both models."""
-        if a.shape != b.shape or not a.numel():
-            return
-        shape = rows_cols(a.shape)
-        for x, y in zip(a.reshape(shape).split(_ROWS), b.reshape(shape).split(_ROWS), strict=True):
-            self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-            log_p, log_q = (t.double().log_softmax(-1) for t in (x, y))
-            self.divergence += float((log_p.exp() * (log_p - log_q)).sum())
-        self.count += shape[0]
-
-    @property
-    def top1(self) -> float:
-        """Share of positions whose largest logit is at the same class."""
-        return self.agreed / self.count if self.count else math.nan
-
-    @property
-    def kl(self) -> float:
-        """Mean of KL(softmax(a) || softmax(b)) over positions, in nats."""
-        return self.divergence / self.count if self.count else math.nan

@@ -6,11 +6,12 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
 from qtensor.debug.statistics import Totals
 from qtensor.errors import check
+from qtensor.texts import aligned, some
 
 ROLES = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
 """The tensors of a layer that are recorded, in the order in which a step computes them."""
@@ -58,6 +59,11 @@ class Record:
     inf: int
     note: str = ""
     """The reason if a quantizer refused the tensor."""
+    not_finite_at: int = -1
+    """Place of the first call with a NaN or an infinity among all calls of the step, -1 if none.
+
+    Of all tensors of a step, the one with the smallest place is where they appeared first.
+    """
 
     @property
     def is_finite(self) -> bool:
@@ -76,7 +82,14 @@ class Entry:
     quantizer: str
     shape: tuple[int, ...]
     note: str
+    not_finite_at: int
     calls: int = 1
+
+    def plus(self, later: Entry) -> Entry:
+        """Return the statistics of both, with the shape of the later call."""
+        at = later.not_finite_at if self.not_finite_at < 0 else self.not_finite_at
+        totals, calls = self.totals.plus(later.totals), self.calls + later.calls
+        return replace(later, totals=totals, not_finite_at=at, calls=calls)
 
     def record(self, step: int, layer: str, role: str) -> Record:
         """Return the entry as a record."""
@@ -101,6 +114,7 @@ class Entry:
             nan=int(t.nan),
             inf=int(t.inf),
             note=self.note,
+            not_finite_at=self.not_finite_at,
         )
 
 
@@ -133,9 +147,8 @@ class Log:
 
     @property
     def first_not_finite(self) -> Record | None:
-        """The first record of a tensor with a NaN or an infinity; None if all are finite."""
-        candidates = [self._first, *self._current()]
-        return next((r for r in candidates if r is not None and not r.is_finite), None)
+        """The record of the first tensor with a NaN or an infinity; None if all are finite."""
+        return _first_not_finite(self._current()) if self._first is None else self._first
 
     def step(self) -> None:
         """End a step: later records belong to the next step.
@@ -182,7 +195,7 @@ class Log:
                 worst[key] = record if old is None else min(old, record, key=_badness(sort))
         chosen = sorted(worst.values(), key=_badness(sort))
         shown = chosen if rows is None else chosen[:rows]
-        lines = _aligned([_HEADER, *map(_cells, shown)])
+        lines = aligned([_HEADER, *map(_cells, shown)], numbers_from=3)
         if len(chosen) > len(shown):
             lines.append(f"... and {len(chosen) - len(shown)} more tensors")
         return "\n".join(lines)
@@ -194,7 +207,7 @@ class Log:
         lines = [f"{len(records)} records of {len(ran)} layers in {steps} steps"]
         never = [name for name in self.layers if name not in ran]
         if records and never:
-            lines.append(f"{len(never)} layers did not run: {', '.join(never[:5])}")
+            lines.append(f"{len(never)} layers did not run: {some(never)}")
         if self.dropped:
             lines.append(f"{self.dropped} older records were removed, because keep is reached")
         first = self.first_not_finite
@@ -207,9 +220,10 @@ class Log:
 
     def append(self, records: Iterable[Record]) -> None:
         """Add the records of a finished step, and write their lines."""
+        records = list(records)
+        if self._first is None:
+            self._first = _first_not_finite(records)
         for record in records:
-            if self._first is None and not record.is_finite:
-                self._first = record
             self.dropped += len(self._records) == self._records.maxlen
             self._records.append(record)
             if self._lines is not None:
@@ -235,6 +249,12 @@ class Log:
         self._current, self._advance, self._lines = list, None, None
         if lines is not None:
             lines.close()
+
+
+def _first_not_finite(records: Iterable[Record]) -> Record | None:
+    """Return the record of a step whose tensor was the first that was not finite."""
+    found = [record for record in records if not record.is_finite]
+    return min(found, key=lambda record: record.not_finite_at, default=None)
 
 
 def known_role(op: str, role: object) -> str:
@@ -314,16 +334,3 @@ def _cells(r: Record) -> tuple[str, ...]:
 
 def _number(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines whose columns are aligned: texts left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -151,7 +151,9 @@ TESTED: list[Feature] = [
         for name, call in collectives.REDUCTIONS.items()
     ),
     *(
-        Feature(f"`linear`, gradient of the input: weight {p}", dtensors.input_gradient(p))
+        Feature(
+            f"`linear`, gradient of the input: weight {p}", dtensors.input_gradient(p), modes=EAGER
+        )
         for p in (S0, S1)
     ),
     Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0)),
