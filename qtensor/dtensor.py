@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _RULES = "qtensor.library.sharding"
+_BROADCAST = "qtensor.storage.state_dict_broadcast"
 
 
 def is_dtensor(t: Any) -> bool:
@@ -23,9 +24,14 @@ def is_dtensor(t: Any) -> bool:
 
 
 def install_rules() -> None:
-    """Tell DTensor about our ops, if the program has imported DTensor."""
+    """Tell DTensor about our ops, if the program has imported DTensor.
+
+    The helpers of ``torch.distributed.checkpoint.state_dict`` import DTensor, too: they learn to
+    broadcast quantized tensors.
+    """
     if _RULES not in sys.modules and "torch.distributed.tensor" in sys.modules:
         importlib.import_module(_RULES)
+        importlib.import_module(_BROADCAST).install()
 
 
 def local_part(t: Any) -> Any:

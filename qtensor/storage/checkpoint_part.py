@@ -71,7 +71,10 @@ def slot_area(t: Any, slot: Slot, area: Rectangle) -> Rectangle:
         granule = geometry.granule(slot, axis)
         if start % granule or (end % granule and end != total):
             kind = "rows" if is_row else "columns"
-            rule = f"shards are cut at a multiple of {granule} {kind} ({slot.name})"
+            dim = 0 if is_row else len(area) - 1
+            rule = (
+                f"shards are cut at a multiple of {granule} {kind} (Shard({dim}), for {slot.name})"
+            )
             _refuse(t, rule, f"{start}:{end} of {total}")
         units = 1 if slot.swizzled else axis.units
         step = granule if slot.swizzled else axis.per
@@ -224,7 +227,7 @@ def _copy_exactly(to: Any, source: Any) -> None:
         _quantize_into(to, source)
         return
     quantizer, saved = to.whole._quantizer, source.whole._quantizer
-    if not _serves(saved, quantizer):
+    if not serves(saved, quantizer):
         fail(
             f"{_OP}[{quantizer.format}]",
             "a tensor is loaded with the quantizer that it was saved with",
@@ -234,7 +237,7 @@ def _copy_exactly(to: Any, source: Any) -> None:
     _write(to, source)
 
 
-def _serves(saved: Any, wanted: Any) -> bool:
+def serves(saved: Any, wanted: Any) -> bool:
     """Return True if ``saved`` has all buffers of ``wanted``."""
     if saved == wanted:
         return True

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from qtensor.api import Format
-from qtensor.errors import check
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
-from qtensor.weights.layers import Filter, linear_layers, match
+from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
-from qtensor.weights.metrics import Metric, named_metric
+from qtensor.weights.metrics import Metric, as_batches, named_metric
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
@@ -34,18 +34,19 @@ class _Group:
     """Layers that get one format, and the formats to choose from."""
 
     names: tuple[str, ...]
-    layers: tuple[Any, ...]
+    layers: tuple[LinearLayer, ...]
     formats: tuple[Quantizer | None, ...]
 
     @property
     def values(self) -> int:
-        return sum(layer.weight.numel() for layer in self.layers)
+        return sum(layer.values for layer in self.layers)
 
     def bytes(self, option: int) -> int:
         chosen = self.formats[option]
-        return sum(stored_bytes(layer.weight, chosen) for layer in self.layers)
+        weights = [weight for layer in self.layers for weight in layer.weights]
+        return sum(stored_bytes(weight, chosen) for weight in weights)
 
-    def choice(self, option: int) -> dict[Any, Quantizer | None]:
+    def choice(self, option: int) -> dict[LinearLayer, Quantizer | None]:
         return dict.fromkeys(self.layers, self.formats[option])
 
     def text(self, option: int) -> str | None:
@@ -67,16 +68,19 @@ def search(
     progress: Progress | None = None,
     resume: str | None = None,
 ) -> SearchResult:
-    """Choose a format for the weight of each linear layer, so that the model loses least.
+    """Choose a format for the weight of each linear layer, so that the model's error is least.
 
     Each group of layers is quantized alone, to each format, and the metric compares the model's
     outputs with those in high precision. The errors of the groups are taken to add up. The best
     choice under that assumption is found exactly, and then measured. The model is unchanged.
 
+    The layers are those of ``quantize_``, except layers of qtensor; with ``activations``, they are
+    ``nn.Linear`` layers with weights of their own.
+
     Args:
         model: the root; it runs in eval mode, without gradients.
-        inputs: calibration inputs: tensors, tuples of arguments or dicts of keyword arguments. The
-            model's outputs for all of them are kept in memory.
+        inputs: list of calibration inputs: tensors, tuples of arguments or dicts of keyword
+            arguments. The model's outputs for all of them are kept in memory.
         budget_bits: most bits for each value of the weights, with factors and padding, as a mean
             over all layers.
         formats: format ids, quantizers or canonical texts to choose from; None is high precision.
@@ -97,12 +101,12 @@ def search(
 
     Raises:
         QTensorError: no inputs or layers; a name or pattern matches nothing; the budget is below
-            the smallest choice; ``resume`` belongs to another search.
+            the smallest choice; ``resume`` belongs to another search; the model fails on an input,
+            and its error is the cause; the metric does not return a number.
     """
     metric_name, function = named_metric(metric)
-    batches = list(inputs)
-    check(bool(batches), "search", "inputs must hold at least one input", "none", "Pass some")
-    parts = _groups(model, formats, groups, pinned or {}, filter_fn)
+    batches = as_batches("search", "inputs", inputs)
+    parts = _groups(model, formats, groups, pinned or {}, filter_fn, activations)
     values = sum(part.values for part in parts)
     sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
     limit = _limit(budget_bits, values, sum(map(min, sizes)))
@@ -140,11 +144,18 @@ def _groups(
     groups: Iterable[Sequence[str]] | None,
     pinned: Mapping[str, Format | None],
     filter_fn: Filter | None,
+    activations: bool,
 ) -> list[_Group]:
     """Return the groups of the model's layers, each with its formats."""
-    layers, _ = linear_layers("search", model, filter_fn)
-    fix = "Check filter_fn; layers of qtensor and quantized weights are not searched"
-    check(bool(layers), "search", "the model needs nn.Linear layers", "none", fix)
+    layers, skipped = linear_layers("search", model, filter_fn, plain=True)
+    if activations:
+        layers = {name: layer for name, layer in layers.items() if layer.is_plain}
+    rule = "the model needs nn.Linear layers with weights in high precision"
+    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    check(bool(layers), "search", rule, why, "Check the model and filter_fn")
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
+        rule, fix = "formats is a list of formats", 'Pass for example ["nvfp4", "mxfp8"]'
+        fail("search", rule, repr(formats), fix, ArgumentTypeError)
     choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
     check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
     patterns = match("search", pinned, layers, "pinned")
@@ -158,6 +169,9 @@ def _groups(
 
 def _limit(budget_bits: float, values: int, least: int) -> int:
     """Return the bytes of the budget, which must be at least ``least``."""
+    if not isinstance(budget_bits, int | float):
+        rule, fix = "budget_bits is a number of bits", "Pass for example 5.0"
+        fail("search", rule, repr(budget_bits), fix, ArgumentTypeError)
     limit = budget_bits * values / 8
     rule = "budget_bits must be at least what the smallest formats need"
     fix = f"Pass {math.ceil(800 * least / values) / 100} or more, or smaller formats"
@@ -167,7 +181,11 @@ def _limit(budget_bits: float, values: int, least: int) -> int:
 
 def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dict[str, Any]:
     """Return what the measurements depend on, as JSON values."""
-    shapes = {n: [*x.weight.shape] for p in parts for n, x in zip(p.names, p.layers, strict=True)}
+    shapes = {
+        name: [*layer.weights[0].shape]
+        for part in parts
+        for name, layer in zip(part.names, part.layers, strict=True)
+    }
     sums = [float(reference.double().sum()).hex() for reference in measure.references]
     return {
         "layers": shapes,

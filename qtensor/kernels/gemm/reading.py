@@ -1,16 +1,19 @@
-"""Read the buffers of an operand as the matrices and factors of GPU kernels."""
+"""Read the buffers of an operand as the matrices and factors that kernels multiply."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError
 from qtensor.kernels.gemm.problem import GemmSide
 from qtensor.reference.blocks import swizzle
+from qtensor.reference.scaling import quotient
 
 Reader = Callable[[list[Tensor]], Tensor]
 
@@ -45,9 +48,9 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
     slots = (data, factors)
     if recipe == "fp8_blockwise":
         return Reading(_item(data), slots, _item(factors))
-    turned = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
-    codes = _turned(data) if turned and recipe == "mxfp4" else _item(data)
-    tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
+    transposed = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
+    codes = _transposed(data) if transposed and recipe == "mxfp4" else _item(data)
+    tiles = _tiles(factors, transposed, bool(operand.option("swizzled")))
     if recipe != "nvfp4":
         return Reading(codes, slots, tiles)
     level = operand.slot(operand.global_buffer or "")
@@ -71,8 +74,8 @@ def _read_fp8(operand: GemmSide) -> Reading:
         return Reading(_item(straight), (straight, scale), None, _item(scale), lines)
     if other is None:
         raise QTensorError(f"gemm[{operand.label}]: no codes")
-    turned = _last_first(other) if operand.contracted == -1 else _turned(other)
-    return Reading(turned, (other, scale), None, _item(scale), lines)
+    codes = _last_first(other) if operand.contracted == -1 else _transposed(other)
+    return Reading(codes, (other, scale), None, _item(scale), lines)
 
 
 @functools.cache
@@ -81,22 +84,50 @@ def _item(slot: int) -> Reader:
 
 
 @functools.cache
-def _turned(slot: int) -> Reader:
+def _transposed(slot: int) -> Reader:
     """Return a reader of the codes, transposed: bytes are moved, none is changed."""
     return lambda buffers: buffers[slot].t().contiguous()
 
 
 @functools.cache
 def _last_first(slot: int) -> Reader:
-    """``_transpose`` (K, ...) as (..., K)."""
+    """Return a reader of ``_transpose`` (K, ...) as (..., K)."""
     return lambda buffers: buffers[slot].movedim(0, -1).contiguous()
 
 
 @functools.cache
-def _tiles(slot: int, turned: bool, swizzled: bool) -> Reader:
-    """Block factors in tiles of 128x4; tiles of the transpose where blocks run along the rows."""
+def _tiles(slot: int, transposed: bool, swizzled: bool) -> Reader:
+    """Return a reader of factors in tiles of 128x4, those of the transpose if ``transposed``."""
     if swizzled:
         return lambda buffers: buffers[slot]
-    if turned:
+    if transposed:
         return lambda buffers: swizzle(buffers[slot].t())
     return lambda buffers: swizzle(buffers[slot])
+
+
+def without_line_factors(
+    quantizer: Any, buffers: Sequence[Tensor], global_name: str | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return buffers whose values lack the factors of lines or of the tensor, and those factors.
+
+    A product applies these factors to its sums.
+
+    Args:
+        quantizer: of the buffers.
+        buffers: in slot order.
+        global_name: the buffer of the tensor-wide factor of a two-level format, or None.
+
+    Returns:
+        The buffers with ones in place of the factors, and the factors, float32 (n,), one or one for
+        each line; None if the format has no such factor.
+    """
+    replaced, factor = list(buffers), None
+    for i, slot in enumerate(quantizer.slots[: len(replaced)]):
+        if slot.name == "_scale_inv":
+            factor = replaced[i].reshape(-1)
+            replaced[i] = torch.ones_like(replaced[i])
+        elif slot.name == global_name:
+            divisor = quantizer.global_divisor
+            factor = quotient(replaced[i], divisor)
+            replaced[i] = torch.full_like(replaced[i], divisor)
+    return replaced, factor
