@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from qtensor.api import Format
-from qtensor.errors import check
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
-from qtensor.weights.metrics import Metric, named_metric
+from qtensor.weights.metrics import Metric, as_batches, fingerprint, named_metric
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
@@ -50,8 +50,7 @@ class _Group:
         return dict.fromkeys(self.layers, self.formats[option])
 
     def text(self, option: int) -> str | None:
-        chosen = self.formats[option]
-        return None if chosen is None else chosen.canonical
+        return _text(self.formats[option])
 
 
 def search(
@@ -68,16 +67,19 @@ def search(
     progress: Progress | None = None,
     resume: str | None = None,
 ) -> SearchResult:
-    """Choose a format for the weight of each linear layer, so that the model loses least.
+    """Choose a format for the weight of each linear layer, so that the model's error is least.
 
     Each group of layers is quantized alone, to each format, and the metric compares the model's
     outputs with those in high precision. The errors of the groups are taken to add up. The best
     choice under that assumption is found exactly, and then measured. The model is unchanged.
 
+    The layers are those of ``quantize_``, except layers of qtensor; with ``activations``, they are
+    ``nn.Linear`` layers with weights of their own.
+
     Args:
         model: the root; it runs in eval mode, without gradients.
-        inputs: calibration inputs: tensors, tuples of arguments or dicts of keyword arguments. The
-            model's outputs for all of them are kept in memory.
+        inputs: list of calibration inputs: tensors, tuples of arguments or dicts of keyword
+            arguments. The model's outputs for all of them are kept in memory.
         budget_bits: most bits for each value of the weights, with factors and padding, as a mean
             over all layers.
         formats: format ids, quantizers or canonical texts to choose from; None is high precision.
@@ -88,28 +90,32 @@ def search(
         groups: lists of names or patterns of layers that must have one format. None: query, key and
             value; gate and up projections; and the experts of a block.
         pinned: formats (None: high precision) of layers by name or pattern, which are not searched.
+            A format of one layer holds for all layers of its group.
         filter_fn: ``(module, name) -> bool`` selects layers; the others do not count.
         progress: called after each measurement.
         resume: path of a file that keeps the measurements. A search that was interrupted goes on
-            where it stopped.
+            where it stopped. The metric is recognized by its name and by its values for three
+            changed copies of the first output.
 
     Returns:
         The choice, its error, and the trade-off curve. ``result.apply(model)`` quantizes.
 
     Raises:
         QTensorError: no inputs or layers; a name or pattern matches nothing; the budget is below
-            the smallest choice; ``resume`` belongs to another search.
+            the smallest choice; layers of one group are pinned to different formats; ``resume``
+            belongs to another search; the model fails on an input, and its error is the cause; the
+            metric does not return a number.
     """
     metric_name, function = named_metric(metric)
-    batches = list(inputs)
-    check(bool(batches), "search", "inputs must hold at least one input", "none", "Pass some")
+    batches = as_batches("search", "inputs", inputs)
     parts = _groups(model, formats, groups, pinned or {}, filter_fn, activations)
     values = sum(part.values for part in parts)
     sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
     limit = _limit(budget_bits, values, sum(map(min, sizes)))
     with evaluating(model), torch.no_grad():
         measure = Measurement(model, batches, function, activations)
-        journal = Journal(resume, _identity(parts, metric_name, measure))
+        identity = {} if resume is None else _identity(parts, metric_name, measure)
+        journal = Journal(resume, identity)
         errors = _errors(parts, measure, journal, progress)
         options = [list(map(Option, *pair)) for pair in zip(sizes, errors, strict=True)]
         best = front(options, sum(map(max, sizes)))
@@ -144,24 +150,40 @@ def _groups(
     activations: bool,
 ) -> list[_Group]:
     """Return the groups of the model's layers, each with its formats."""
-    layers, _ = linear_layers("search", model, filter_fn, plain=True)
+    layers, skipped = linear_layers("search", model, filter_fn, plain=True)
     if activations:
         layers = {name: layer for name, layer in layers.items() if layer.is_plain}
-    fix = "Check filter_fn; layers of qtensor and quantized weights are not searched"
-    check(bool(layers), "search", "the model needs nn.Linear layers", "none", fix)
+    rule = "the model needs nn.Linear layers with weights in high precision"
+    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    check(bool(layers), "search", rule, why, "Check the model and filter_fn")
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
+        rule, fix = "formats is a list of formats", 'Pass for example ["nvfp4", "mxfp8"]'
+        fail("search", rule, repr(formats), fix, ArgumentTypeError)
     choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
     check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
     patterns = match("search", pinned, layers, "pinned")
     fixed = {name: as_quantizer("search", pinned[p]) for name, p in patterns.items()}
-    free = [name for name in layers if name not in fixed]
-    return [_Group((name,), (layers[name],), (q,)) for name, q in fixed.items()] + [
-        _Group(names, tuple(layers[name] for name in names), choices)
-        for names in layer_groups(free, groups)
-    ]
+    parts = []
+    for names in layer_groups(list(layers), groups):
+        pins = {name: fixed[name] for name in names if name in fixed}
+        rule = "the layers of a group have one format, so pinned must not give them several"
+        got = ", ".join(f"{name}: {_text(q) or 'high precision'}" for name, q in pins.items())
+        fix = "Pin them to one format, or pass groups= in which they are apart"
+        check(len(set(pins.values())) <= 1, "search", rule, got, fix)
+        found = tuple(dict.fromkeys(pins.values())) or choices
+        parts.append(_Group(names, tuple(layers[name] for name in names), found))
+    return parts
+
+
+def _text(chosen: Quantizer | None) -> str | None:
+    return None if chosen is None else chosen.canonical
 
 
 def _limit(budget_bits: float, values: int, least: int) -> int:
     """Return the bytes of the budget, which must be at least ``least``."""
+    if not isinstance(budget_bits, int | float):
+        rule, fix = "budget_bits is a number of bits", "Pass for example 5.0"
+        fail("search", rule, repr(budget_bits), fix, ArgumentTypeError)
     limit = budget_bits * values / 8
     rule = "budget_bits must be at least what the smallest formats need"
     fix = f"Pass {math.ceil(800 * least / values) / 100} or more, or smaller formats"
@@ -176,12 +198,13 @@ def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dic
         for part in parts
         for name, layer in zip(part.names, part.layers, strict=True)
     }
-    sums = [float(reference.double().sum()).hex() for reference in measure.references]
+    references = measure.references
     return {
         "layers": shapes,
         "metric": metric,
         "activations": measure.activations,
-        "outputs in high precision": sums,
+        "outputs in high precision": [float(r.sum(dtype=torch.float64)).hex() for r in references],
+        "metric's values": fingerprint(measure.name, measure.metric, references[0]),
     }
 
 
