@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtensor.debug.log import ROLES, known_role
 from qtensor.errors import check
-from qtensor.layout import Shape
+from qtensor.layout import Shape, rows_cols
 from qtensor.library.checks import check_one
 from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
 from qtensor.library.ragged import Groups
@@ -105,9 +105,11 @@ def _record_groups_fill(_: None, args: RecordGroupsArgs) -> None:
     rule = "scale must have one factor for each group"
     good = args.scale is None or args.scale.numel() == len(sizes)
     check(good, "record_groups_", rule, getattr(args.scale, "shape", None), "Pass such a scale")
+    shape = rows_cols(args.x.shape)
+    rule = "the sizes of the groups must add up to the rows of x"
+    check(sum(sizes) == shape[0], "record_groups_", rule, f"{sizes}, {shape[0]} rows", "Fix them")
     with below_autograd():
-        rows = args.x.reshape(-1, args.x.shape[-1]).split(sizes)
-        for i, part in enumerate(rows):
+        for i, part in enumerate(args.x.reshape(shape).split(sizes)):
             scale = None if args.scale is None else args.scale[i : i + 1]
             ticket, token = args.ticket[i : i + 1], args.token
             one = RecordTensorArgs(
