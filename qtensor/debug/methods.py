@@ -67,7 +67,8 @@ def replace_method(module: nn.Module, method: str, state: Recorded | Counted) ->
         QTensorError: the module is being recorded already.
     """
     own = module.__dict__
-    attribute, function = "_counted", counting_forward
+    attribute = "_counted"
+    function: Callable[..., Any] = counting_forward
     if isinstance(state, Recorded):
         attribute = "_recorded"
         function = _METHODS.get(method, recording_forward)
