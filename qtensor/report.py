@@ -154,6 +154,22 @@ class ChunkErrors(NamedTuple):
     """Largest finite decode factor; -inf if there is none."""
 
 
+def kl_divergences(reference: Tensor, output: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of two softmaxes at each position, in nats.
+
+    ``sum p (log p - log q)`` over the last dim, with p of the reference and q of the output.
+
+    Args:
+        reference: logits (..., classes).
+        output: logits of the same shape.
+
+    Returns:
+        (...,) float64.
+    """
+    log_p, log_q = (t.double().log_softmax(-1) for t in (reference, output))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 def compare_chunk(x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> ChunkErrors:
     """Return the errors of a chunk of rows without reading any of them on the host.
 

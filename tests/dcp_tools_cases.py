@@ -160,6 +160,46 @@ def torch_file_to_shards(folder: str, case: str, options: dict[str, Any]) -> Non
     assert_same_tensor(template.full_tensor(), q)
 
 
+def read_torch_file(path: Path, template: Any) -> None:
+    import torch.distributed.checkpoint.format_utils as tools  # noqa: PLC0415 - takes a second
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(
+            {"layer.w": template},
+            storage_reader=tools.BroadcastingTorchSaveReader(),
+            planner=tools.DynamicMetaLoadPlanner(),
+            checkpoint_id=path,
+        )
+
+
+def broadcast_torch_file(folder: str, case: str, options: dict[str, Any]) -> dict[str, str]:
+    """Torch's reader broadcasts whole tensors; return the messages for other templates."""
+    q, other = (quantized(case, options, (512, 512), seed) for seed in (1, 2))
+    mesh, _ = group_of(dist.get_world_size())
+    path = Path(folder) / "file.pt"
+    if dist.get_rank() == 0:
+        torch.save({"layer.w": q}, path)
+    dist.barrier()
+    read_torch_file(path, other)
+    assert_same_tensor(other, q)
+    found = {}
+    templates = {
+        "rows": distributed(other, mesh, "rows"),
+        "replicated": distributed(other, mesh, "whole"),
+        "format": qtensor.quantize(torch.zeros(512, 512), "mxfp4" if case == "fp8" else "fp8"),
+        "plain": torch.zeros(512, 512),
+    }
+    for name, template in templates.items():
+        try:
+            read_torch_file(path, template)
+        except BaseException as error:  # noqa: BLE001 - torch raises its own for all ranks
+            found[name] = messages(error)
+    assert not templates["format"].dequantize().any()
+    dist.barrier()  # nobody waits in an older collective
+    return found
+
+
 def hugging_face(folder: str) -> dict[str, str]:
     """Save and load safetensors; return the messages of those that cannot be exact."""
     mesh, _ = group_of(dist.get_world_size())

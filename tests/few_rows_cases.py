@@ -19,10 +19,13 @@ WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("fp8", {}),
     ("fp8", {"dtype": "e5m2"}),
     ("fp8_rowwise", {}),
+    ("fp8_rowwise", {"dtype": "e5m2"}),
     ("fp8_blockwise", {"block_scaling_dim": 1}),
+    ("fp8_blockwise", {"block_scaling_dim": 1, "dtype": "e5m2"}),
     ("fp8_blockwise", {"block_scaling_dim": 2, "force_pow_2_scales": False}),
     ("mxfp8", {}),
     ("mxfp8", {"dtype": "e5m2", "swizzled": True}),
+    ("mxfp8", {"with_2d_quantization": True}),
     ("mxfp6", {}),
     ("mxfp6", {"dtype": "e3m2"}),
     ("mxfp6", {"packed": True}),
@@ -32,6 +35,8 @@ WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("nvfp4", {"row_scaled": True}),
     ("nvfp4", {"with_2d_quantization": True}),
     ("nvfp4", {"use_4over6": True}),
+    ("nvfp4", {"with_global_scale_inv": True}),
+    ("nvfp4", {"e4m3_max": 256}),
 ]
 TAILS = (1, 2, 15, 16, 31, 33, 64, 127, 128, 129, 255, 512, 513, 640, 1536)
 """Sizes of K around parts, blocks, spans and stages."""

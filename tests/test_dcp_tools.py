@@ -53,6 +53,19 @@ def test_torch_files_load_into_shards(
     ranks.run(cases.torch_file_to_shards, str(tmp_path), case.name, options)
 
 
+@layouts
+def test_a_torch_file_is_broadcast(
+    ranks: Ranks, tmp_path: Path, case: FormatCase, options: dict[str, Any]
+) -> None:
+    """Templates that torch's reader cannot fill are an error on every rank, and nobody waits."""
+    for found in ranks.run(cases.broadcast_torch_file, str(tmp_path), case.name, options):
+        assert list(found) == ["rows", "replicated", "format", "plain"]
+        for name, message in found.items():
+            wanted = r"layer\.w: BroadcastingTorchSaveReader.*rank 0 of 2.*torch_save_to_dcp"
+            assert re.search(wanted, message), (name, message)
+        assert "got a DTensor ([Shard(dim=0)])" in found["rows"]
+
+
 def test_torch_files_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     """``dcp_to_torch_save`` loads into plain tensors; a template of the quantizer is exact."""
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes a second

@@ -172,6 +172,16 @@ def test_meta_device(case: FormatCase, dtype: torch.dtype):
 
 
 @formats
+def test_concatenation_on_meta(case: FormatCase):
+    """The factors that parts share have no bytes to compare on the meta device."""
+    parts = [case.quantize(torch.empty(128, 128, device="meta")) for _ in range(2)]
+    whole = torch.cat(parts)
+    assert type(whole) is type(parts[0])
+    assert whole.shape == (256, 128)
+    assert all(b.is_meta for b in whole.buffers())
+
+
+@formats
 def test_random_rounding_on_meta(case: FormatCase):
     """A seed is drawn for a meta tensor without a generator of that device."""
     q = case.quantizer()

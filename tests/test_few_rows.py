@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,26 +194,6 @@ def test_non_finite_values(isa: None, fmt: str, options: dict[str, Any]):
     raw.view(torch.uint8).random_(0, 64 if fmt == "mxfp6" else 256)
     got = qtensor.gemm(x, w, "TN", dtype=torch.float32)
     same_bits(got, rounded(oracle.product(x, w), torch.float32))
-
-
-def test_calls_from_several_threads():
-    torch.manual_seed(6)
-    w = [quantized(300, 1024, fmt, options) for fmt, options in WEIGHTS[:3]]
-    x = torch.randn(3, 1024).bfloat16()
-    want = [F.linear(x, q) for q in w]
-    wrong: list[str] = []
-
-    def work(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(F.linear(x, w[i]), want[i]):
-                wrong.append(f"{i}")
-
-    workers = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
 
 
 @pytest.mark.parametrize(

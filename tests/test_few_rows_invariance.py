@@ -147,7 +147,7 @@ def test_both_quantized_in_python_and_in_programs(name: str):
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "NVFP4BlockScaling"])
 def test_rows_of_a_layer(recipe: str):
-    """A layer's output and input gradient of a row do not depend on the number of rows."""
+    """A layer's output of a row does not depend on the number of rows."""
     torch.manual_seed(7)
     options = {"disable_rht": True} if recipe.startswith("NV") else {}
     made: Callable[..., Any] = getattr(qtensor.recipes, recipe)
@@ -156,10 +156,10 @@ def test_rows_of_a_layer(recipe: str):
     except TypeError:
         chosen = made()
     layer = qtensor.Linear(96, 64, recipe=chosen)
-    x, dy = torch.randn(64, 96), torch.randn(64, 64)
+    x = torch.randn(64, 96)
     if recipe.startswith("NV"):
         # One factor for the tensor: every batch needs the same maximum.
-        x[:, 0], dy[:, 0] = 8.0, 8.0
+        x[:, 0] = 8.0
     outputs: dict[int, Tensor] = {}
     for rows in (64, 32, 2, 1):
         for _ in range(CALLS):
@@ -184,6 +184,14 @@ REASONS: dict[str, tuple[Callable[[], tuple[Any, Any, str]], str]] = {
     "blocks across": (
         lambda: (torch.randn(2, 32), weight(fmt="mxfp8"), "NN"),
         "do not run along the contraction",
+    ),
+    "codes across": (
+        lambda: (
+            torch.randn(2, 32),
+            weight(fmt="mxfp8", rowwise=False, columnwise=True),
+            "NN",
+        ),
+        "do not lie together",
     ),
     "x by columns": (
         lambda: (weight(fmt="fp8", rowwise=False, columnwise=True), weight(fmt="fp8"), "TN"),
@@ -220,6 +228,19 @@ def test_codes_across_the_contraction():
     torch.manual_seed(8)
     w = qtensor.quantize(torch.randn(64, 96), "mxfp8", rowwise=False, columnwise=True)
     x = torch.randn(3, 64)
+    assert "do not lie together" in dict(qtensor.explain(x, w, "NN").reasons)["few_rows"]
     with pytest.raises(qtensor.UnsupportedError, match="do not lie together"):
         qtensor.gemm(x, w, "NN", backend="few_rows")
+    torch.testing.assert_close(x @ w, x @ w.dequantize())
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_stored_transpose_is_read(rows: int):
+    """FP8 data of both usages hold the same codes, so `x @ w` reads the columnwise ones."""
+    torch.manual_seed(9)
+    w = qtensor.quantize(torch.randn(64, 96), "fp8", columnwise=True)
+    x = torch.randn(rows, 64)
+    for _ in range(CALLS):
+        same_bits(x @ w, oracle.product(x, w.t().contiguous()))
+    assert qtensor.explain(x, w, "NN").backend == "few_rows"
     torch.testing.assert_close(x @ w, x @ w.dequantize())

@@ -106,7 +106,7 @@ def run_cut(name: str, rows: int) -> None:
 def test_shards_that_cut_a_block_are_refused(
     ranks: Ranks, name: str, rows: int, block: int
 ) -> None:
-    wanted = rf"rank \d of 2.*Shard\(0\) over n ranks.*multiple of {block}\."
+    wanted = rf"0\.weight: .*rank \d of 2.*Shard\(0\) over n ranks.*multiple of {block}\."
     with pytest.raises(RankError, match=wanted):
         ranks.run(run_cut, name, rows)
 
@@ -115,7 +115,7 @@ def run_different() -> None:
     """One rank alone has another format: every rank raises."""
     made = layer("mxfp8" if dist.get_rank() else "mxfp8 rowwise")
     model = fully_shard(nn.Sequential(made))
-    with pytest.raises(qtensor.QTensorError, match=f"rank {dist.get_rank()}.*alike"):
+    with pytest.raises(qtensor.QTensorError, match=rf"0\.weight: .*rank {dist.get_rank()}.*alike"):
         model(torch.randn(32, 128))
 
 
@@ -128,7 +128,8 @@ def run_factors() -> None:
     made = layer("fp8")
     model = fully_shard(nn.Sequential(made))
     made.weight.detach().to_local().copy_(torch.randn(128, 128) * (1 + dist.get_rank()))
-    with pytest.raises(qtensor.QTensorError, match="must be equal in all shards"):
+    wanted = r"0\.weight: .*Shard\(0\).*must be equal in all shards"
+    with pytest.raises(qtensor.QTensorError, match=wanted):
         model(torch.randn(32, 128))
 
 

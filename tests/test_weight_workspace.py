@@ -206,7 +206,7 @@ def test_quantize_weight_refuses():
         qtensor.QTensorError, match="quantizer must be a quantizer object; got 'mxfp8'"
     ):
         quantize_weight(weight, "mxfp8")
-    with pytest.raises(qtensor.QTensorError, match="what an earlier call returned; got Tensor"):
+    with pytest.raises(qtensor.QTensorError, match="that an earlier call returned; got Tensor"):
         quantize_weight(weight, qtensor.quantizer("mxfp8"), weight)
     with pytest.raises(qtensor.QTensorError, match="delayed scaling needs scale="):
         quantize_weight(weight, qtensor.quantizer("fp8_delayed"))

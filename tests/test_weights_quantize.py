@@ -44,7 +44,7 @@ def test_what_stays():
     model = make_model()
     tied = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))
     tied[1].weight = tied[0].weight
-    own = qtensor.Linear(64, 64)
+    own = qtensor.LayerNormLinear(64, 64)
     odd = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
     holder = nn.ModuleDict({"model": model, "tied": tied, "own": own, "odd": odd})
     model[3].weight = nn.Parameter(qtensor.quantize(model[3].weight.detach(), "mxfp4"))

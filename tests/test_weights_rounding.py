@@ -22,6 +22,7 @@ from torch import nn
 import qtensor
 from qtensor.weights.calibration import groups, survey
 from qtensor.weights.compensation import inverse_factor
+from qtensor.weights.layers import LinearLayer
 from qtensor.weights.rounding import ROUNDINGS
 
 every_format = pytest.mark.parametrize("fmt", [*FORMATS, *OPTIONS])
@@ -154,12 +155,12 @@ def test_other_dtypes(dtype):
 def test_layers_that_share_inputs():
     """One Hessian serves q and k; the survey counts rows and squares without padding."""
     model, batches = Block().eval(), make_inputs()
-    layers = {name: model.get_submodule(name) for name in ("out", "k", "q")}
-    found = survey("test", model, layers, batches)
+    layers = {name: LinearLayer((model.get_submodule(name),)) for name in ("out", "k", "q")}
+    found = survey(model, layers, batches)
     assert groups(found) == [("q", "k"), ("out",)]
-    assert found["q"].rows == 2 * 4 * 64
+    assert found["q"].rows == [2 * 4 * 64]
     expected = torch.cat(batches).flatten(0, 1).double().square().sum(0)
-    torch.testing.assert_close(found["q"].squares, expected)
+    torch.testing.assert_close(found["q"].squares, [expected])
 
 
 class Masked(nn.Module):

@@ -277,11 +277,11 @@ def test_metrics():
 def test_what_models_return():
     x = torch.randn(2, 3, 4)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert call(lambda x: (x, 1), x) is x
-    assert call(lambda x: types.SimpleNamespace(logits=x), x) is x
-    assert call(lambda x, y: x, (x, 2)) is x
+    assert call("search", "inputs[0]", lambda x: (x, 1), x) is x
+    assert call("search", "inputs[0]", lambda x: types.SimpleNamespace(logits=x), x) is x
+    assert call("search", "inputs[0]", lambda x, y: x, (x, 2)) is x
     output = types.SimpleNamespace(last_hidden_state=x)
-    kept = call(lambda **batch: output, {"x": x, "attention_mask": mask})
+    kept = call("search", "inputs[0]", lambda **batch: output, {"x": x, "attention_mask": mask})
     assert torch.equal(kept, torch.stack([x[0, 0], x[0, 1], x[1, 0]]))
     with pytest.raises(qtensor.ArgumentTypeError, match="floating tensor"):
-        call(lambda x: "text", x)
+        call("search", "inputs[0]", lambda x: "text", x)

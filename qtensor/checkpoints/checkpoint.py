@@ -29,6 +29,7 @@ from qtensor.checkpoints.layout import (
 from qtensor.checkpoints.modes import in_memory
 from qtensor.errors import QTensorError
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.texts import aligned
 
 Path = str | os.PathLike[str] | IO[bytes]
 Rounding = Literal["origin"] | None
@@ -76,11 +77,7 @@ class Table:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return "\n".join(aligned(lines))
 
 
 class Checkpoint(Mapping[str, Tensor]):

@@ -17,8 +17,9 @@ from qtensor.debug.layers import clean_name, find_layers, run_by, unwrapped
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
 from qtensor.ops.sequential import Sequential
-from qtensor.report import compare_chunk, decibel
+from qtensor.report import compare_chunk, decibel, kl_divergences
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 OP = "debug.compare"
 _ROWS = 256
@@ -101,7 +102,7 @@ class Comparison:
             "no layer differs" if first is None else f"first layer that differs: {first.layer}",
         ]
         if self.missing:
-            lines.append(f"{len(self.missing)} layers in one model only: {_some(self.missing)}")
+            lines.append(f"{len(self.missing)} layers in one model only: {some(self.missing)}")
         width = max([5, *(len(layer.layer) for layer in self.layers)])
         lines.append(f"{'layer':<{width}}  {'SQNR dB':>8}  {'max error':>10}  NaN/inf")
         for layer in self.layers:
@@ -147,7 +148,7 @@ def compare(
     patterns = [layers] if isinstance(layers, str) else layers
     modules_a, modules_b = (_modules(model, patterns) for model in (a, b))
     common = [name for name in modules_a if name in modules_b]
-    fix = f"The names are: {_some(modules_a)}, and {_some(modules_b)}"
+    fix = f"The names are: {some(modules_a)}, and {some(modules_b)}"
     check(bool(common), OP, "both models must have layers of the same name", "none", fix)
     found = {name: LayerDifference(name) for name in common}
     order: dict[str, None] = {}
@@ -169,11 +170,6 @@ def compare(
     result.missing = tuple(n for n in dict.fromkeys([*modules_a, *modules_b]) if n not in ran)
     result.top1, result.kl = scores.top1, scores.kl
     return result
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -212,7 +208,7 @@ def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.M
         matching = {name: m for name, m in named.items() if fnmatchcase(name, pattern)}
         if not matching:
             rule = "each pattern of layers must match a module of both models"
-            fail(OP, rule, repr(pattern), f"The modules are: {_some(named)}")
+            fail(OP, rule, repr(pattern), f"The modules are: {some(named)}")
         found |= matching
     return found
 
@@ -307,8 +303,7 @@ class _Scores:
         shape = rows_cols(a.shape)
         for x, y in zip(a.reshape(shape).split(_ROWS), b.reshape(shape).split(_ROWS), strict=True):
             self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-            log_p, log_q = (t.double().log_softmax(-1) for t in (x, y))
-            self.divergence += float((log_p.exp() * (log_p - log_q)).sum())
+            self.divergence += float(kl_divergences(x, y).sum())
         self.count += shape[0]
 
     @property

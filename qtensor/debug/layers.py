@@ -1,8 +1,8 @@
 """Find the layers of a model that a recorder can see.
 
 A recorded layer has a method of its own in its ``__dict__``, in place of the method of its class.
-Dynamo guards this place: a compiled model runs a graph of its own while it is recorded, and the
-graph of before afterwards. So a model that is not recorded has no cost.
+Dynamo guards this place: a compiled model runs another graph while it is recorded, and its first
+graph again afterwards. So a model that is not recorded has no cost.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from qtensor.debug.statistics import Totals
 from qtensor.errors import check
+from qtensor.texts import aligned, some
 
 ROLES = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
 """The tensors of a layer that are recorded, in the order in which a step computes them."""
@@ -182,7 +183,7 @@ class Log:
                 worst[key] = record if old is None else min(old, record, key=_badness(sort))
         chosen = sorted(worst.values(), key=_badness(sort))
         shown = chosen if rows is None else chosen[:rows]
-        lines = _aligned([_HEADER, *map(_cells, shown)])
+        lines = aligned([_HEADER, *map(_cells, shown)], numbers_from=3)
         if len(chosen) > len(shown):
             lines.append(f"... and {len(chosen) - len(shown)} more tensors")
         return "\n".join(lines)
@@ -194,7 +195,7 @@ class Log:
         lines = [f"{len(records)} records of {len(ran)} layers in {steps} steps"]
         never = [name for name in self.layers if name not in ran]
         if records and never:
-            lines.append(f"{len(never)} layers did not run: {', '.join(never[:5])}")
+            lines.append(f"{len(never)} layers did not run: {some(never)}")
         if self.dropped:
             lines.append(f"{self.dropped} older records were removed, because keep is reached")
         first = self.first_not_finite
@@ -314,16 +315,3 @@ def _cells(r: Record) -> tuple[str, ...]:
 
 def _number(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines whose columns are aligned: texts left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -26,6 +26,7 @@ from qtensor.library.gradient import WATCHERS
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 OP = "debug.record"
 FORMAT_ROLES = ("input", "weight", "grad_output")
@@ -144,10 +145,8 @@ def choose_layers(model: nn.Module, patterns: str | Iterable[str], op: str = OP)
         matching = [layer for layer in found if layer.matches(pattern)]
         if not matching:
             names = [layer.name or "(the model itself)" for layer in found]
-            more = ", ..." if len(names) > 8 else ""
             rule = "each pattern of layers must match a name"
-            fix = f"The layers are: {', '.join(names[:8])}{more}"
-            fail(op, rule, repr(pattern), fix)
+            fail(op, rule, repr(pattern), f"The layers are: {some(names)}")
         chosen.update({id(layer.module): layer for layer in matching})
     return [layer for layer in found if id(layer.module) in chosen]
 

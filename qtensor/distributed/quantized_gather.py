@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
 from qtensor.dtensor import is_dtensor, local_part, part_of
-from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
+from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.modules.base import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.groups import group_of_mesh
+from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
+from qtensor.storage.parameter_names import names_parameter
 from qtensor.storage.shards import Gathered, GatheredWeight, Shards, pack, sent_quantizer
-from qtensor.storage.write import max_over, tensor_wide
 
 _OP = "quantized_all_gather"
 _VIEWS = frozenset([
@@ -141,18 +143,16 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         return self._memory.writes, self._memory.root._version, group
 
     def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
-        """Return the maxima of a shard, those that all rows share reduced over the shards."""
+        """Return the maxima of a shard; the ones that all rows share are those of all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
-        shared = [a for a, wide in zip(maxima, tensor_wide(sent), strict=True) if wide]
+        shared = [a for a, flag in zip(maxima, is_shared_by_rows(sent), strict=True) if flag]
         if not shared or len(shards.rows) == 1:
             return maxima or None
         if self._memory.valid_for == self._now(shards.group):
             # Rounding is monotonic: the maximum of rounded values is the rounded maximum.
             whole = [a.to(values.dtype).float() for a in self._memory.maxima]
         else:
-            sizes = [a.numel() for a in shared]
-            flat = max_over(torch.cat([a.flatten() for a in shared]), shards.group)
-            whole = list(flat.split(sizes))
+            whole = max_over_ranks(shared, shards.group, _OP)
         for target, reduced in zip(shared, whole, strict=True):
             target.copy_(reduced.view(target.shape))
         return maxima
@@ -173,17 +173,23 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
                 of a block.
         """
-        group = mesh.get_group()
-        shards, rest = self._known_shards(group), tuple(outer_size[1:])
+        with names_parameter(self, self._name):
+            group = group_of_mesh(mesh, None, _OP)
+            return self._quantized_shard(group, tuple(outer_size), mp_policy.param_dtype)
+
+    def _quantized_shard(
+        self, group: Any, shape: tuple[int, ...], dtype: torch.dtype | None
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return the bytes of this rank's shard of a weight of ``shape``, rounded to ``dtype``."""
+        shards, rest = self._known_shards(group), shape[1:]
         if len(set(shards.rows)) > 1:
             ranks = len(shards.rows)
             fail(
                 f"{_OP} {self._name} (Shard(0))",
                 f"the {ranks} ranks must have equally many rows of the weight",
-                f"{outer_size[0]} rows as {list(shards.rows)}",
+                f"{shape[0]} rows as {list(shards.rows)}",
                 f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
             )
-        dtype = mp_policy.param_dtype
         values = self._high_precision if dtype is None else self._high_precision.to(dtype)
         sent = sent_quantizer(self._quantizer_of_weight)
         maxima = self._maxima(values, sent, shards)
@@ -209,8 +215,8 @@ def quantized_all_gather(
     row, and square blocks (``fp8``, ``fp8_rowwise``, and 2-D ``fp8_blockwise``, MX and NVFP4).
     With 1-D blocks both directions travel, which takes twice as many bytes.
 
-    Of a weight that a parallel style has split, each rank of the style's mesh dim quantizes and
-    gathers its own part.
+    If a parallel style has split a weight, each rank of the style's mesh dim quantizes and gathers
+    its own part.
 
     Args:
         model: holds layers of qtensor. It is changed in place: weights become new parameters.
@@ -363,8 +369,7 @@ def _plain(entry: Any) -> Any:
     if isinstance(entry, MasterWeight):
         return entry.plain_view()
     if is_dtensor(entry):
-        with torch.no_grad():
-            local = entry.to_local()
+        local = local_part(entry)
         if isinstance(local, MasterWeight):
             return _like_dtensor(entry, local.plain_view())
     return entry
@@ -393,19 +398,18 @@ def reduce_amaxes(model: nn.Module) -> int:
             if not isinstance(local, MasterWeight):
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
-            wide = tensor_wide(sent)
+            flags = is_shared_by_rows(sent)
             # A rotation mixes values, so that the maxima of rounded values are not known.
-            if any(wide) and sent.factors_are_local:
+            if any(flags) and sent.factors_are_local:
                 maxima = AMAX(local._high_precision, sent.canonical)
-                shared = [a for a, is_wide in zip(maxima, wide, strict=True) if is_wide]
+                shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
                 group = _shard_group(name, parameter, _split_dims(module))
                 by_group.setdefault(group, []).append((local, shared))
         count = 0
         for group, entries in by_group.items():
-            flat = max_over(torch.cat([a.flatten() for _, own in entries for a in own]), group)
-            count += flat.numel()
-            sizes = [a.numel() for _, own in entries for a in own]
-            reduced = iter(flat.split(sizes))
+            maxima = [a for _, own in entries for a in own]
+            count += sum(a.numel() for a in maxima)
+            reduced = iter(max_over_ranks(maxima, group, "reduce_amaxes"))
             for local, own in entries:
                 local._memory.maxima = [next(reduced) for _ in own]
                 local._memory.valid_for = local._now(group)
@@ -430,9 +434,11 @@ def _shard_group(name: str, parameter: Any, split_dims: int) -> str:
     own = parameter.placements[: parameter.device_mesh.ndim - split_dims]
     dims = [i for i, placement in enumerate(own) if not placement.is_replicate()]
     if len(dims) != 1:
-        raise QTensorError(
-            f"reduce_amaxes {name}: fully_shard must shard the weight over one dim of its mesh; "
-            f"got {parameter.placements}. Call fully_shard first, on one dim."
+        fail(
+            f"reduce_amaxes {name}",
+            "fully_shard must shard the weight over one dim of its mesh",
+            part_of(parameter.placements),
+            "Call fully_shard first, on one dim",
         )
-    group: str = parameter.device_mesh.get_group(dims[0]).group_name
+    group: str = group_of_mesh(parameter.device_mesh, dims[0], "reduce_amaxes").group_name
     return group

@@ -13,16 +13,17 @@ from qtensor.autocasting import captured, restored
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
 ) -> Any:
-    """``torch.utils.checkpoint.checkpoint`` whose second run is under the recipe of the first.
+    """Return ``function(*args)``, which backward computes again under the recipe of this call.
 
     Backward often runs outside of the ``qtensor.autocast`` region of the forward; torch's own
     function would then compute again in high precision.
 
     Args:
-        function: what to run, now and again in the backward pass.
-        *args: of ``function``.
-        use_reentrant: as in torch.
-        **kwargs: of torch's function or, without ``use_reentrant``, of ``function``.
+        function: runs at once, and again in the backward pass.
+        *args: arguments of ``function``.
+        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``.
+        **kwargs: options of torch's function or, without ``use_reentrant``, arguments of
+            ``function``.
     """
     state = captured()
 

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from qtensor.compile_constants import compile_constant
 from qtensor.functional.operands import Quantized
-from qtensor.functional.parallel import Parallel, all_gather, gather, max_over_ranks
+from qtensor.functional.parallel import Parallel, all_gather, gather
 from qtensor.layout import is_empty, round_up, rows_cols
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.library.same_rows import SAME_ROWS
 from qtensor.quantizers.sharded import amax_axes, block_sizes
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.maxima import max_over_ranks
 
 
 class Sent(NamedTuple):
@@ -138,15 +139,11 @@ def _quantized_part(
     """Return the buffers of this rank's rows (M, K), then the amax (1,) of delayed scaling."""
     maxima = None
     if any(plan.maxima):
-        own = AMAX(matrix, plan.canonical)
-        shared = [a.view(-1) for a, reduced in zip(own, plan.maxima, strict=True) if reduced]
-        whole, start, maxima = max_over_ranks(torch.cat(shared), p.group), 0, []
-        for a, reduced in zip(own, plan.maxima, strict=True):
-            if reduced:
-                maxima.append(whole.narrow(0, start, a.numel()).view(a.shape))
-                start = start + a.numel()
-            else:
-                maxima.append(a)
+        own = list(zip(AMAX(matrix, plan.canonical), plan.maxima, strict=True))
+        shared = iter(
+            max_over_ranks([a for a, is_shared in own if is_shared], p.group, "linear input")
+        )
+        maxima = [next(shared) if is_shared else a for a, is_shared in own]
     return QUANTIZE(matrix, plan.canonical, scale, maxima, None)
 
 

@@ -17,6 +17,7 @@ from qtensor.functional.grouped_args import GroupedBwdArgs, GroupedFwdArgs, Spli
 from qtensor.functional.linear_args import DelayedCall
 from qtensor.functional.operands import (
     Operand,
+    as_matrix,
     column_part,
     plain_operand,
     quantize_operand,
@@ -58,10 +59,6 @@ class GroupedForward(NamedTuple):
     tensors_to_save: list[Tensor | None]
     saved: SavedOperands
     amaxes: list[Tensor]
-
-
-def _matrix(t: Tensor) -> Tensor:
-    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
 
 
 def _scales(delayed: DelayedCall | None, role: int, groups: int) -> Tensor | None:
@@ -165,7 +162,7 @@ def grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
     x_scale = _scales(args.delayed, 0, splits.groups) if plan.delayed[0] else None
     columnwise_later = args.save_original_input and plan.backward_override is None
     canonical = parts(plan.input).row_canonical if columnwise_later else plan.input
-    x, x_amax = quantize_ragged(_matrix(args.inp), canonical, splits, x_scale, args.seeds[0])
+    x, x_amax = quantize_ragged(as_matrix(args.inp), canonical, splits, x_scale, args.seeds[0])
     w, w_amaxes = _quantize_weights(args)
     bias = list(args.biases) if args.biases else None
     out = GROUPED_GEMM(*row_part(x), *row_weights(w), *splits, "TN", args.dtype, bias)
@@ -234,7 +231,7 @@ def _wgrad_input(args: GroupedBwdArgs, saved: Operand) -> Operand:
     """Return the input (M, K) as wgrad reads it."""
     if saved.canonical:
         return saved
-    x = _matrix(saved.buffers[0])
+    x = as_matrix(saved.buffers[0])
     if not args.saved.requantize_input:
         return plain_operand(x)
     canonical = parts(args.plan.input).column_canonical
@@ -268,7 +265,7 @@ def grouped_backward(
 
     None stands for a gradient that nobody asked for.
     """
-    matrix, splits = _matrix(grad), args.splits
+    matrix, splits = as_matrix(grad), args.splits
     scale = _scales(args.delayed, 2, splits.groups) if args.plan.delayed[2] else None
     dy, amax = quantize_ragged(matrix, args.plan.grad_output, splits, scale, args.seed)
     if amax is not None and args.delayed is not None:

@@ -33,6 +33,7 @@ from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwd
 from qtensor.functional.operands import (
     Operand,
     Quantized,
+    as_matrix,
     column_part,
     multiply,
     plain_operand,
@@ -104,7 +105,7 @@ class _Products(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What backward computes before ranks exchange anything; None for what nobody asked for.
+    """What backward computes before ranks exchange anything; None for a gradient without a use.
 
     Attributes:
         wgrad: (N, K).
@@ -117,10 +118,6 @@ class _Gradients(NamedTuple):
     dgrad: Tensor | None
     bias: Tensor | None
     amax: Tensor | None
-
-
-def _matrix(t: Tensor) -> Tensor:
-    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
 
 
 def _scale(delayed: DelayedCall | None, role: int) -> Tensor | None:
@@ -213,7 +210,7 @@ def _forward_by_ops(args: LinearFwdArgs, source: Tensor | Quantized) -> _Product
 def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     """Compute the forward. It is pure: it writes only a workspace that it is told to update."""
     plan, parallel = args.plan, args.parallel
-    source: Any = args.made
+    source: Any = args.quantized_input
     if source is None:
         source = args.inp
         if parallel is not None and gathers_input(parallel):
@@ -221,7 +218,7 @@ def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     if isinstance(source, Quantized):
         matrix, rows_shape = None, source.operand.shape
     else:
-        matrix = source if source.ndim == 2 else _matrix(source)
+        matrix = as_matrix(source)
         rows_shape = matrix.shape
     if (
         matrix is not None
@@ -258,9 +255,7 @@ def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
 def linear_setup_ctx(
     bwd: LinearBwdArgs, fwd: LinearFwdArgs, result: LinearForward
 ) -> list[Tensor | None]:
-    """Fill ``bwd`` with the values that backward needs.
-
-    Reads only the arguments and results of forward.
+    """Fill ``bwd`` with the values that backward needs, from the arguments and results of forward.
 
     Returns:
         The tensors for ``save_for_backward``, which ``restored`` reads.
@@ -270,7 +265,7 @@ def linear_setup_ctx(
     bwd.bias_requires_grad = fwd.bias_requires_grad
     bwd.plan, bwd.saved = fwd.plan, result.saved
     bwd.rows_shape, bwd.weight_shape = result.rows_shape, fwd.weight.shape
-    bwd.dtype = fwd.inp.dtype if fwd.made is None else fwd.made.dtype
+    bwd.dtype = (fwd.inp if fwd.quantized_input is None else fwd.quantized_input).dtype
     bwd.weight_dtype = fwd.weight.dtype
     bwd.bias_dtype = None if fwd.bias is None else fwd.bias.dtype
     bwd.parallel = fwd.parallel
@@ -285,17 +280,17 @@ def linear_setup_ctx(
 
 
 def restored(
-    bwd: LinearBwdArgs, tensors: Any, grad: Tensor | None, made: Quantized | None = None
+    bwd: LinearBwdArgs, tensors: Any, grad: Tensor | None, quantized_grad: Quantized | None = None
 ) -> LinearBwdArgs:
     """Return a copy of the arguments with the tensors that ``linear_setup_ctx`` returned.
 
-    The gradient is ``grad`` (..., N), or ``made`` if another operation has quantized it.
+    The gradient is ``grad`` (..., N), or ``quantized_grad`` if another operation has quantized it.
     """
     inp, weight, rest = restore_operands(bwd.saved, tensors)
     main_grad, token, seed, scales, ticket, cell, cell_step = rest
     delayed = None if scales is None else DelayedCall(scales, ticket, cell, cell_step)
     copy: LinearBwdArgs = with_tensors(
-        bwd, grad, inp, weight, main_grad, token, delayed, seed, made
+        bwd, grad, inp, weight, main_grad, token, delayed, seed, quantized_grad
     )
     return copy
 
@@ -311,7 +306,7 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
         source = gather_rows(source, canonical, None, args.parallel)
         if isinstance(source, Quantized):
             return source.operand
-    return quantize_operand(_matrix(source), canonical)[0]
+    return quantize_operand(as_matrix(source), canonical)[0]
 
 
 def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
@@ -374,9 +369,9 @@ def _backward_in_one_op(args: LinearBwdArgs, matrix: Tensor) -> _Gradients:
 def linear_backward(
     args: LinearBwdArgs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return (wgrad (N, K), dgrad (..., K), grad_bias (N,)), None for what nobody asked for."""
+    """Return (wgrad (N, K), dgrad (..., K), grad_bias (N,)); None for one that is not needed."""
     parallel = args.parallel
-    full: Any = args.grad_output if args.made is None else args.made
+    full: Any = args.grad_output if args.quantized_grad is None else args.quantized_grad
     if full is None:
         return None, None, None
     if parallel is not None and gathers_gradient(parallel):
@@ -385,7 +380,7 @@ def linear_backward(
         full = gather_rows(full, canonical, _gradient_scale(args), parallel)
     matrix = None
     if not isinstance(full, Quantized):
-        matrix = full if full.ndim == 2 else _matrix(full)
+        matrix = as_matrix(full)
     if (
         matrix is not None
         and parallel is None

@@ -97,7 +97,7 @@ class LinearFwdArgs:
     # weight-gradient scheduling
     wgrad: Wgrad | None = None
     # hand-over from another operation
-    made: Quantized | None = None
+    quantized_input: Quantized | None = None
     """The input, already quantized by ``plan.input``. Then ``inp`` is not read."""
 
 
@@ -120,7 +120,7 @@ class LinearBwdArgs:
     delayed: DelayedCall | None = None
     seed: Tensor | None = None
     """(1,) int64."""
-    made: Quantized | None = None
+    quantized_grad: Quantized | None = None
     """The gradient, already quantized by ``plan.grad_output``. Then ``grad_output`` is not read."""
     # flags
     inp_requires_grad: bool = False

@@ -29,10 +29,10 @@ class ReportAccumulated(torch.autograd.Function):
         return grad, None
 
 
-def reporting(out: Any, report: Tensor) -> Any:
-    """``out``, whose gradient on its way to the layer calls what listens to the key ``report[0]``.
+def report_when_accumulated(out: Any, report: Tensor) -> Any:
+    """Return ``out``; its backward first calls the listener of the key ``report[0]``.
 
-    An op of its own and not a hook: hooks of what a compiled graph makes need compiled autograd.
+    An op calls the listener, because hooks on a result of a compiled graph need compiled autograd.
 
     Args:
         out: (..., N), of a layer that adds its weight gradients to ``main_grad``; plain or

@@ -58,7 +58,7 @@ def norm(
     eps: float = 1e-5,
     zero_centered_gamma: bool = False,
 ) -> Tensor:
-    """LayerNorm or RMSNorm over the last dim, in the bytes of docs/numerics.md.
+    """Return LayerNorm or RMSNorm over the last dim; docs/numerics.md defines the bytes.
 
     Args:
         x: (..., K) float32, bfloat16 or float16.
@@ -66,9 +66,9 @@ def norm(
         bias: (K,) or None.
         kind: "layernorm" or "rmsnorm".
         eps: added to the variance.
-        zero_centered_gamma: the weight is stored less 1.
+        zero_centered_gamma: whether the weight is stored minus 1.
 
     Raises:
-        QTensorError: kind or shapes.
+        QTensorError: the kind is unknown, or weight or bias have another size than the last dim.
     """
     return NormFunction.apply(x, weight, bias, kind, eps, zero_centered_gamma)

@@ -45,7 +45,7 @@ class OneOp(NamedTuple):
 
 @compile_constant
 def one_op(key: str, roles: str, dtype: torch.dtype, dgrad: bool, wgrad: bool) -> OneOp:
-    """Return the layer of a call.
+    """Return the layer of a call, as the op takes it.
 
     The text holds everything that decides what the op computes, the version of the code included:
     the caches of compiled programs, which other processes read, are keyed by what Dynamo saw, and

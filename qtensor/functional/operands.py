@@ -44,9 +44,12 @@ def split_seeds(
 
 
 class Operand(NamedTuple):
-    """Return the buffers, the canonical string of their quantizer and the logical shape.
+    """A matrix that a GEMM reads.
 
-    The string is "" for a plain tensor.
+    Attributes:
+        buffers: in the slot order of the quantizer; one plain tensor without a quantizer.
+        canonical: text of the quantizer, or "".
+        shape: the logical shape.
     """
 
     buffers: Sequence[Tensor]
@@ -85,6 +88,11 @@ class Quantized(NamedTuple):
         return Operand(self.buffers, self.canonical, (rows, self.shape[-1]))
 
 
+def as_matrix(t: Tensor) -> Tensor:
+    """Return ``t`` (..., K) as a matrix (M, K)."""
+    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
+
+
 def plain_operand(t: Tensor) -> Operand:
     """Return the operand of a tensor (M, K) in high precision."""
     return Operand([t], "", t.shape)
@@ -93,13 +101,13 @@ def plain_operand(t: Tensor) -> Operand:
 def quantize_operand(
     x: Tensor, canonical: str, scale: Tensor | None = None, seed: Tensor | None = None
 ) -> tuple[Operand, Tensor | None]:
-    """Quantize ``x`` (M, K); a tensor that is quantized so already answers with its own buffers.
+    """Quantize ``x`` (M, K). A tensor of that quantizer answers the op with its own buffers.
 
-    No ``isinstance`` and no look at a tensor's quantizer: in a compiled region neither can be
-    relied on.
+    The function does not ask for the type or the quantizer of ``x``, because in a compiled region
+    neither can be relied on.
 
     Returns:
-        The operand, and its amax (1,) where ``scale`` says delayed scaling.
+        The operand, and its amax (1,) under delayed scaling, for which ``scale`` is passed.
     """
     if not canonical:
         return plain_operand(x), None

@@ -9,7 +9,6 @@ from that part. ``code_gather.py`` gathers the codes of an input or gradient ins
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from qtensor.errors import check
 from qtensor.layout import Shape
+from qtensor.storage.groups import check_group
 
 MODES = (None, "column", "row")
 
@@ -39,44 +39,37 @@ class Parallel(NamedTuple):
     dim: int = 0
 
 
-def _functional() -> None:
+def _functional(p: Parallel) -> None:
+    """Load the functional collectives, and refuse a group that was destroyed."""
     # Imported late: the functional collectives take 0.1 s, and their fakes come with them.
-    import torch.distributed._functional_collectives  # noqa: F401, PLC0415
+    import torch.distributed._functional_collectives  # noqa: PLC0415
+
+    if not torch.compiler.is_compiling():
+        check_group(p.group, "tensor parallel layer")
 
 
 def all_gather(x: Tensor, p: Parallel) -> Tensor:
-    """(S, ...) of each rank -> (size * S, ...)."""
-    _functional()
+    """Return the parts (S, ...) of all ranks, one behind the other: (size * S, ...)."""
+    _functional(p)
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), p.size, p.group))
 
 
 def reduce_scatter(x: Tensor, p: Parallel) -> Tensor:
-    """(size * S, ...) summed over ranks -> (S, ...), each rank its part.
+    """Return this rank's part (S, ...) of the sum over ranks of ``x`` (size * S, ...).
 
-    ``check_input`` sees to it that dim 0 divides.
+    ``check_input`` has refused sizes that the ranks do not divide.
     """
-    _functional()
+    _functional(p)
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", p.size, p.group))
 
 
 def all_reduce(x: Tensor, p: Parallel) -> Tensor:
     """Return the sum of ``x`` over ranks, in its shape."""
-    _functional()
+    _functional(p)
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", p.group))
-
-
-def max_over_ranks(x: Tensor, group: str) -> Tensor:
-    """Maximum over ranks, the same on each.
-
-    A NaN counts as inf: a maximum over ranks may lose it on some.
-    """
-    _functional()
-    ops = torch.ops._c10d_functional
-    found = x.nan_to_num(nan=math.inf, posinf=math.inf)
-    return ops.wait_tensor(ops.all_reduce(found, "max", group))
 
 
 def check_input(label: str, shape: Shape, p: Parallel | None) -> None:
@@ -120,12 +113,12 @@ def gathers_gradient(p: Parallel) -> bool:
 
 
 def gather(x: Tensor, p: Parallel) -> Tensor:
-    """Return the parts of all ranks, put together along ``p.dim``."""
-    found = all_gather(x, p)
+    """Return the parts of all ranks, concatenated along ``p.dim``."""
+    parts = all_gather(x, p)
     if p.dim == 0:
-        return found
+        return parts
     # (ranks * B, S, ...) -> (B, ranks, S, ...) -> (B, ranks * S, ...)
-    return found.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
+    return parts.unflatten(0, (p.size, x.shape[0])).movedim(0, p.dim).flatten(p.dim, p.dim + 1)
 
 
 def scatter_sum(x: Tensor, p: Parallel) -> Tensor:

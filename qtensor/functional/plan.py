@@ -44,7 +44,7 @@ class LinearPlan(NamedTuple):
     saved_weight: str = ""
     """Canonical string of the buffers that dgrad will read."""
     multiple: int = 1
-    """What features must be multiples of."""
+    """The number that in_features and out_features must be multiples of."""
 
 
 HIGH_PRECISION = LinearPlan("", "", "", (False,) * 3, (False,) * 3, None)
@@ -144,7 +144,7 @@ def largest_values(key: str, module: str, name: str) -> tuple[float, float, floa
 
 @compile_constant
 def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool) -> str:
-    """The text under which a parameter that is stored quantized is read.
+    """Return the canonical text under which a layer reads a parameter that is stored quantized.
 
     Args:
         stored: canonical text of the parameter's quantizer.
@@ -155,8 +155,8 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
             data.
 
     Raises:
-        QTensorError: the recipe wants another kind of tensor for weights, or a direction that is
-            not there.
+        QTensorError: the recipe reads weights in another format, or in a direction that the
+            parameter lacks.
     """
     wanted = role_quantizers(key, module, name)["weight"] if key else None
     own = parse(stored)
@@ -186,7 +186,9 @@ def weight_canonical(stored: str, key: str, module: str, name: str, dgrad: bool)
 def stored_weight_plan(
     stored: str, key: str, module: str, name: str, dgrad: bool, wgrad: bool
 ) -> LinearPlan:
-    """``linear_plan`` where the parameter is stored quantized as ``stored``: it is read as it is.
+    """Return the plan of a call whose weight is stored quantized, and is read as it is.
+
+    The arguments are those of ``linear_plan``, and the quantizer of the parameter as text.
 
     Raises:
         QTensorError: see ``weight_canonical``.

@@ -28,6 +28,7 @@ from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.functional.parallel import Parallel
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.groups import group_of_mesh
 
 
 class SequenceExchange(NamedTuple):
@@ -264,7 +265,7 @@ def _own_exchange(
         placement = input.placements[on]
         along = placement.dim if type(placement).__name__ == "Shard" else None
     size = mesh.size(on)
-    group = mesh.get_group(on).group_name
+    group = group_of_mesh(mesh, on, "tensor parallel layer").group_name
     if along is not None and _splits_rows(input, on, along % input.ndim, mode):
         return Parallel(group, size, mode, True, along % input.ndim)
     return None if mode == "column" else Parallel(group, size, mode, False)

@@ -20,7 +20,7 @@ from qtensor.storage.base import QuantizedTensorStorage
 def is_valid_workspace(canonical: str, shape: Shape, wanted: str, wanted_shape: Shape) -> bool:
     """Return True if buffers of ``canonical`` and ``shape`` can serve as those that are wanted.
 
-    They do with the same options, all the usages that are wanted (or more), and the same shape.
+    They can if they have the same options, at least the wanted usages, and the same shape.
     """
     return covers(canonical, wanted) and tuple(shape) == tuple(wanted_shape)
 
@@ -35,23 +35,22 @@ def quantize_weight(
     noop: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage | None]:
-    """Quantize a weight, or take what an earlier microbatch made. Outside autograd.
+    """Quantize a weight, or reuse the buffers of an earlier microbatch, without autograd.
 
     Args:
         weight: (N, K), plain.
         quantizer: with the usages that are needed.
-        workspace: what an earlier call returned; one that lacks a usage, or has other options,
-            another shape or device, is not used.
-        cache: return what is made, to be passed in as ``workspace`` again.
-        is_first_microbatch: True: quantize, into a valid workspace where there is one. False: take
-            a valid workspace as it is, else quantize. None: quantize, and leave the workspace
-            alone.
-        noop: one element, with a valid workspace and ``is_first_microbatch=True``: non-zero leaves
-            its bytes.
+        workspace: the second result of an earlier call. It is not used if it lacks a usage, or
+            has other options, another shape or another device.
+        cache: also return a newly quantized weight as a workspace.
+        is_first_microbatch: True: quantize, into the workspace if that is valid. False: return a
+            valid workspace as it is, else quantize. None: quantize, and leave the workspace alone.
+        noop: one element. If it is not zero, a valid workspace keeps its bytes with
+            ``is_first_microbatch=True``.
         scale: float32 (1,) encode factor, for delayed scaling.
 
     Returns:
-        The quantized weight (bare: no autograd), and a new workspace or None where there is none.
+        The quantized weight, a storage, and a new workspace or None.
 
     Raises:
         QTensorError: an argument is not a quantizer or storage, or delayed scaling has no scale.
@@ -68,7 +67,7 @@ def quantize_weight(
     if workspace is not None and not isinstance(workspace, QuantizedTensorStorage):
         fail(
             "quantize_weight",
-            "the workspace must be what an earlier call returned",
+            "the workspace must be a quantized weight that an earlier call returned",
             type(workspace).__name__,
             "Pass None at first",
             ArgumentTypeError,
@@ -95,14 +94,14 @@ def quantize_weight(
             workspace.quantizer.canonical, workspace.shape, quantizer.canonical, weight.shape
         )
     )
-    kept: Any = workspace
+    reused: Any = workspace
     if valid:
-        args.weight_workspace = kept.buffers()
-        args.workspace_quantizer = kept.quantizer.canonical
+        args.weight_workspace = reused.buffers()
+        args.workspace_quantizer = reused.quantizer.canonical
         args.update_workspace, args.noop = bool(is_first_microbatch), noop
     with torch.no_grad():
-        operand, _, reused = quantize_weight_buffers(args)
-    if reused:
-        return kept, None
-    made = quantizer.assemble(operand.buffers, weight.shape, weight.dtype, bare=True)
-    return made, made if cache else None
+        operand, _, from_workspace = quantize_weight_buffers(args)
+    if from_workspace:
+        return reused, None
+    quantized = quantizer.assemble(operand.buffers, weight.shape, weight.dtype, bare=True)
+    return quantized, quantized if cache else None

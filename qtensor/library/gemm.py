@@ -1,4 +1,4 @@
-"""The quantized matmul op, with the reference backend."""
+"""Define the ops that multiply: ``gemm`` and ``weight_gemm`` of buffers, ``gemm_tensor``."""
 
 from __future__ import annotations
 

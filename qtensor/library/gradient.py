@@ -125,11 +125,6 @@ def drop_postponed(key: int) -> None:
     _PENDING.pop(key, None)
 
 
-def postponed(key: int) -> int:
-    """Return the number of weight gradients of a module that are not computed yet."""
-    return len(_PENDING.get(key, ()))
-
-
 _LISTENERS: dict[int, Callable[[], None]] = {}
 """Key of a module -> function that tells its weights that ``main_grad`` has their gradients."""
 

@@ -1,9 +1,12 @@
-"""Define the op that compares rows of bytes, which collectives use to compare ranks."""
+"""Compare bytes by an op, which also runs in compiled code: those of ranks, or of buffers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError, this_rank
@@ -38,3 +41,18 @@ def _fill(out: Tensor, args: SameRowsArgs) -> None:
 
 SAME_ROWS = leaf_op("same_rows", SameRowsArgs, "Tensor", _allocate, _fill)
 """Return the first row of (n, k) bytes; raise ``message`` if another row differs."""
+
+
+def has_data(buffer: Tensor) -> bool:
+    """Return whether the bytes of a buffer can be read here; those of a trace cannot."""
+    return type(buffer) is Tensor and not (buffer.is_meta or torch.compiler.is_compiling())
+
+
+def equal_when_run(buffers: Sequence[Tensor], message: str) -> Tensor:
+    """Return the first of some buffers; an op raises ``message`` if the bytes of another differ.
+
+    The op compares bytes when it runs, so that it serves buffers of a trace, which have no data.
+    """
+    first = buffers[0]
+    rows = torch.stack([b.contiguous().view(math.prod(b.shape)).view(torch.uint8) for b in buffers])
+    return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)

@@ -16,7 +16,7 @@ from qtensor.dtensor import install_rules, is_dtensor, local_part, part_of
 from qtensor.errors import ArgumentTypeError, DtypeError, fail
 from qtensor.functional.linear import run_linear
 from qtensor.functional.linear_args import DelayedCall, LinearFwdArgs, Wgrad
-from qtensor.functional.main_grad import reporting
+from qtensor.functional.main_grad import report_when_accumulated
 from qtensor.functional.one_op import LINEAR, one_op
 from qtensor.functional.operands import draw, draw_seeds
 from qtensor.functional.parallel import check_input
@@ -301,7 +301,7 @@ class QuantizedModule(nn.Module):
         self._record(amaxes, weight, args.plan)
         wgrad = args.wgrad
         if wgrad is not None and wgrad.main_grad is not None:
-            out = reporting(out, state.report)
+            out = report_when_accumulated(out, state.report)
         return out
 
     def _complete(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qtensor.texts import aligned
+
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _TITLES = ("layer", "in -> out", "count", "note")
 
@@ -52,7 +54,8 @@ class Conversion:
         lines = [self.heading]
         for what, reports in (("swapped", self.swapped), ("skipped", self.skipped)):
             if reports:
-                lines += ["", f"{what} ({len(reports)})", *_aligned(_rows(reports))]
+                table = aligned([_TITLES, *_rows(reports)])
+                lines += ["", f"{what} ({len(reports)})", *[f"  {line}" for line in table]]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -77,15 +80,6 @@ def _rows(reports: Sequence[LayerReport]) -> list[tuple[str, str, str, str]]:
     return [
         (group[0].name if len(group) == 1 else pattern, features, str(len(group)), note)
         for (pattern, features, note), group in counts.items()
-    ]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    table = [_TITLES, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
     ]
 
 

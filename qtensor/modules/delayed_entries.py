@@ -18,6 +18,7 @@ from torch import Tensor
 from qtensor.dtensor import is_dtensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
+from qtensor.storage.groups import check_group
 
 SCALE, HISTORY = "scale", "amax_history"
 
@@ -233,8 +234,7 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
         for index, size in zip(coordinate, mesh.shape, strict=True):
             rank = rank * size + index
     elif group:
-        name: Any = group
-        found = torch.distributed.distributed_c10d._resolve_process_group(name)
+        found = check_group(group, "state_dict[fp8_delayed]")
         return found.rank(), found.size()
     return rank, ranks
 

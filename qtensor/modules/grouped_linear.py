@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from qtensor.dtensor import is_dtensor, local_part
 from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
 from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
 from qtensor.functional.grouped_linear import run_grouped_linear
-from qtensor.functional.main_grad import reporting
+from qtensor.functional.main_grad import report_when_accumulated
 from qtensor.functional.operands import draw
 from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
 from qtensor.functional.sharded import localize
@@ -24,7 +23,7 @@ from qtensor.library.ragged import is_partition
 from qtensor.modules.base import QuantizedModule
 from qtensor.modules.linear import make_parallel, one_dtype
 from qtensor.modules.options import LinearOptions, check_features, check_original_input
-from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
 from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
@@ -156,19 +155,12 @@ class GroupedLinear(QuantizedModule):
         for i, (weight, bias) in enumerate(
             zip(self._parameters_of("weight"), self._parameters_of("bias"), strict=True)
         ):
-            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-            with torch.no_grad():
-                if self.init_method is None:
-                    nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-                else:
-                    self.init_method(values)
-                if bias is not None:
-                    bound = 1 / math.sqrt(self.in_features)
-                    drawn = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-                    set_values(bias, nn.init.uniform_(drawn, -bound, bound))
-                if not self.quantized_params:
-                    set_values(weight, values)
-                    continue
+            values = initial_weight(weight.shape, weight, self.init_method)
+            if bias is not None:
+                set_values(bias, initial_bias(self.out_features, self.in_features, bias))
+            if not self.quantized_params:
+                set_values(weight, values)
+                continue
             check_not_sharded(self.label, weight)
             stored = self._quantized_parameter(values, self.recipe, self._options)
             setattr(self, f"weight{i}", nn.Parameter(stored, requires_grad=weight.requires_grad))
@@ -228,7 +220,7 @@ class GroupedLinear(QuantizedModule):
             state.workspace_shape = tuple(weights[0].shape)
         self._record_groups(amaxes, args.plan)
         if args.wgrad is not None and args.wgrad.main_grads:
-            out = reporting(out, state.report)
+            out = report_when_accumulated(out, state.report)
         if own is not None:
             out = own.whole(out)
         return (out, list(biases)) if self.return_bias else out

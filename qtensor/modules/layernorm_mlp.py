@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from qtensor.modules.linear import (
 )
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
-from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
 from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.recipes import Recipe
@@ -175,17 +174,10 @@ class LayerNormMLP(Normed, QuantizedModule):
         for layer, options in (("fc1", self._fc1_options), ("fc2", self._fc2_options)):
             weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
             shape, count = wholes[layer], halves if layer == "fc1" else 1
-            values = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            with torch.no_grad():
-                if self.init_method is None:
-                    nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-                else:
-                    self.init_method(values)
-                if bias is not None:
-                    bound = 1 / math.sqrt(shape[1])
-                    drawn = torch.empty(shape[0], dtype=bias.dtype, device=bias.device)
-                    nn.init.uniform_(drawn, -bound, bound)
-                    set_values(bias, self._own_part(drawn, bias.shape, count))
+            values = initial_weight(shape, weight, self.init_method)
+            if bias is not None:
+                drawn = initial_bias(*shape, bias)
+                set_values(bias, self._own_part(drawn, bias.shape, count))
             self._set_weight(
                 f"{layer}_weight", self._own_part(values, weight.shape, count), options
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from qtensor.functional.parallel import MODES, Parallel
 from qtensor.layout import Shape
 from qtensor.modules.base import QuantizedModule
 from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
-from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
 from qtensor.modules.sharded import set_values
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
@@ -208,17 +207,11 @@ class LinearBase(QuantizedModule):
         whole layer and takes its part. If it drew its part alone, ranks with equal seeds would
         have equal parts, and ranks with different seeds would have different biases in a row layer.
         """
-        dtype, device = self.weight.dtype, self.weight.device
-        values = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
-        with torch.no_grad():
-            if self.init_method is None:
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-            else:
-                self.init_method(values)
-            if self.bias is not None:
-                bound = 1 / math.sqrt(self.in_features)
-                bias = torch.empty(self.out_features, dtype=self.bias.dtype, device=device)
-                set_values(self.bias, self._own_part(nn.init.uniform_(bias, -bound, bound)))
+        shape = (self.out_features, self.in_features)
+        values = initial_weight(shape, self.weight, self.init_method)
+        if self.bias is not None:
+            bias = initial_bias(*shape, self.bias)
+            set_values(self.bias, self._own_part(bias))
         self._set_weight("weight", self._own_part(values), self._options)
 
     def _own_part(self, whole: Tensor) -> Tensor:

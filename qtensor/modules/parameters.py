@@ -1,13 +1,16 @@
-"""Facts about parameters and inputs that all linear layers look up."""
+"""Initial values of parameters, and facts about parameters and inputs, for all linear layers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtensor.dtensor import local_part
+from qtensor.layout import Shape
 from qtensor.storage.shards import GatheredWeight
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,3 +35,28 @@ def activation_dtype(input: Tensor) -> Tensor:
     if device != "meta" and torch.is_autocast_enabled(device):
         return input.to(torch.get_autocast_dtype(device))
     return input
+
+
+def initial_weight(
+    shape: Shape, like: Tensor, init_method: Callable[[Tensor], Any] | None
+) -> Tensor:
+    """Return initial values of a weight, in the dtype and on the device of ``like``.
+
+    Args:
+        shape: (N, K).
+        like: the parameter, or this rank's part of it.
+        init_method: fills the values in place; None initialises as ``torch.nn.Linear`` does.
+    """
+    values = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        if init_method is None:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+        else:
+            init_method(values)
+    return values
+
+
+def initial_bias(size: int, in_features: int, like: Tensor) -> Tensor:
+    """Return initial values (size,) of a bias, as ``torch.nn.Linear`` has them for a fan-in."""
+    bound = 1 / math.sqrt(in_features)
+    return nn.init.uniform_(torch.empty(size, dtype=like.dtype, device=like.device), -bound, bound)

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from qtensor.autocasting import active_group, is_outside, step_in_force
 from qtensor.errors import DtypeError, check
 from qtensor.functional.linear_args import DelayedCall
-from qtensor.functional.parallel import max_over_ranks
 from qtensor.functional.plan import caller_functions, delayed_options, largest_values
 from qtensor.library.delayed import (
     ADVANCE_STEP,
@@ -26,6 +25,7 @@ from qtensor.library.delayed import (
 from qtensor.library.gradient import drop_listener, drop_postponed
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import FUNCTIONS
+from qtensor.storage.groups import max_over
 
 _KEYS = itertools.count(1)
 
@@ -67,7 +67,7 @@ class DelayedState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if int(self.steps[0]):
-            # Another process numbers its steps anew.
+            # Another process counts its own steps.
             self._restart(self.merged())
 
     def _restart(self, history: Tensor) -> None:
@@ -163,7 +163,7 @@ class DelayedState:
         algorithm, factor = caller_functions(key)
         rows = MERGED_HISTORY(self.history, self.steps, self.cell, self.cell_step, length)
         if group is not None:
-            rows = torch.cat([max_over_ranks(rows[:1], group), rows[1:]])
+            rows = torch.cat([max_over(rows[:1], group, "delayed scaling"), rows[1:]])
         if algorithm < 0 and factor < 0:
             return rows, None
         if algorithm >= 0:

@@ -18,6 +18,7 @@ from qtensor.linear_plans import backward_plan, forward_plan
 from qtensor.ops.fuser import OperationFuser, SequencePlan, run_plan
 from qtensor.ops.fusions import Step
 from qtensor.ops.operation import BasicOperation
+from qtensor.texts import aligned
 
 ROWS = 1024
 """Rows of the example input that is used if the caller passes none."""
@@ -99,18 +100,13 @@ class SequenceExplanation:
             )
             for i, row in enumerate(self.rows)
         ]
-        widths = [max(len(line[i]) for line in (head, *cells)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *cells)
-        ]
         fused = self.quantize_calls - self.separate_quantize_calls
         calls = (
             f"{self.quantize_calls} quantize calls, {fused} of them fused into another operation"
         )
         return "\n".join([
             f"Sequential under {self.recipe}, for {self.inputs}",
-            *lines,
+            *aligned([head, *cells]),
             f"{self.saved:,} bytes saved for backward; {calls}",
         ])
 

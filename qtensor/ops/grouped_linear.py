@@ -16,7 +16,7 @@ from qtensor.functional.grouped_linear import (
     grouped_setup_ctx,
     restored,
 )
-from qtensor.functional.main_grad import reporting
+from qtensor.functional.main_grad import report_when_accumulated
 from qtensor.functional.saved import with_tensors
 from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
 from qtensor.ops.extra import check_channel
@@ -155,7 +155,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
         """Return ``out``; its backward notifies the weights that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and bool(wgrad.main_grads)
-        return reporting(out, self._states["weight"].report) if added else out
+        return report_when_accumulated(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Record the maxima."""

@@ -16,13 +16,14 @@ from qtensor.functional.linear import (
     restored,
 )
 from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs, Wgrad
-from qtensor.functional.main_grad import reporting
+from qtensor.functional.main_grad import report_when_accumulated
 from qtensor.functional.operands import Quantized
 from qtensor.functional.plan import LinearPlan
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
 from qtensor.modules.linear import LinearBase
 from qtensor.modules.options import Call
+from qtensor.modules.parameters import initial_bias
 from qtensor.modules.sharded import set_values
 from qtensor.ops.handover import UNROUNDED, Request, Unrounded
 from qtensor.ops.operation import (
@@ -138,7 +139,7 @@ class BasicLinear(LinearBase, BasicOperation):
         else:
             self._check_input(input, weight, call.plan, options)
         args = LinearFwdArgs(plain, weight, bias, call.inp_requires_grad, call.weight_requires_grad)
-        args.plan, args.dtype, args.made = call.plan, dtype, quantized
+        args.plan, args.dtype, args.quantized_input = call.plan, dtype, quantized
         args.delayed, args.seeds, args.wgrad = call.delayed, call.seeds, call.wgrad
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
@@ -202,7 +203,7 @@ class BasicLinear(LinearBase, BasicOperation):
         """Return ``out``; its backward notifies the weight that ``main_grad`` is updated."""
         wgrad = kwargs["call"].wgrad
         added = wgrad is not None and wgrad.main_grad is not None
-        return reporting(out, self._states["weight"].report) if added else out
+        return report_when_accumulated(out, self._states["weight"].report) if added else out
 
     def after_forward(self, published: list[Tensor], kwargs: dict[str, Any]) -> None:
         """Record the maxima."""
@@ -307,11 +308,8 @@ class Linear(FusedOperation):
             self._reset_bias()
 
     def _reset_bias(self) -> None:
-        bound = 1 / self.linear.in_features**0.5
-        with torch.no_grad():
-            bias, size = self.bias, self.linear.out_features
-            whole = torch.empty(size, dtype=bias.dtype, device=bias.device)
-            set_values(bias, self.linear._own_part(nn.init.uniform_(whole, -bound, bound)))
+        whole = initial_bias(self.linear.out_features, self.linear.in_features, self.bias)
+        set_values(self.bias, self.linear._own_part(whole))
 
     @property
     def weight(self) -> nn.Parameter:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, check, fail
 from qtensor.library.quantize import AMAX, RANDOM_SEED
+from qtensor.storage.groups import check_group
 
 
 def check_call(
@@ -145,6 +146,8 @@ def reduce_max(amax: Tensor, group: Any) -> Tensor:
         "Call torch.distributed.init_process_group first",
         QTensorError,
     )
+    if not torch.compiler.is_compiling():
+        check_group(group, "quantize")
     # Imported here: torch.distributed's functional collectives take 0.1 s.
     from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
 

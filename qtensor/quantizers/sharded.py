@@ -15,6 +15,7 @@ from qtensor.layout import Shape
 from qtensor.library.quantize import AMAX
 from qtensor.quantizers.calls import reduce_max
 from qtensor.registry import parse
+from qtensor.storage.groups import group_of_mesh
 
 
 def quantize_parts(
@@ -87,7 +88,7 @@ def _over_ranks(amax: Tensor, x: Any, axes: Sequence[str], group: Any) -> Tensor
     """Return maxima, reduced over the ranks that split one of ``axes``, and over ``group``."""
     for mesh_dim, dim in _splits(x):
         if ("k" if dim == x.ndim - 1 else "m") in axes:
-            amax = reduce_max(amax, x.device_mesh.get_group(mesh_dim))
+            amax = reduce_max(amax, group_of_mesh(x.device_mesh, mesh_dim, "quantize"))
     return amax if group is None else reduce_max(amax, group)
 
 

@@ -194,10 +194,9 @@ def histogram(title: str, bars: Sequence[tuple[str, int]], caption: str) -> str:
 
 def spark(bars: Sequence[tuple[str, int]]) -> str:
     """Return a small histogram for a cell of a table: one path."""
-    most = max([count for _, count in bars] or [1]) or 1
     step = max(1, -(-len(bars) // 32))
     merged = [sum(c for _, c in bars[i : i + step]) for i in range(0, len(bars), step)]
-    most = max(merged) or 1
+    most = max(merged, default=0) or 1
     path = "".join(f"M{3 * i} 16v-{16 * c / most:.0f}h2V16z" for i, c in enumerate(merged) if c)
     return (
         f'<svg width="{3 * len(merged)}" height="16" aria-hidden="true">'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from qtensor.reporting.measuring import Block, measure, view_of
 from qtensor.reporting.page import page
 from qtensor.reporting.recorded import OP, Recorded, recorded
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.texts import some
 from qtensor.weights.search_result import SearchResult
 
 _WORST = 6
@@ -170,9 +171,8 @@ def _search_result(search: Any) -> SearchResult | None:
         fail(OP, "the result of the search must be readable", f"{name!r} ({error.strerror})", fix)
 
 
-def _names(names: Any, most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") or "(none)"
+def _names(names: Iterable[str]) -> str:
+    return some(names, 3) or "(none)"
 
 
 def _check_log(weights: Weights, steps: tuple[Recorded, ...]) -> None:

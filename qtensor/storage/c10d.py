@@ -19,6 +19,7 @@ from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.collectives import parts_of, row_parts, split_rows, stack_rows
 from qtensor.storage.rebuild import Handler
+from qtensor.storage.torch_file_reader import broadcast_entry, refuse, stand_in
 from qtensor.storage.wire import (
     check_alike,
     check_sender,
@@ -115,6 +116,10 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = _bind(func, args, kwargs)
     t, answer = _first(bound["tensors"]), bound["tensors"]
     check_alike(answer, t, "broadcast")
+    if (entry := broadcast_entry()) is not None and (other := stand_in(entry, t)) is not None:
+        if other.numel():
+            _run(func, {**bound, "tensors": [other]}, lambda: None)
+        refuse(entry, t)
     packed = [pack(each) for each in answer]
 
     def finish() -> None:
@@ -126,27 +131,26 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _run(func, {**bound, "tensors": packed}, finish, answer)
 
 
-def _all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _bind(func, args, kwargs)
-    answer, inputs = bound["output_tensors"], bound["input_tensors"]
-    rows = _gather_into(answer, inputs, "all_gather")
-    bound = {**bound, "output_tensors": rows, "input_tensors": [pack(t) for t in inputs]}
-    return _run(func, bound, lambda: _write_lists(answer, rows, "all_gather"), answer)
+def _gathers(op: str, returns_outputs: bool) -> Handler:
+    """Return the handler of a gather into lists of tensors.
 
+    Args:
+        op: its name, for errors.
+        returns_outputs: whether the op returns its outputs in front of its work.
+    """
 
-def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _bind(func, args, kwargs)
-    answer, inputs = bound["output_tensors"], bound["input_tensors"]
-    rows = _gather_into(answer, inputs, "gather")
-    bound = {**bound, "output_tensors": rows, "input_tensors": [pack(t) for t in inputs]}
-    return _run(func, bound, lambda: _write_lists(answer, rows, "gather"))
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = _bind(func, args, kwargs)
+        outputs, inputs = bound["output_tensors"], bound["input_tensors"]
+        first = _first([inputs, outputs])
+        check_alike([*inputs, *(t for each in outputs for t in each)], first, op)
+        received = [[_empty_packed(t) for t in each] for each in outputs]
+        sent = [pack(t) for t in inputs]
+        bound = {**bound, "output_tensors": received, "input_tensors": sent}
+        answer = outputs if returns_outputs else None
+        return _run(func, bound, lambda: _write_lists(outputs, received, op), answer)
 
-
-def _gather_into(outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], op: str) -> Any:
-    """Return bytes for what each output receives, in lists as ``outputs``."""
-    first = _first([inputs, outputs])
-    check_alike([*inputs, *(t for each in outputs for t in each)], first, op)
-    return [[_empty_packed(t) for t in each] for each in outputs]
+    return run
 
 
 def _empty_packed(t: Any) -> Tensor:
@@ -240,21 +244,28 @@ def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     bound = _bind(func, args, kwargs)
     answer, inputs = bound.pop("output_tensors"), bound.pop("input_tensors")
     check_alike([*answer, *inputs], _first([answer, inputs]), "all_to_all")
-    packed = [pack(t) for t in inputs]
     lengths = [wire_layout(t._quantizer, t.shape).nbytes for t in answer]
-    received = torch.empty(sum(lengths), dtype=torch.uint8, device=packed[0].device)
-    bound = {
-        **bound,
-        "output": received,
-        "input": torch.cat(packed),
+    exchanged = _byte_exchange([pack(t) for t in inputs], lengths)
+
+    def finish() -> None:
+        _write_lists([answer], [exchanged["output"].split(lengths)], "all_to_all")
+
+    return _run(torch.ops.c10d.alltoall_base_, bound | exchanged, finish, answer)
+
+
+def _byte_exchange(packed: Sequence[Tensor], lengths: list[int]) -> dict[str, Any]:
+    """Return the arguments of ``alltoall_base_`` that move bytes.
+
+    Args:
+        packed: uint8 tensors to send, one for each rank.
+        lengths: number of bytes to receive from each rank.
+    """
+    return {
+        "output": torch.empty(sum(lengths), dtype=torch.uint8, device=packed[0].device),
+        "input": torch.cat(list(packed)),
         "output_split_sizes": lengths,
         "input_split_sizes": [p.shape[0] for p in packed],
     }
-
-    def finish() -> None:
-        _write_lists([answer], [received.split(lengths)], "all_to_all")
-
-    return _run(torch.ops.c10d.alltoall_base_, bound, finish, answer)
 
 
 def _all_to_all_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,21 +284,14 @@ def _all_to_all_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             fail(op, f"the sizes must sum to {each.shape[0]} rows", rows, "Fix the sizes")
     packed = [pack(part) for part in split_rows(t, sizes[1])]
     lengths = [wire_layout(t._quantizer, (n, *out.shape[1:])).nbytes for n in sizes[0]]
-    received = torch.empty(sum(lengths), dtype=torch.uint8, device=t.device)
+    exchanged = _byte_exchange(packed, lengths)
 
     def finish() -> None:
-        parts = row_parts(received, t, sizes[0], op)
+        parts = row_parts(exchanged["output"], t, sizes[0], op)
         joined = stack_rows(parts)
         write_into(out, joined if hasattr(joined, "_quantizer") else joined.joined(), op)
 
-    bound = {
-        **bound,
-        "output": received,
-        "input": torch.cat(packed),
-        "output_split_sizes": lengths,
-        "input_split_sizes": [p.shape[0] for p in packed],
-    }
-    return _run(func, bound, finish)
+    return _run(func, bound | exchanged, finish)
 
 
 def _send(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,12 +336,12 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 C10D: dict[str, Handler] = {
     "_allgather_base_": _all_gather_base,
-    "allgather_": _all_gather,
+    "allgather_": _gathers("all_gather", returns_outputs=True),
     "allgather_into_tensor_coalesced_": _all_gather_coalesced,
     "alltoall_": _all_to_all,
     "alltoall_base_": _all_to_all_base,
     "broadcast_": _broadcast,
-    "gather_": _gather,
+    "gather_": _gathers("gather", returns_outputs=False),
     "recv_": _receive,
     "recv_any_source_": _receive_any,
     "scatter_": _scatter,

@@ -71,7 +71,10 @@ def slot_area(t: Any, slot: Slot, area: Rectangle) -> Rectangle:
         granule = geometry.granule(slot, axis)
         if start % granule or (end % granule and end != total):
             kind = "rows" if is_row else "columns"
-            rule = f"shards are cut at a multiple of {granule} {kind} ({slot.name})"
+            dim = 0 if is_row else len(area) - 1
+            rule = (
+                f"shards are cut at a multiple of {granule} {kind} (Shard({dim}), for {slot.name})"
+            )
             _refuse(t, rule, f"{start}:{end} of {total}")
         units = 1 if slot.swizzled else axis.units
         step = granule if slot.swizzled else axis.per

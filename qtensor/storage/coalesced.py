@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qtensor.errors import fail
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 _NAME = "_broadcast_coalesced"
 _OP = "broadcast of parameters"
@@ -48,11 +49,10 @@ def _check_equal_layouts(group: Any, tensors: Sequence[Tensor]) -> None:
     words = [int(word) for word in of_ranks]
     others = [rank for rank, word in enumerate(words) if word != words[group.rank()]]
     if others:
-        shown = ", ".join(described[:4]) + ", ..." * (len(described) > 4)
         fail(
             _OP,
             f"all ranks must quantize the parameters alike, and ranks {others} differ from this",
-            shown,
+            some(described, 4),
             "Build the model with the same recipe and formats on every rank",
         )
 

@@ -50,8 +50,8 @@ def gemm(
         bias: added in float32, broadcastable to the product.
         dtype: dtype of the result; the nominal dtype of ``a`` if None.
         backend: "auto", or the name of a backend, which computes the product or raises:
-            "cutlass", "scaled_mm", "dequant", "reference" (see ``qtensor.explain``). A product
-            with a named backend has no gradient.
+            "cutlass", "scaled_mm", "dequant", "few_rows", "dot_products", "tiles", "reference"
+            (see ``qtensor.explain``). A product with a named backend has no gradient.
         fast_accumulation: let FP8 kernels for Hopper keep sums in the narrow accumulators of the
             tensor cores. Such a product has no gradient.
 
@@ -72,7 +72,7 @@ def gemm(
         return _gemm_by(operands(a, b, layout, bias, dtype), backend, fast_accumulation)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return GEMM_TENSOR(a, b, layout, dtype, bias)
-    return gemm_operands(a, b, layout, bias, dtype, in_handler=False)
+    return gemm_operands(a, b, layout, bias, dtype)
 
 
 def gemm_operands(
@@ -81,7 +81,6 @@ def gemm_operands(
     layout: str,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    in_handler: bool = True,
 ) -> Tensor:
     """Return the product of two operands, computed by the gemm op.
 
@@ -91,10 +90,8 @@ def gemm_operands(
         layout: TN, NN or NT.
         bias: broadcastable to (..., M, N), or None.
         dtype: dtype of the result; the nominal dtype of ``a`` if None.
-        in_handler: True inside ``__torch_dispatch__``, where the op may skip the dispatcher.
     """
-    arguments = operands(a, b, layout, bias, dtype)
-    return GEMM(*arguments)
+    return GEMM(*operands(a, b, layout, bias, dtype))
 
 
 def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
@@ -122,7 +119,7 @@ def explain(
     """Return the backend that computes ``gemm(a, b, layout, bias, dtype)``, with reasons.
 
     Args:
-        a: as for ``gemm``; only formats and shapes count.
+        a: as for ``gemm``; only formats, shapes and strides count.
         b: as for ``gemm``.
         layout: as for ``gemm``.
         bias: as for ``gemm``.
@@ -136,7 +133,7 @@ def explain(
     Raises:
         QTensorError: the operands do not fit.
     """
-    from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in library/gemm.py
+    from qtensor.kernels.gemm import choice, weight_rows  # noqa: PLC0415 - as in library/gemm.py
 
     left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
         a, b, layout, bias, dtype
@@ -144,6 +141,7 @@ def explain(
     both = sides(
         (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
     )
+    both = weight_rows.with_strides(both[0], left), weight_rows.with_strides(both[1], right)
     target = left[0].device if arch is None else arch
     return choice.explain(choice.problem_for(both, layout, result, bias, target))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qtensor.errors import UnsupportedError, fail
 
@@ -58,8 +57,3 @@ class FlatView(torch.Tensor):
             "View it back to its shape first, or call .dequantize() before the view",
             UnsupportedError,
         )
-
-
-def flat_view(whole: Any) -> Tensor:
-    """Return a 1-D view that holds ``whole``."""
-    return FlatView(whole)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from qtensor.library.same_rows import has_data
 from qtensor.storage import geometry
 
 _SPLITS = ("aten::split", "aten::split_with_sizes")
@@ -146,11 +147,5 @@ def _joins(parts: Sequence[Any]) -> bool:
 
 def _equal(parts: Sequence[Any], name: str) -> bool:
     """Return True if the factors ``name`` of all parts are equal; a trace cannot know."""
-    buffers = [getattr(part, name) for part in parts]
-    if torch.compiler.is_compiling() or not _has_data(buffers[0]):
-        return False
-    return all(torch.equal(buffer, buffers[0]) for buffer in buffers[1:])
-
-
-def _has_data(buffer: Tensor) -> bool:
-    return type(buffer) is Tensor and not buffer.is_meta
+    first, *others = [getattr(part, name) for part in parts]
+    return has_data(first) and all(torch.equal(other, first) for other in others)

@@ -18,7 +18,7 @@ from torch import Tensor
 from qtensor.errors import QTensorError, UnsupportedError, fail
 from qtensor.formats import Dim, FormatSpec, Slot
 from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
-from qtensor.library.same_rows import SAME_ROWS
+from qtensor.library.same_rows import equal_when_run, has_data
 
 TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
@@ -442,11 +442,9 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
     others = [other for other in buffers[1:] if not _same_memory(first, other)]
     op, rule = f"cat[{tensors[0]._quantizer.format}]", f"{slot.name} must be equal in all parts"
     fix = "Concatenate the dequantized tensors and quantize the result"
-    if others and (torch.compiler.is_compiling() or type(first) is not Tensor):
-        # A trace has no data: the op compares the factors when the graph runs.
-        rows = torch.stack([b.contiguous().view(-1).view(torch.uint8) for b in (first, *others)])
+    if others and not has_data(first):
         message = f"{op}: {rule}; got other values in one of them. {fix}."
-        return SAME_ROWS(rows, message).view(first.dtype).view(first.shape)
+        return equal_when_run((first, *others), message)
     for other in others:
         if not torch.equal(other, first):
             fail(op, rule, [b.flatten()[:4].tolist() for b in buffers], fix, QTensorError)

@@ -11,7 +11,7 @@ from torch import Tensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.formats import Slot
 from qtensor.layout import Shape, buffer_shape
-from qtensor.library.same_rows import SAME_ROWS
+from qtensor.library.same_rows import equal_when_run, has_data
 from qtensor.storage import geometry
 from qtensor.storage.rebuild import with_buffers
 
@@ -102,7 +102,7 @@ def drop_padding(t: Any, dim: int, size: int) -> Any | None:
     shape = (*t.shape[:dim], size, *t.shape[dim + 1 :])
     own = geometry.whole_buffers(t)
     again = resized(t, resized(t, own, shape), t.shape)
-    if _has_data(own):
+    if has_data(own[0]):
         if not all([torch.equal(a, b) for a, b in zip(own, again, strict=True)]):
             return None
     else:
@@ -111,7 +111,8 @@ def drop_padding(t: Any, dim: int, size: int) -> Any | None:
             f"values after {size} of {t.shape[dim]} in dim {dim}. Slice at a block, or call "
             ".dequantize() first."
         )
-        own = [_same(a, b, message) for a, b in zip(own, again, strict=True)]
+        pairs = zip(own, again, strict=True)
+        own = [a if a is b else equal_when_run((a, b), message) for a, b in pairs]
     kept = with_buffers(t, [b.clone() for b in resized(t, own, shape)], shape)
     # torch may drop padding of the other dim next.
     return keep_origin(kept, t)
@@ -132,17 +133,12 @@ def part_of_zeros(t: Any, size: int) -> list[Tensor] | None:
     again = resized(t, resized(t, own, shape), t.shape)
     slots = t._quantizer.slots
     codes = [i for i, slot in enumerate(slots) if slot.name.endswith("data")]
-    if not _has_data(own) or any([not torch.equal(own[i], again[i]) for i in codes]):
+    if not has_data(own[0]) or any([not torch.equal(own[i], again[i]) for i in codes]):
         return None
     sizes = [buffer_shape(slot.dims, shape) for slot in slots]
     if any([s.swizzled and b.shape != n for s, b, n in zip(slots, own, sizes, strict=True)]):
         return None
     return [b[tuple(map(slice, size))] for b, size in zip(own, sizes, strict=True)]
-
-
-def _has_data(buffers: list[Tensor]) -> bool:
-    first = buffers[0]
-    return type(first) is Tensor and not (first.is_meta or torch.compiler.is_compiling())
 
 
 def _cuts_a_block(t: Any, dim: int, size: int) -> bool:
@@ -155,11 +151,3 @@ def _cuts_a_block(t: Any, dim: int, size: int) -> bool:
     if quantizer.two_dimensional:
         blocks.append(quantizer.spec.block[1])
     return any([rows % block for block in blocks])
-
-
-def _same(own: Tensor, again: Tensor, message: str) -> Tensor:
-    """Return ``own`` after a check that ``again`` has its bytes."""
-    if again is own:
-        return own
-    rows = torch.stack([b.reshape(math.prod(b.shape)).view(torch.uint8) for b in (own, again)])
-    return SAME_ROWS(rows, message).view(own.dtype).view(own.shape)

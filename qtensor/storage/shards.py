@@ -20,6 +20,8 @@ from qtensor.dtensor import local_part
 from qtensor.errors import fail
 from qtensor.layout import Shape
 from qtensor.storage import geometry
+from qtensor.storage.groups import group_of_mesh
+from qtensor.storage.parameter_names import names_parameter
 
 _ALIGNMENT = 16
 """Each buffer begins at a multiple of this many bytes, so that it can be viewed as float32."""
@@ -204,6 +206,8 @@ class GatheredWeight:
     """
 
     _shards: Shards | None = None
+    _name: str = ""
+    """The parameter's name; if it is empty, errors search it."""
 
     def _sent_buffers(self, sent: Any, shards: Shards) -> dict[str, Tensor]:
         """Return this shard's buffers of the quantizer ``sent``, by name."""
@@ -231,12 +235,13 @@ class GatheredWeight:
         Raises:
             QTensorError: the ranks have different quantizers, or a shard ends inside of a block.
         """
-        shards = self._known_shards(mesh.get_group())
-        rest = tuple(self.shape[1:])  # type: ignore[attr-defined]
-        quantizer = self._whole_quantizer()
-        sent = sent_quantizer(quantizer)
-        packed = pack(sent, self._sent_buffers(sent, shards), shards, rest)
-        return (packed,), Gathered(sent, quantizer, shards.rows, rest)
+        with names_parameter(self, self._name):
+            shards = self._known_shards(group_of_mesh(mesh, None, "fully_shard"))
+            rest = tuple(self.shape[1:])  # type: ignore[attr-defined]
+            quantizer = self._whole_quantizer()
+            sent = sent_quantizer(quantizer)
+            packed = pack(sent, self._sent_buffers(sent, shards), shards, rest)
+            return (packed,), Gathered(sent, quantizer, shards.rows, rest)
 
     def fsdp_post_all_gather(
         self,
@@ -257,7 +262,7 @@ class GatheredWeight:
         Raises:
             QTensorError: factors of the whole tensor differ between the shards.
         """
-        with torch.no_grad():
+        with torch.no_grad(), names_parameter(self, self._name):
             buffers = joined(outputs[0], metadata)
             if out is None:
                 shape = (sum(metadata.rows), *metadata.rest)

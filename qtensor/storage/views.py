@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from qtensor.errors import UnsupportedError, fail
+from qtensor.errors import QTensorError, UnsupportedError, fail, this_rank
 from qtensor.layout import rows_cols
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
-from qtensor.storage.flat import flat_view
+from qtensor.storage.flat import FlatView
 from qtensor.storage.padding import drop_padding, part_of_zeros
+from qtensor.storage.parameter_names import name_parameter
 from qtensor.storage.rebuild import Handler, with_buffers, wrap
 from qtensor.storage.write import inherit_note, note_part, plain
 
@@ -59,7 +60,12 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         buffers = part_of_zeros(t, end)
     is_padded = buffers is not None
     if buffers is None:
-        buffers = geometry.slice_buffers(t, dim, start, end)
+        try:
+            buffers = geometry.slice_buffers(t, dim, start, end)
+        except QTensorError as error:
+            if this_rank():  # fully_shard and distribute_tensor cut parameters so
+                name_parameter(error, t)
+            raise
     if quantizer.two_dimensional and not is_padded:
         inner = 1 if dim == t.ndim - 1 else math.prod(t.shape[dim + 1 : -1])
         square = quantizer.spec.block[1]
@@ -171,7 +177,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, shape = args
     # Literally view(-1), which fully_shard calls; flatten() names the size, and is refused.
     if tuple(shape) == (-1,) and t.ndim > 1 and _has_no_flat_form(t):
-        return flat_view(t)
+        return FlatView(t)
     return view_tensor(t, shape)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -13,8 +12,9 @@ from torch import Tensor
 from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
-from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
+from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
+from qtensor.storage.maxima import maxima_of_whole
 
 ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
 """True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
@@ -204,7 +204,7 @@ def _requantize_shard(dst: Any, values: Tensor) -> Any:
     quantizer, shards = dst._quantizer, dst._shards
     amax = None
     if not quantizer.needs_scale and len(shards.rows) > 1:
-        amax = reduced_amax(quantizer, values, shards.group)
+        amax = maxima_of_whole(quantizer, values, shards.group, "fully_shard")
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
     scale = quantizer.stored_factors(named).get("scale") if quantizer.needs_scale else None
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
@@ -213,32 +213,6 @@ def _requantize_shard(dst: Any, values: Tensor) -> Any:
         copy_buffer(named[slot.name], buffer)
     torch.autograd.graph.increment_version(dst)
     return dst
-
-
-def tensor_wide(quantizer: Any) -> list[bool]:
-    """Return for each maximum of the op ``amax`` whether all rows share it."""
-    shapes = zip(quantizer.amax_shapes((3, 128)), quantizer.amax_shapes((5, 128)), strict=True)
-    return [a == b for a, b in shapes]
-
-
-def reduced_amax(quantizer: Any, values: Tensor, group: str) -> list[Tensor] | None:
-    """Return the maxima of a shard (M, K), those of the whole tensor reduced over a group."""
-    maxima = AMAX(values, quantizer.canonical)
-    shared = [a for a, is_shared in zip(maxima, tensor_wide(quantizer), strict=True) if is_shared]
-    if shared:
-        whole = max_over(torch.cat([a.flatten() for a in shared]), group)
-        for part, a in zip(whole.split([a.numel() for a in shared]), shared, strict=True):
-            a.copy_(part.view(a.shape))
-    return maxima or None
-
-
-def max_over(values: Tensor, group: str) -> Tensor:
-    """Return the maximum over a group; a NaN, which a maximum may lose, counts as inf."""
-    # Imported here: torch.distributed's functional collectives take 0.1 s.
-    import torch.distributed._functional_collectives  # noqa: PLC0415
-
-    ops, found = torch.ops._c10d_functional, values.nan_to_num(nan=math.inf, posinf=math.inf)
-    return ops.wait_tensor(ops.all_reduce(found, "max", group))
 
 
 def _is_whole(dst: Any) -> bool:

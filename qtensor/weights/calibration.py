@@ -1,25 +1,29 @@
 """The inputs of a model's linear layers: which of them share inputs, and the sums of products.
 
-No activation is kept. ``survey`` runs the model once over all inputs, and ``hessian`` runs it once
-for each group of layers that share an input, up to the group.
+No activation is kept. ``survey`` runs the model once over all inputs. ``hessians`` runs it once for
+each group of layers that share an input, up to the group, and more often for many experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.weights.metrics import run
+from qtensor.errors import check, fail
+from qtensor.weights.layers import LinearLayer
+from qtensor.weights.metrics import run, same_random_numbers
+from qtensor.weights.visits import visiting
 
+OP = "quantize_"
 ROWS = 8192
 """Rows of an input that are multiplied at a time."""
+MATRICES_BYTES = 1 << 30
+"""Most bytes of the matrices of one run, if there is more than one matrix."""
 
 
 @dataclass
@@ -29,160 +33,152 @@ class LayerInputs:
     Attributes:
         calls: for each batch, the numbers of the inputs of the layer's calls. Calls of several
             layers in a row with one tensor have one number.
-        rows: rows of all inputs together.
-        squares: float64 (K,), sums of the squares of each channel.
+        rows: rows of all inputs together, for each expert; a layer without experts has one.
+        squares: float64 (K,) for each expert: sums of the squares of each channel.
     """
 
     calls: list[tuple[int, ...]]
-    rows: int
-    squares: Tensor
+    rows: list[int]
+    squares: list[Tensor]
 
 
 class _Reached(BaseException):
     """Ends a run of the model once a layer has its inputs; no handler of the model catches it."""
 
 
-Visit = Callable[[str, Tensor, Tensor], None]
-"""Called before a layer runs, with its name, its input, and the rows (R, K) without padding."""
-
-
 def survey(
-    op: str, model: nn.Module, layers: Mapping[str, Any], batches: Sequence[Any]
+    model: nn.Module, layers: Mapping[str, LinearLayer], batches: Sequence[Any]
 ) -> dict[str, LayerInputs]:
     """Run the model on all inputs, and return what each layer received, in the order of first use.
 
     Args:
-        op: the caller's name, for errors.
         model: in eval mode; the caller turns gradients off.
         layers: linear layers by name.
         batches: inputs of the model.
 
     Raises:
-        QTensorError: a layer did not run, or had an input that is not finite.
+        QTensorError: the model failed on an input, or a layer did not run, or had an input that is
+            not finite.
     """
     found: dict[str, LayerInputs] = {}
     numbers: dict[str, list[int]] = {name: [] for name in layers}
     last: list[Any] = [None, 0]
 
-    def visit(name: str, x: Tensor, rows: Tensor) -> None:
+    def see(name: str, expert: int, rows: Tensor) -> None:
+        if name not in found:
+            count = layers[name].experts
+            zeros = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+            found[name] = LayerInputs([], [0] * count, [zeros.clone() for _ in range(count)])
+        found[name].rows[expert] += len(rows)
+        for part in rows.split(ROWS):
+            found[name].squares[expert] += part.double().square().sum(0)
+
+    def finish(name: str, x: Tensor | None) -> None:
         # The last input is held, so that no other tensor can have its identity.
-        version = -1 if x.is_inference() else x._version
+        version = -1 if x is None or x.is_inference() else x._version
         if last[0] is None or last[0][0] is not x or last[0][1] != version or version < 0:
             last[:] = [(x, version), last[1] + 1]
         numbers[name].append(last[1])
-        if name not in found:
-            zeros = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-            found[name] = LayerInputs([], 0, zeros)
-        found[name].rows += len(rows)
-        for part in rows.split(ROWS):
-            found[name].squares += part.double().square().sum(0)
 
-    with _visiting(op, layers, visit) as padding:
+    with visiting(OP, layers, see, finish) as padding, same_random_numbers(model):
         calls: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
-        for batch in batches:
+        for index, batch in enumerate(batches):
             padding(batch)
-            run(model, batch)
+            run(OP, f"calibration[{index}]", model, batch)
             for name, made in numbers.items():
                 calls[name].append(tuple(made))
                 made.clear()
     for name in layers:
         rule = "the calibration inputs must reach each layer"
         fix = f"Add inputs that run {name}, or leave it out with filter_fn"
-        check(name in found and found[name].rows > 0, op, rule, f"no input of {name}", fix)
-        check_finite(op, name, found[name].squares)
+        check(name in found and sum(found[name].rows) > 0, OP, rule, f"no input of {name}", fix)
+        check_finite(name, found[name].squares)
         found[name].calls = calls[name]
     return found
 
 
 def groups(found: Mapping[str, LayerInputs]) -> list[tuple[str, ...]]:
-    """Return the names of layers that share all inputs, in the order of first use."""
-    members: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    """Return the names of layers that share all inputs, in the order of first use.
+
+    Layers with experts share none: each of them has groups of its own.
+    """
+    members: dict[Any, list[str]] = {}
     for name, inputs in found.items():
-        members.setdefault(tuple(inputs.calls), []).append(name)
+        key = tuple(inputs.calls) if len(inputs.rows) == 1 else name
+        members.setdefault(key, []).append(name)
     return [tuple(group) for group in members.values()]
 
 
-def hessian(
-    op: str, model: nn.Module, name: str, layer: Any, inputs: LayerInputs, batches: Sequence[Any]
-) -> Tensor:
-    """Return the mean of ``x x^T`` over the inputs x of a layer, float64 (K, K).
+def hessians(
+    model: nn.Module,
+    name: str,
+    layer: LinearLayer,
+    inputs: LayerInputs,
+    batches: Sequence[Any],
+    experts: range,
+) -> list[Tensor]:
+    """Return the mean of ``x x^T`` over the inputs x of a layer, float64 (K, K), for each expert.
 
     The model runs on each batch until the layer has had as many calls as in the survey. Products
     are float32, their sums over parts of ``ROWS`` rows float64.
 
+    Args:
+        model: in eval mode; the caller turns gradients off.
+        name: of the layer.
+        layer: the layer.
+        inputs: what the survey found.
+        batches: inputs of the model.
+        experts: the experts to return matrices of; ``range(1)`` for a layer without experts.
+
     Raises:
         QTensorError: an input is not finite.
     """
-    size = len(inputs.squares)
-    total = torch.zeros((size, size), dtype=torch.float64, device=inputs.squares.device)
-    state = {"left": 0, "rows": 0}
+    squares = inputs.squares[0]
+    size = len(squares)
+    totals = [squares.new_zeros((size, size)) for _ in experts]
+    counts, left = [0] * len(experts), [0]
 
-    def visit(name: str, x: Tensor, rows: Tensor) -> None:
-        state["rows"] += len(rows)
-        state["left"] -= 1
+    def see(name: str, expert: int, rows: Tensor) -> None:
+        if expert not in experts:
+            return
+        index = expert - experts.start
+        counts[index] += len(rows)
         for part in rows.split(ROWS):
-            total.add_(part.t() @ part)
-        if state["left"] == 0:
+            totals[index].add_(part.t() @ part)
+
+    def finish(name: str, x: Tensor | None) -> None:
+        left[0] -= 1
+        if left[0] == 0:
             raise _Reached
 
-    with _visiting(op, {name: layer}, visit) as padding:
-        for batch, calls in zip(batches, inputs.calls, strict=True):
+    with visiting(OP, {name: layer}, see, finish) as padding, same_random_numbers(model):
+        for index, (batch, calls) in enumerate(zip(batches, inputs.calls, strict=True)):
             if calls:
-                state["left"] = len(calls)
+                left[0] = len(calls)
                 padding(batch)
                 with suppress(_Reached):
-                    run(model, batch)
-    check_finite(op, name, total.diagonal())
-    return total.div_(max(1, state["rows"]))
+                    run(OP, f"calibration[{index}]", model, batch)
+    check_finite(name, [total.diagonal() for total in totals])
+    return [total.div_(max(1, count)) for total, count in zip(totals, counts, strict=True)]
 
 
-def check_finite(op: str, name: str, squares: Tensor) -> None:
+def expert_ranges(inputs: LayerInputs) -> list[range]:
+    """Return the experts whose matrices are computed in one run of the model, for each run."""
+    count, size = len(inputs.rows), len(inputs.squares[0])
+    step = max(1, MATRICES_BYTES // (8 * size * size))
+    return [range(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def check_finite(name: str, squares: Sequence[Tensor]) -> None:
     """Refuse inputs whose sum of squares is not finite.
 
     Raises:
         QTensorError: the sum of a channel is NaN or inf.
     """
-    bad = (~squares.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        rule = "the inputs of a layer must be finite, and their squares too"
-        got = f"NaN or inf in the input of {name}, channel {bad[0]}"
-        fix = "Check the calibration inputs; qtensor.debug.record finds the first NaN"
-        fail(op, rule, got, fix)
-
-
-@contextmanager
-def _visiting(op: str, layers: Mapping[str, Any], visit: Visit) -> Iterator[Callable[[Any], None]]:
-    """Call ``visit`` before each call of the layers.
-
-    Yields:
-        A function that takes the batch that runs next; its attention mask tells padding.
-    """
-    masks: list[Tensor | None] = [None]
-
-    def padding(batch: Any) -> None:
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        masks[0] = mask if isinstance(mask, Tensor) else None
-
-    def hook_of(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs.get("input")
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                rule = "the input of a linear layer is a floating tensor"
-                fix = "Leave the layer out with filter_fn"
-                fail(op, rule, f"{type(x).__name__} for {name}", fix, ArgumentTypeError)
-            values = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
-            mask = masks[0]
-            # As for the metrics of a search, positions that are padding do not count.
-            if mask is not None and values.ndim == 3 and mask.shape == values.shape[:2]:
-                values = values[mask.bool()]
-            visit(name, x, values.detach().flatten(0, -2).float())
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            hook = layer.register_forward_pre_hook(hook_of(name), with_kwargs=True)
-            stack.callback(hook.remove)
-        # Hooks do not run in graphs that were compiled without them.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield padding
+    for sums in squares:
+        bad = (~sums.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            rule = "the inputs of a layer must be finite, and their squares too"
+            got = f"NaN or inf in the input of {name}, channel {bad[0]}"
+            fix = "Check the calibration inputs; qtensor.debug.record finds the first NaN"
+            fail(OP, rule, got, fix)

@@ -17,7 +17,7 @@ from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
-from qtensor.weights.layers import Filter, linear_layers, match
+from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
 from qtensor.weights.metrics import Metric, named_metric
 from qtensor.weights.quantize import as_quantizer
@@ -34,18 +34,19 @@ class _Group:
     """Layers that get one format, and the formats to choose from."""
 
     names: tuple[str, ...]
-    layers: tuple[Any, ...]
+    layers: tuple[LinearLayer, ...]
     formats: tuple[Quantizer | None, ...]
 
     @property
     def values(self) -> int:
-        return sum(layer.weight.numel() for layer in self.layers)
+        return sum(layer.values for layer in self.layers)
 
     def bytes(self, option: int) -> int:
         chosen = self.formats[option]
-        return sum(stored_bytes(layer.weight, chosen) for layer in self.layers)
+        weights = [weight for layer in self.layers for weight in layer.weights]
+        return sum(stored_bytes(weight, chosen) for weight in weights)
 
-    def choice(self, option: int) -> dict[Any, Quantizer | None]:
+    def choice(self, option: int) -> dict[LinearLayer, Quantizer | None]:
         return dict.fromkeys(self.layers, self.formats[option])
 
     def text(self, option: int) -> str | None:
@@ -102,7 +103,7 @@ def search(
     metric_name, function = named_metric(metric)
     batches = list(inputs)
     check(bool(batches), "search", "inputs must hold at least one input", "none", "Pass some")
-    parts = _groups(model, formats, groups, pinned or {}, filter_fn)
+    parts = _groups(model, formats, groups, pinned or {}, filter_fn, activations)
     values = sum(part.values for part in parts)
     sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
     limit = _limit(budget_bits, values, sum(map(min, sizes)))
@@ -140,9 +141,12 @@ def _groups(
     groups: Iterable[Sequence[str]] | None,
     pinned: Mapping[str, Format | None],
     filter_fn: Filter | None,
+    activations: bool,
 ) -> list[_Group]:
     """Return the groups of the model's layers, each with its formats."""
-    layers, _ = linear_layers("search", model, filter_fn)
+    layers, _ = linear_layers("search", model, filter_fn, plain=True)
+    if activations:
+        layers = {name: layer for name, layer in layers.items() if layer.is_plain}
     fix = "Check filter_fn; layers of qtensor and quantized weights are not searched"
     check(bool(layers), "search", "the model needs nn.Linear layers", "none", fix)
     choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
@@ -167,7 +171,11 @@ def _limit(budget_bits: float, values: int, least: int) -> int:
 
 def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dict[str, Any]:
     """Return what the measurements depend on, as JSON values."""
-    shapes = {n: [*x.weight.shape] for p in parts for n, x in zip(p.names, p.layers, strict=True)}
+    shapes = {
+        name: [*layer.weights[0].shape]
+        for part in parts
+        for name, layer in zip(part.names, part.layers, strict=True)
+    }
     sums = [float(reference.double().sum()).hex() for reference in measure.references]
     return {
         "layers": shapes,

@@ -2,36 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qtensor.debug.layers import is_conv1d
 from qtensor.errors import ArgumentTypeError, fail
 from qtensor.modules.base import FLOATING, QuantizedModule
+from qtensor.modules.conversion import LayerReport
+from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.in_place import plain_class
+from qtensor.modules.linear import Linear
 from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.texts import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 Filter = Callable[[nn.Module, str], bool]
 
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of the experts of transformers, each (E, N, K)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLayer:
+    """A product with one weight, or the products of several experts with a weight each.
+
+    Attributes:
+        modules: the modules that multiply by the weights: one, or all that share a tied weight.
+        parameters: names of the weights in each module. A ``GroupedLinear`` has one for each
+            expert.
+        transposed: whether the weight is stored as (K, N), as in ``Conv1D`` of transformers.
+        stacked: whether the weight is (E, N, K), that of all experts of transformers.
+        note: what a report says about the layer.
+    """
+
+    modules: tuple[Any, ...]
+    parameters: tuple[str, ...] = ("weight",)
+    transposed: bool = False
+    stacked: bool = False
+    note: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer is one ``nn.Linear`` with a weight of its own."""
+        return len(self.modules) == 1 and isinstance(self.modules[0], nn.Linear)
+
+    @property
+    def stored(self) -> list[Any]:
+        """The parameters."""
+        return [self.modules[0]._parameters.get(name) for name in self.parameters]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights as they are quantized: each (N, K), or one (E, N, K)."""
+        return [w.detach().t() if self.transposed else w.detach() for w in self.stored]
+
+    @property
+    def experts(self) -> int:
+        """Number of matrices: 1, or one for each expert."""
+        return len(self.stored[0]) if self.stacked else len(self.parameters)
+
+    @property
+    def features(self) -> str:
+        """The sizes, for reports: ``"64 -> 128"``."""
+        shape = getattr(self.stored[0], "shape", ("?", "?"))
+        rows, columns = shape[-2:][::-1] if self.transposed else shape[-2:]
+        return f"{columns} -> {rows}"
+
+    @property
+    def values(self) -> int:
+        """Number of values of all weights."""
+        return sum(weight.numel() for weight in self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of all weights."""
+        return sum(weight.nbytes for weight in self.stored)
+
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put back the parameters that ``stored`` returned."""
+        for name, parameter in zip(self.parameters, parameters, strict=True):
+            for module in self.modules:
+                setattr(module, name, parameter)
+
+    def put(self, weights: Iterable[Tensor]) -> None:
+        """Replace the weights by frozen parameters, which hold tensors like those of ``weights``.
+
+        Modules that share a weight share the new one.
+        """
+        values = [weight.t() if self.transposed else weight for weight in weights]
+        self.restore([nn.Parameter(value, requires_grad=False) for value in values])
+
 
 def linear_layers(
-    op: str, model: Any, filter_fn: Filter | None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the linear layers by name, and the reason for each one whose weight stays as it is.
+    op: str, model: Any, filter_fn: Filter | None, plain: bool = False
+) -> tuple[dict[str, LinearLayer], list[LayerReport]]:
+    """Return the linear layers by name, and a report of each one whose weight stays as it is.
+
+    The layers are ``nn.Linear``, ``Conv1D`` and stacked experts of transformers, and ``Linear`` and
+    ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
+    first.
 
     Args:
         op: the caller's name, for errors.
         model: the root; it may be a layer itself, whose name is "".
-        filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
+        filter_fn: ``(module, name) -> bool`` selects layers; None selects all. Stacked experts have
+            the name of their parameter.
+        plain: return no layers of qtensor.
 
     Returns:
-        The layers to quantize, in the model's order, and the reasons, by name.
+        The layers to quantize, in the model's order, and the reports of the others.
 
     Raises:
         ArgumentTypeError: ``model`` is not a module, or ``filter_fn`` not a function.
@@ -42,62 +129,118 @@ def linear_layers(
     if not (filter_fn is None or callable(filter_fn)):
         rule = "filter_fn must be a function of a module and its name"
         fail(op, rule, repr(filter_fn), "Pass one that returns a bool", ArgumentTypeError)
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    layers, skipped = {}, {}
+    holders: dict[int, dict[str, nn.Module]] = {}
+    found: dict[str, LinearLayer] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | QuantizedModule):
+        for own, parameter in module._parameters.items():
+            holders.setdefault(id(parameter), {})[f"{name}.{own}" if name else own] = module
+        found |= _layers_of(module, name)
+    reasons = {}
+    for name, layer in found.items():
+        selected = filter_fn is None or filter_fn(layer.modules[0], name)
+        reasons[name] = _obstacle(layer, plain) if selected else "filtered"
+    layers: dict[str, LinearLayer] = {}
+    for name, layer in found.items():
+        if reasons[name]:
             continue
-        reason = (
-            "filtered" if filter_fn and not filter_fn(module, name) else _obstacle(module, holders)
-        )
-        if reason:
-            skipped[name] = reason
-        else:
-            layers[name] = module
+        places = {place: m for w in layer.stored for place, m in holders[id(w)].items()}
+        if len(places) == len(layer.parameters):
+            layers[name] = layer
+            continue
+        # Modules that compute the same product with one weight are one layer.
+        sharing = {n: found[n] for n in found if found[n].modules[0] in places.values()}
+        if len(sharing) < len(places) or not _alike(sharing, reasons):
+            reasons[name] = f"its weight is tied: {', '.join(places)}"
+        elif next(iter(sharing)) == name:
+            note = f", shared with {', '.join(list(sharing)[1:])}"
+            layers[name] = replace(layer, modules=tuple(places.values()), note=note)
+    skipped = [LayerReport(n or "(root)", found[n].features, r) for n, r in reasons.items() if r]
     return layers, skipped
 
 
-def _obstacle(module: Any, holders: Mapping[int, list[str]]) -> str:
-    """Return the reason for which a layer's weight is not replaced by a quantized one, or ""."""
+def _layers_of(module: Any, name: str) -> dict[str, LinearLayer]:
+    """Return the layers of one module by name: none, one, or the weights of stacked experts."""
+    if isinstance(module, GroupedLinear):
+        weights = tuple([f"weight{i}" for i in range(module.num_gemms)])
+        return {name: LinearLayer((module,), weights)}
+    if isinstance(module, nn.Linear | QuantizedModule):
+        return {name: LinearLayer((module,))}
+    if is_conv1d(module):
+        return {name: LinearLayer((module,), transposed=True)}
+    if not is_experts(module):
+        return {}
+    weights = tuple([own for own in STACKS if getattr(module._parameters.get(own), "ndim", 0) == 3])
+    prefix = f"{name}." if name else ""
+    return {prefix + own: LinearLayer((module,), (own,), stacked=True) for own in weights}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a block of transformers, with 3-D weights."""
+    # The library's decorator of such classes sets these attributes.
+    return (
+        "transformers" in sys.modules
+        and hasattr(module, "is_transposed")
+        and hasattr(module, "num_experts")
+    )
+
+
+def _alike(sharing: Mapping[str, LinearLayer], reasons: Mapping[str, str]) -> bool:
+    """Return whether layers that share a weight compute the same, and all may be quantized."""
+    kinds = {(layer.transposed, plain_class(layer.modules[0])) for layer in sharing.values()}
+    own = any(isinstance(layer.modules[0], QuantizedModule) for layer in sharing.values())
+    return len(kinds) == 1 and not own and not any(reasons[name] for name in sharing)
+
+
+def _obstacle(layer: LinearLayer, plain: bool) -> str:
+    """Return the reason for which a layer's weights are not replaced by quantized ones, or ""."""
+    module = layer.modules[0]
     if isinstance(module, QuantizedModule):
-        return "it quantizes its operands itself; use qtensor.convert_ with quantized_params=True"
-    if plain_class(module) is not nn.Linear:
+        if plain:
+            return f"a {type(module).__name__} of qtensor is not searched"
+        if reason := _own_obstacle(module):
+            return reason
+    elif isinstance(module, nn.Linear) and plain_class(module) is not nn.Linear:
         return f"{type(module).__name__} is a subclass of nn.Linear, with a forward of its own"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is not a parameter"
-    if isinstance(weight, QuantizedTensorStorage):
-        return f"its weight is quantized already: {weight._quantizer.canonical}"
-    if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
-    if weight.dtype not in FLOATING:
-        return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
-    if weight.numel() == 0:
-        return "its weight has no elements"
-    if len(names := holders[id(weight)]) > 1:
-        return f"its weight is tied: {', '.join(names)}"
+    if layer.stacked and module.is_transposed:
+        return "its experts are stored as (E, K, N), and blocks would lie along N"
+    for weight in layer.stored:
+        if weight is None:
+            return "its weight is not a parameter"
+        if isinstance(weight, QuantizedTensorStorage):
+            return f"its weight is quantized already: {weight._quantizer.canonical}"
+        if type(weight) is not nn.Parameter:
+            return f"its weight is a {type(weight).__name__}"
+        if weight.dtype not in FLOATING:
+            return f"its weight is {weight.dtype}; float32, bfloat16 and float16 can be quantized"
+        if weight.numel() == 0:
+            return "its weight has no elements"
     return ""
 
 
-def set_weight(layer: nn.Module, weight: Tensor) -> None:
-    """Replace a layer's weight by a frozen parameter that holds ``weight``."""
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+def _own_obstacle(module: Any) -> str:
+    """Return the reason for which the weights of a layer of qtensor are not replaced, or ""."""
+    if plain_class(module) not in (Linear, GroupedLinear):
+        kind = type(module).__name__
+        return (
+            f"{kind} computes more than a product; use qtensor.convert_ with quantized_params=True"
+        )
+    if module._options.parallel is not None:
+        return "its weight is split over ranks"
+    return ""
 
 
 @contextmanager
-def replaced(layers: Iterable[Any], weights: Iterable[Tensor]) -> Iterator[None]:
+def replaced(layers: Iterable[LinearLayer], weights: Iterable[Sequence[Tensor]]) -> Iterator[None]:
     """Replace the weights of some layers inside the block."""
     layers = list(layers)
-    own = [layer.weight for layer in layers]
+    own = [layer.stored for layer in layers]
     try:
-        for layer, weight in zip(layers, weights, strict=True):
-            set_weight(layer, weight)
+        for layer, tensors in zip(layers, weights, strict=True):
+            layer.put(tensors)
         yield
     finally:
-        for layer, weight in zip(layers, own, strict=True):
-            layer.weight = weight
+        for layer, parameters in zip(layers, own, strict=True):
+            layer.restore(parameters)
 
 
 def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> dict[str, str]:
@@ -115,9 +258,8 @@ def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> 
     patterns, names = list(patterns), list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            known = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             rule = f"each pattern of {what} must match a linear layer that can be quantized"
-            fail(op, rule, repr(pattern), f"Choose among the layers: {known or '(none)'}")
+            fail(op, rule, repr(pattern), f"Choose among the layers: {some(names) or '(none)'}")
     found = {}
     for name in names:
         first = next((p for p in patterns if fnmatchcase(name, p)), None)

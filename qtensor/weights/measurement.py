@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qtensor.api import quantize
 from qtensor.quantizers import Quantizer
-from qtensor.weights.layers import replaced
-from qtensor.weights.metrics import Metric, call
+from qtensor.weights.layers import LinearLayer, replaced
+from qtensor.weights.metrics import Metric, call, same_random_numbers
 
 
 class Measurement:
@@ -35,32 +35,44 @@ class Measurement:
         self.batches = batches
         self.metric = metric
         self.activations = activations
-        self.references = [call(model, batch) for batch in batches]
+        with same_random_numbers(model):
+            self.references = [self._output(index) for index in range(len(batches))]
 
-    def __call__(self, choice: Mapping[Any, Quantizer | None]) -> float:
+    def _output(self, index: int) -> Tensor:
+        return call("search", f"inputs[{index}]", self.model, self.batches[index])
+
+    def __call__(self, choice: Mapping[LinearLayer, Quantizer | None]) -> float:
         """Return the mean error over the inputs with some layers quantized.
 
         Args:
             choice: layers and the quantizers of their weights; None leaves a layer as it is.
         """
-        layers = [layer for layer, quantizer in choice.items() if quantizer is not None]
-        weights = (quantize(layer.weight.detach(), choice[layer]) for layer in layers)  # type: ignore[arg-type]
+        chosen = {layer: quantizer for layer, quantizer in choice.items() if quantizer is not None}
+        weights = ([quantize(w, q) for w in layer.weights] for layer, q in chosen.items())
         with ExitStack() as stack:
-            stack.enter_context(replaced(layers, weights))
+            stack.enter_context(replaced(chosen, weights))
             if self.activations:
-                for layer in layers:
-                    hook = layer.register_forward_pre_hook(quantize_input(choice[layer]))
-                    stack.callback(hook.remove)
-            pairs = zip(self.references, self.batches, strict=True)
-            errors = [float(self.metric(ref, call(self.model, batch))) for ref, batch in pairs]
+                for layer, quantizer in chosen.items():
+                    for module in layer.modules:
+                        hook = quantize_input(quantizer)
+                        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                        stack.callback(handle.remove)
+            stack.enter_context(same_random_numbers(self.model))
+            errors = [
+                float(self.metric(reference, self._output(index)))
+                for index, reference in enumerate(self.references)
+            ]
         return sum(errors) / len(errors)
 
 
-def quantize_input(quantizer: Any) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a forward pre-hook that quantizes the first argument of a layer."""
+def quantize_input(quantizer: Any) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Return a forward pre-hook that quantizes the input of an ``nn.Linear``."""
 
-    def hook(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (quantize(args[0], quantizer), *args[1:])
+    def hook(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        x = args[0] if args else kwargs["input"]
+        return (quantize(x, quantizer),), {}
 
     return hook
 

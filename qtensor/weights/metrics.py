@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.errors import ArgumentTypeError, QTensorError, fail
+from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
 
 
 def kl(reference: Tensor, output: Tensor) -> float:
-    """Return the mean Kullback-Leibler divergence of the softmax over the last dim, in nats.
-
-    ``sum p (log p - log q)`` with p of the reference and q of the output, in float64.
-    """
-    p = torch.log_softmax(reference.double(), -1)
-    q = torch.log_softmax(output.double(), -1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    """Return the mean of ``kl_divergences`` of outputs (..., classes), in nats."""
+    return float(kl_divergences(reference, output).mean())
 
 
 def noise(reference: Tensor, output: Tensor) -> float:
@@ -47,20 +44,55 @@ def named_metric(metric: str | Metric) -> tuple[str, Metric]:
     return getattr(metric, "__name__", type(metric).__name__), metric
 
 
-def run(model: Any, batch: Any) -> Any:
-    """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+def run(op: str, place: str, model: Any, batch: Any) -> Any:
+    """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+
+    Args:
+        op: the caller's name, for errors.
+        place: which input it is, for errors: ``"calibration[3]"``.
+        model: the module.
+        batch: the input.
+
+    Raises:
+        QTensorError: the model raises an exception, which is the cause of this one.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    except QTensorError as error:
+        error.add_note(f"This happened in {op}, at {place}.")
+        raise
+    except Exception as error:
+        rule = f"the model must run on each input; {place} failed"
+        got = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise QTensorError(
+            f"{op}: {rule}; got {got}. Check this input; a tensor is one argument, a tuple holds "
+            "arguments, a dict keyword arguments."
+        ) from error
 
 
-def call(model: Any, batch: Any) -> Tensor:
+@contextmanager
+def same_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Restore the state of torch's generators after the block.
+
+    Each run of a model over its inputs then draws the same random numbers, and none is used up.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda):
+        yield
+
+
+def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
     """Run a model on one input and return its output tensor, without padding.
 
     Args:
+        op: the caller's name, for errors.
+        place: which input it is, for errors.
         model: the module.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. Of a
-            mapping with an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. If a
+            mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
 
     Returns:
         The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
@@ -69,7 +101,7 @@ def call(model: Any, batch: Any) -> Tensor:
     Raises:
         ArgumentTypeError: the output is not such a value.
     """
-    output = run(model, batch)
+    output = run(op, place, model, batch)
     for name in ("logits", "last_hidden_state"):
         output = getattr(output, name, output) if not isinstance(output, Tensor) else output
     if isinstance(output, tuple | list) and output:
@@ -77,7 +109,7 @@ def call(model: Any, batch: Any) -> Tensor:
     if not isinstance(output, Tensor) or not output.is_floating_point():
         rule = "the model must return a floating tensor, logits or last_hidden_state, or a tuple"
         fix = "Wrap the model in a module that returns the tensor to compare"
-        fail("search", rule, type(output).__name__, fix, ArgumentTypeError)
+        fail(op, rule, type(output).__name__, fix, ArgumentTypeError)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if isinstance(mask, Tensor) and mask.shape == output.shape[:2]:
         return output[mask.bool()]

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from qtensor.api import Format, quantizer
-from qtensor.errors import fail
+from qtensor.errors import QTensorError, fail
+from qtensor.functional.plan import weight_canonical
+from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.quantizers import Quantizer
 from qtensor.registry import parse
-from qtensor.weights.layers import Filter, linear_layers, match
+from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.rounding import Layer, Progress, Rounding, as_rounding, round_weights
 
@@ -27,11 +29,15 @@ def quantize_(
     calibration: Iterable[Any] | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Quantize the weights of a model's ``nn.Linear`` layers, in place.
+    """Quantize the weights of a model's linear layers, in place.
 
-    The layers stay ``nn.Linear`` and compute with the codes of their weights; inputs stay in high
-    precision. The new parameters are frozen. ``convert_`` is for training: it swaps the layers, and
-    a recipe quantizes inputs and gradients too.
+    The layers keep their classes and compute with the codes of their weights; the inputs of an
+    ``nn.Linear`` stay in high precision. The new parameters are frozen. ``convert_`` is for
+    training: it swaps the layers, and a recipe quantizes inputs and gradients too.
+
+    Linear layers are ``nn.Linear``, ``Conv1D`` and stacked experts (E, N, K) of transformers, and
+    ``Linear`` and ``GroupedLinear`` of qtensor. ``nn.Linear`` layers with one weight count as one
+    layer, with the first name.
 
     Arguments, weights and calibration inputs are checked before the first layer changes. If a later
     step fails or is interrupted, each finished layer is quantized and each other one is unchanged;
@@ -40,15 +46,17 @@ def quantize_(
     With calibration inputs, the model runs in eval mode and eager code, without gradients. It runs
     once over all inputs, and for GPTQ once more for each group of layers that share an input, up to
     that group, with all layers before it quantized. Activations are not kept: the memory beside the
-    model is a few float64 matrices (K, K) of one layer. Positions whose ``attention_mask`` is 0 do
-    not count. The bytes of a run can be repeated with the same number of threads.
+    model is a few float64 matrices (K, K) of one layer, or up to 1 GiB of them for experts.
+    Positions whose ``attention_mask`` is 0 do not count, except in experts. The bytes of a run can
+    be repeated with the same number of threads. The state of torch's generators is restored.
 
     Args:
         model: the root. It is changed in place, a layer at a time.
         format: a format id such as ``"nvfp4"``, a quantizer, or the canonical text of one. Or a
             dict from names of layers (``*`` and ``?`` allowed) to formats; the first key that
             matches a name decides, and None leaves the layer in high precision.
-        filter_fn: ``(module, name) -> bool`` selects layers; None selects all.
+        filter_fn: ``(module, name) -> bool`` selects layers; None selects all. Stacked experts have
+            the name of their parameter.
         rounding: ``"nearest"``; ``"mse"``: the factors with the least squared error of each block;
             ``"weighted_mse"``: the same, weighted by the mean squares of the inputs; ``"gptq"``:
             later columns of a weight make up for the errors of earlier ones (Frantar et al., 2022);
@@ -65,11 +73,12 @@ def quantize_(
         QTensorError: a format is unknown, or takes its scale from earlier steps; a key matches no
             layer; the model has no layer to quantize; ``calibration`` is empty, missing or not
             needed, does not run a layer, or leads to NaN; a format or weight allows only
-            ``"nearest"``.
+            ``"nearest"``; a recipe of a layer of qtensor does not read the format; the model fails
+            on an input, and its error is the cause.
     """
-    layers, reasons = linear_layers("quantize_", model, filter_fn)
+    layers, skipped = linear_layers("quantize_", model, filter_fn)
     if not layers:
-        why = "; ".join(f"{n or '(root)'}: {r}" for n, r in list(reasons.items())[:3]) or "none"
+        why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
         rule = "the model needs an nn.Linear whose weight can be quantized"
         fail("quantize_", rule, why, "Check filter_fn, or quantize single tensors with quantize")
     if format is None:
@@ -79,23 +88,24 @@ def quantize_(
     patterns = match("quantize_", formats, layers, "format")
     parsed = {pattern: as_quantizer("quantize_", formats[pattern]) for pattern in formats}
     chosen_rounding, batches = as_rounding(rounding, calibration)
-    wanted, skipped = [], [_report(name, model, reason) for name, reason in reasons.items()]
+    wanted = []
     for name, layer in layers.items():
         chosen = parsed[patterns[name]] if name in patterns else None
         if chosen is None:
             reason = "stays in high precision" if name in patterns else "no key of format matches"
-            skipped.append(_report(name, model, reason))
+            skipped.append(_report(name, layer, reason))
         else:
             wanted.append(Layer(name, layer, chosen))
+            check_recipe(name, layer, chosen)
     notes = {}
     with evaluating(model), torch.no_grad():
-        for layer, note in round_weights(model, wanted, chosen_rounding, batches):
-            weight, text = layer.module.weight, layer.quantizer.canonical
-            bits = 8 * weight.nbytes / weight.numel()
-            notes[layer.name] = f"{text}, {bits:.2f} bits a value{note}"
+        for done, note in round_weights(model, wanted, chosen_rounding, batches):
+            linear, text = done.linear, done.quantizer.canonical
+            bits = 8 * linear.nbytes / linear.values
+            notes[done.name] = f"{text}, {bits:.2f} bits a value{note}{linear.note}"
             if progress is not None:
-                progress(len(notes), len(wanted), layer.name)
-    swapped = tuple(_report(layer.name, model, notes[layer.name]) for layer in wanted)
+                progress(len(notes), len(wanted), done.name)
+    swapped = tuple(_report(each.name, each.linear, notes[each.name]) for each in wanted)
     title = f"quantize_ to {format if isinstance(format, str) else 'the formats given'}"
     if chosen_rounding.chooses:
         title += f" with {rounding if isinstance(rounding, str) else chosen_rounding}"
@@ -119,7 +129,24 @@ def as_quantizer(op: str, format: Any) -> Quantizer | None:
     return found
 
 
-def _report(name: str, model: nn.Module, note: str) -> LayerReport:
-    layer: Any = model.get_submodule(name)
-    sizes = (getattr(layer, "in_features", "?"), getattr(layer, "out_features", "?"))
-    return LayerReport(name or "(root)", f"{sizes[0]} -> {sizes[1]}", note)
+def check_recipe(name: str, layer: LinearLayer, quantizer: Quantizer) -> None:
+    """Refuse a format that the recipe of a layer of qtensor does not read.
+
+    Raises:
+        QTensorError: the recipe in force reads weights of another format.
+    """
+    module = layer.modules[0]
+    if isinstance(module, QuantizedModule):
+        try:
+            own: Any = module
+            kind, key = own._options.module, module._recipe_key()
+            weight_canonical(quantizer.canonical, key, kind, module.name, False)
+        except QTensorError as error:
+            rule = "a layer of qtensor needs the format that its recipe reads"
+            got = f"{quantizer.canonical} for {name or '(root)'} ({error})"
+            fail("quantize_", rule, got, "Choose that format, or leave the layer out")
+
+
+def _report(name: str, layer: LinearLayer, note: str) -> LayerReport:
+    count = f"{layer.experts} experts, " if layer.experts > 1 else ""
+    return LayerReport(name or "(root)", layer.features, count + note)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qtensor.api import quantize
@@ -15,11 +16,11 @@ from qtensor.quantizers import Quantizer
 from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import spread
 from qtensor.weights import calibration
+from qtensor.weights.calibration import OP, LayerInputs
 from qtensor.weights.compensation import Rounded, compensate
-from qtensor.weights.layers import set_weight
+from qtensor.weights.layers import LinearLayer
 from qtensor.weights.scale_search import best_factors
 
-OP = "quantize_"
 SCALES = ("nearest", "mse", "weighted_mse")
 
 Progress = Callable[[int, int, str], None]
@@ -141,35 +142,48 @@ def check_grid(op: str, quantizer: Any) -> None:
             fail(op, rule, quantizer.canonical, f'{fix}, or use rounding="nearest"')
 
 
-def check_weight(name: str, weight: Tensor, quantizer: Quantizer) -> None:
-    """Refuse a weight or a format that only rounds to nearest.
-
-    Raises:
-        QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no
-            values.
-    """
-    check_grid(OP, quantizer)
-    if weight.is_meta:
-        rule = 'a weight must have values if rounding is not "nearest"'
-        fail(OP, rule, f"{name}.weight on the meta device", "Load the weights first")
-    if not weight.isfinite().all():
-        rule = 'a weight must be finite if rounding is not "nearest"'
-        fail(OP, rule, f"NaN or inf in {name}.weight", "Repair it, or leave it out with filter_fn")
-
-
 @dataclass(frozen=True)
 class Layer:
     """A layer to quantize.
 
     Attributes:
         name: its name.
-        module: the layer.
-        quantizer: the format of its weight.
+        linear: the layer.
+        quantizer: the format of its weights.
     """
 
     name: str
-    module: Any
+    linear: LinearLayer
     quantizer: Quantizer
+
+
+def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> None:
+    """Refuse a weight or a format that only rounds to nearest.
+
+    Args:
+        layer: the layer.
+        own: name of its weight.
+        weight: (N, K), or (E, N, K) for stacked experts.
+        rounding: not ``"nearest"``.
+
+    Raises:
+        QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no
+            values.
+    """
+    name = layer.name if layer.linear.stacked else f"{layer.name}.{own}"
+    check_grid(OP, layer.quantizer)
+    if weight.is_meta:
+        rule = 'a weight must have values if rounding is not "nearest"'
+        fail(OP, rule, f"{name} on the meta device", "Load the weights first")
+    if not weight.isfinite().all():
+        rule = 'a weight must be finite if rounding is not "nearest"'
+        fail(OP, rule, f"NaN or inf in {name}", "Repair it, or leave it out with filter_fn")
+    if layer.linear.stacked and rounding.needs_inputs:
+        rows = grid_of(layer.quantizer, weight).block[0]
+        rule = "each expert must have factors of its own, because it has inputs of its own"
+        fix = 'Choose a format with smaller blocks, or rounding="mse"'
+        got = f"blocks of {rows} rows for the {weight.shape[1]} rows of an expert of {name}"
+        check(weight.shape[1] % rows == 0, OP, rule, got, fix)
 
 
 def round_weights(
@@ -186,59 +200,112 @@ def round_weights(
     """
     for layer in layers:
         if rounding.chooses:
-            check_weight(layer.name, layer.module.weight, layer.quantizer)
+            for name, weight in zip(layer.linear.parameters, layer.linear.weights, strict=True):
+                check_weight(layer, name, weight, rounding)
     if not rounding.needs_inputs:
         for layer in layers:
-            set_weight(layer.module, by_scales(layer, rounding, None))
+            layer.linear.put([
+                by_scales(w, layer.quantizer, rounding) for w in layer.linear.weights
+            ])
             yield layer, ""
         return
     named = {layer.name: layer for layer in layers}
-    modules = {layer.name: layer.module for layer in layers}
-    found = calibration.survey(OP, model, modules, batches)
+    found = calibration.survey(model, {layer.name: layer.linear for layer in layers}, batches)
     for group in calibration.groups(found):
-        if not rounding.compensate:
-            for name in group:
-                inputs = found[name]
-                set_weight(modules[name], by_scales(named[name], rounding, inputs.squares))
-                yield named[name], ""
-            continue
-        first = group[0]
-        total = calibration.hessian(OP, model, first, modules[first], found[first], batches)
+        totals: list[Tensor] = []
         for name in group:
-            own = total if name == group[-1] else total.clone()
-            done, tensor = compensated(named[name], rounding, own)
-            set_weight(modules[name], tensor)
-            raised = done.damping > max(rounding.damping, 0)
-            yield named[name], f", damping {done.damping:.0e}" if raised else ""
+            layer, inputs, done = named[name], found[name], []
+            matrices = Matrices(layer)
+            for experts in calibration.expert_ranges(inputs):
+                known = [inputs.squares[expert] for expert in experts]
+                if rounding.compensate:
+                    if layer.linear.experts > 1 or not totals:
+                        totals = []
+                        totals = calibration.hessians(
+                            model, name, layer.linear, inputs, batches, experts
+                        )
+                    # The matrix is overwritten; the last layer that shares it needs no copy.
+                    known = totals if name == group[-1] else [total.clone() for total in totals]
+                done += [
+                    rounded(matrices.grid(expert), rounding, own)
+                    for expert, own in zip(experts, known, strict=True)
+                ]
+            layer.linear.put(matrices.tensors(done))
+            yield layer, _note(rounding, inputs, done)
 
 
-def by_scales(layer: Layer, rounding: Rounding, squares: Tensor | None) -> Tensor:
-    """Return the weight rounded to nearest, with the factors of ``rounding.scales``."""
-    weight = layer.module.weight.detach()
+def _note(rounding: Rounding, inputs: LayerInputs, done: Sequence[Rounded]) -> str:
+    """Return what the report says about a layer: raised damping, and experts without inputs."""
+    damping = max(part.damping for part in done)
+    note = f", damping {damping:.0e}" if damping > max(rounding.damping, 0) else ""
+    idle = [str(expert) for expert, rows in enumerate(inputs.rows) if not rows]
+    if idle:
+        shown = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
+        note += f", {len(idle)} of {len(inputs.rows)} experts had no inputs ({shown})"
+    return note
+
+
+def by_scales(weight: Tensor, quantizer: Quantizer, rounding: Rounding) -> Tensor:
+    """Return a weight (..., K) rounded to nearest, with the factors of ``rounding.scales``."""
     if rounding.scales == "nearest":
-        return quantize(weight, layer.quantizer)
-    grid = grid_of(layer)
-    factors = best_factors(grid, grid.matrix, squares)
-    shape = (grid.matrix.shape[0], grid.matrix.shape[1])
-    wide = grid.wide
-    codes, _ = grid.round(grid.matrix, spread(factors, *grid.block, shape), wide)
-    return grid.tensor(codes, factors)
+        return quantize(weight, quantizer)
+    grid = grid_of(quantizer, weight)
+    done = rounded(grid, rounding, None)
+    return grid.tensor(done.codes, done.factors)
 
 
-def compensated(layer: Layer, rounding: Rounding, total: Tensor) -> tuple[Rounded, Tensor]:
-    """Return the result of ``compensate``, and the quantized weight."""
-    grid = grid_of(layer)
+def rounded(grid: Grid, rounding: Rounding, known: Tensor | None) -> Rounded:
+    """Return the codes and factors of a weight.
 
-    def choose(x: Tensor, squares: Tensor) -> Tensor:
+    Args:
+        grid: of the weight (M, K).
+        rounding: how to choose.
+        known: of the inputs: for ``compensate`` the mean of ``x x^T``, float64 (K, K), which is
+            overwritten; otherwise the sums of squares (K,), or None for equal weights.
+    """
+
+    def choose(x: Tensor, squares: Tensor | None) -> Tensor:
         if rounding.scales == "nearest":
             return grid.nearest(x)
         return best_factors(grid, x, squares if rounding.scales == "weighted_mse" else None)
 
-    done = compensate(grid, total, rounding.damping, rounding.activation_order, choose)
-    return done, grid.tensor(done.codes, done.factors)
+    if rounding.compensate and known is not None:
+        return compensate(grid, known, rounding.damping, rounding.activation_order, choose)
+    factors = choose(grid.matrix, known)
+    shape = (grid.matrix.shape[0], grid.matrix.shape[1])
+    codes, _ = grid.round(grid.matrix, spread(factors, *grid.block, shape), grid.wide)
+    return Rounded(codes, factors, 0.0)
 
 
-def grid_of(layer: Layer) -> Grid:
-    """Return the grid of a layer's weight."""
-    grid: Grid = layer.quantizer.grid_cls(layer.quantizer, layer.module.weight)  # type: ignore[misc]
+class Matrices:
+    """The matrices (N, K) of a layer: one, or one for each expert."""
+
+    def __init__(self, layer: Layer) -> None:
+        """Read the weights of a layer."""
+        self._quantizer, self._stacked = layer.quantizer, layer.linear.stacked
+        self._weights = layer.linear.weights
+        self._grids = [grid_of(layer.quantizer, weight) for weight in self._weights]
+
+    def grid(self, expert: int) -> Grid:
+        """Return the grid of one matrix. Stacked experts share the factor of the tensor."""
+        if not self._stacked:
+            return self._grids[expert]
+        whole, own = self._grids[0], self._weights[0][expert]
+        grid = grid_of(self._quantizer, own)
+        first, last = expert * len(own), (expert + 1) * len(own)
+        grid.wide = whole.wide if len(whole.wide) == 1 else whole.wide[first:last]
+        return grid
+
+    def tensors(self, done: Sequence[Rounded]) -> list[Tensor]:
+        """Return the quantized weights that hold codes and factors of all matrices."""
+        if self._stacked:
+            codes = torch.cat([part.codes for part in done])
+            return [self._grids[0].tensor(codes, torch.cat([part.factors for part in done]))]
+        pairs = zip(self._grids, done, strict=True)
+        return [grid.tensor(part.codes, part.factors) for grid, part in pairs]
+
+
+def grid_of(quantizer: Quantizer, weight: Tensor) -> Grid:
+    """Return the grid of a weight (..., K)."""
+    grid: Grid = quantizer.grid_cls(quantizer, weight)  # type: ignore[misc]
     return grid

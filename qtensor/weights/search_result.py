@@ -14,6 +14,7 @@ from qtensor.errors import fail
 from qtensor.modules.conversion import Conversion
 from qtensor.modules.convert import convert_
 from qtensor.recipes import CustomRecipe, Role
+from qtensor.texts import aligned
 from qtensor.weights.layers import match
 from qtensor.weights.quantize import quantize_
 
@@ -151,12 +152,7 @@ class SearchResult:
             )
             for group in self.groups
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([head, "", *lines])
+        return "\n".join([head, "", *[f"  {line}" for line in aligned(rows)]])
 
     __repr__ = __str__
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from qtensor.texts import aligned
 
 MOVED, QUANTIZED, REQUANTIZED = "moved", "quantized", "requantized"
 DECODED, PLAIN, RECIPROCAL = "decoded", "plain", "reciprocal"
@@ -148,12 +150,3 @@ def result_from_dict(values: Mapping[str, Any]) -> TensorResult:
 def json_number(value: float | None) -> float | str | None:
     """Return a number as JSON holds it: ``"inf"`` and ``"nan"`` are texts there."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their longest word."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
-from qtensor.checkpoints.conversion.report import aligned, json_number
+from qtensor.checkpoints.conversion.report import json_number
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.texts import aligned
 
 EQUAL_BYTES, EQUAL_VALUES, DIFFERENT = "equal bytes", "equal values", "different"
 OTHER_SHAPE, ONLY_A, ONLY_B = "other shape", "only in a", "only in b"

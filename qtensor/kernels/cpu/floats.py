@@ -19,7 +19,6 @@ from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.structs import ActivationCall, NormCall
 from qtensor.kernels.fusion import Clamp, Target
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"gelu": 0, "qgelu": 1, "relu": 2, "silu": 3, "srelu": 4}
 _GATED = {
     "geglu": 0,
@@ -62,7 +61,7 @@ def _vector(t: Tensor | None) -> tuple[Tensor | None, int | None, int]:
     if t is None:
         return None, None, 0
     t = t.contiguous()
-    return t, t.data_ptr(), _DTYPES[t.dtype]
+    return t, t.data_ptr(), native.DTYPES[t.dtype]
 
 
 def _all_sized(count: int, *tensors: Tensor | None) -> bool:
@@ -106,7 +105,7 @@ def norm_call(
         bias=bias_at,
         mean=mean.data_ptr() if kind == "layernorm" else None,
         rstd=rstd.data_ptr(),
-        y_dtype=_DTYPES[dtype],
+        y_dtype=native.DTYPES[dtype],
         weight_dtype=weight_dtype,
         bias_dtype=bias_dtype,
         zero_centered=zero_centered,
@@ -128,7 +127,7 @@ def norm_(
     if handle is None or not x.numel() or not _all_sized(x.shape[-1], weight, bias):
         return False
     call, _alive = norm_call(outputs, x, (weight, bias), settings, outputs[0].dtype)
-    return bool(handle.qt_norm(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
+    return bool(handle.qt_norm(ctypes.byref(call), native.DTYPES[x.dtype]) == 0)
 
 
 def norm_backward_(
@@ -177,13 +176,13 @@ def norm_backward_(
         dx=dx.data_ptr(),
         dweight=dweight.data_ptr() if dweight.numel() else None,
         dbias=dbias.data_ptr() if dbias.numel() else None,
-        y_dtype=_DTYPES[dy.dtype],
+        y_dtype=native.DTYPES[dy.dtype],
         weight_dtype=weight_dtype,
-        bias_dtype=_DTYPES[dbias.dtype],
+        bias_dtype=native.DTYPES[dbias.dtype],
         zero_centered=zero_centered,
         threads=_threads(rows * cols),
     )
-    return bool(handle.qt_norm(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
+    return bool(handle.qt_norm(ctypes.byref(call), native.DTYPES[x.dtype]) == 0)
 
 
 def bias_grad_(out: Tensor, dy: Tensor) -> bool:
@@ -200,7 +199,7 @@ def bias_grad_(out: Tensor, dy: Tensor) -> bool:
         y=out.data_ptr(),
         threads=_threads(rows * cols),
     )
-    return bool(handle.qt_sum_rows(ctypes.byref(call), _DTYPES[dy.dtype]) == 0)
+    return bool(handle.qt_sum_rows(ctypes.byref(call), native.DTYPES[dy.dtype]) == 0)
 
 
 def activation_call(
@@ -250,7 +249,7 @@ def activation_(
         if dy.dtype is not x.dtype or not _all_sized(values, dy):
             return False
     call, _alive = activation_call(out, x, kind, dy, clamp)
-    return bool(handle.qt_activation(ctypes.byref(call), _DTYPES[x.dtype]) == 0)
+    return bool(handle.qt_activation(ctypes.byref(call), native.DTYPES[x.dtype]) == 0)
 
 
 def norm_quantize_(
@@ -322,7 +321,7 @@ def _fused(
     status = handle.qt_fused(
         None if norm is None else ctypes.byref(norm),
         None if activation is None else ctypes.byref(activation),
-        _DTYPES[dtype],
+        native.DTYPES[dtype],
         arguments,
     )
     return bool(status == 0)

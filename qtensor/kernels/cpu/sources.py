@@ -142,6 +142,3 @@ def small_calls_build_spec() -> BuildSpec:
     )
     libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
     return BuildSpec("small_calls", units, find_cxx, (), libraries, "small CPU calls", 16.0)
-
-
-recipe = build_spec

@@ -1,7 +1,7 @@
-"""Which backend computes a product: one table for CPUs and GPUs, which ``explain`` shows.
+"""Choose the backend of a product, by one table for CPUs and GPUs that ``explain`` shows.
 
-The choice depends on formats, sizes, dtype and device alone. It is made once for each of them and
-kept. Every backend that is passed over has a reason.
+The choice depends on formats, sizes, dtype and device alone. It is made once for each combination
+and cached. Every backend that is skipped has a reason.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ BACKENDS = tuple(TABLE)
 
 @dataclass(frozen=True)
 class GemmChoice:
-    """What computes a problem.
+    """The backends that can compute a problem.
 
     Attributes:
-        runners: those that can, the preferred first. The last one is the reference.
-        refusals: (backend, reason) of each that cannot.
+        runners: the backends that can, the preferred first. The last one is the reference.
+        refusals: (backend, reason) of each backend that cannot.
         missing: the kernels that are not built, to warn about them; or None.
     """
 
@@ -173,24 +173,21 @@ def multiply_(out: Tensor, product: Product) -> None:
     Raises:
         UnsupportedError: the backend that is asked for by name cannot compute it.
     """
-    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, bias, backend, fast = product
-    turned = layout == "NN" and b_quantizer and not b[0].is_contiguous()
-    if turned and _device(out.device)[1] is not None:
+    pair, layout, bias, backend, _ = product
+    is_view_of_rows = layout == "NN" and pair.b_quantizer and not pair.b[0].is_contiguous()
+    if is_view_of_rows and _device(out.device)[1] is not None:
         # A weight behind t(): views of rows, which GPU kernels read in layout TN.
-        twin, b = transposed(parse(b_quantizer), b)
-        b_quantizer, b_shape, layout = twin.canonical, b_shape[::-1], "TN"
-    key = (
-        *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
-        *(layout, out.dtype, out.device, fast),
-        None if bias is None else (tuple(bias.shape), bias.dtype),
-    )
+        twin, rows = transposed(parse(pair.b_quantizer), pair.b)
+        pair = pair._replace(b=rows, b_quantizer=twin.canonical, b_shape=pair.b_shape[::-1])
+        product = product._replace(operands=pair, layout="TN")
+    key = _key(out, product)
     choice = _CHOICES.get(key) or _remember(key)
     if choice.missing is not None and backend == "auto":
         _warn(choice)
     refusals = []
     for runner in choice.runners:
         if backend in ("auto", runner.name):
-            reason = runner(out, a, b, bias)
+            reason = runner(out, pair.a, pair.b, bias)
             if reason is None:
                 return
             refusals.append((runner.name, reason))
@@ -209,13 +206,9 @@ def accumulate_(out: Tensor, product: Product) -> bool:
     """
     if out.dtype != torch.float32:
         return False
-    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, *_ = product
-    key = (
-        *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
-        *(layout, out.dtype, out.device, False, None),
-    )
+    key, pair = _key(out, product), product.operands
     runner = (_CHOICES.get(key) or _remember(key)).runners[0]
-    return runner.name == "cutlass" and runner(out, a, b, None, 1.0) is None
+    return runner.name == "cutlass" and runner(out, pair.a, pair.b, None, 1.0) is None
 
 
 def overwrite_(out: Tensor, product: Product) -> bool:
@@ -232,6 +225,16 @@ def overwrite_(out: Tensor, product: Product) -> bool:
         return False
     multiply_(out, product)
     return True
+
+
+def _key(out: Tensor, product: Product) -> tuple[Any, ...]:
+    """Return everything about a product that its choice depends on."""
+    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, bias, _, fast = product
+    return (
+        *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
+        *(layout, out.dtype, out.device, fast),
+        None if bias is None else (tuple(bias.shape), bias.dtype),
+    )
 
 
 def _remember(key: Any) -> GemmChoice:

@@ -52,7 +52,7 @@ def want(problem: Problem) -> Want | str:
 
 
 def _operand_refusal(problem: Problem, recipe: str) -> str | None:
-    """Why the stored operands are not what kernels of the recipe read."""
+    """Return why kernels of the recipe do not read the stored operands, or None."""
     a, b, sizes = problem.a, problem.b, problem.sizes
     if 0 in sizes:
         return "a product without elements needs no kernel"
@@ -89,7 +89,7 @@ def _bias_refusal(problem: Problem) -> str | None:
 
 
 def kernels(problem: Problem) -> tuple[KernelSpec, ...] | str:
-    """Kernels that can compute the problem, the best first; or why there is none."""
+    """Return the kernels that can compute the problem, the best first; or why there is none."""
     wanted = want(problem)
     if isinstance(wanted, str):
         return wanted
@@ -132,7 +132,7 @@ class Cutlass:
         bias: Tensor | None,
         beta: float = 0.0,
     ) -> str | None:
-        """Write ``out``; or say why these tensors cannot be taken, with nothing written."""
+        """Write ``out``; or, with nothing written, return why the kernel refuses the tensors."""
         if not (whole(self.problem.a, a, self.a.slots) and whole(self.problem.b, b, self.b.slots)):
             return "buffers must be those of whole tensors; these are of slices"
         tensors = self.tensors(out, a, b, bias)
@@ -144,7 +144,7 @@ class Cutlass:
     def tensors(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> Tensors:
-        """What the kernel reads and writes."""
+        """Return the tensors that the kernel reads and writes."""
         left, right = self.a, self.b
         if bias is not None:
             bias = bias.float().reshape(-1).expand(self.problem.sizes[2]).contiguous()

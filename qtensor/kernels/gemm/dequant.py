@@ -11,7 +11,7 @@ from torch import Tensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem
-from qtensor.reference.scaling import quotient
+from qtensor.kernels.gemm.reading import without_line_factors
 from qtensor.registry import by_name
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -65,11 +65,9 @@ def _amax_follows(operand: GemmSide) -> bool:
 class Dequant:
     """Multiply two operands that are decoded exactly to bfloat16 or float16.
 
-    Factors of tensors and rows are applied after it.
-
-    Sums are float32, factors and bias are applied to them in float32, and the result is rounded
-    once. Values whose last bit is below 2^-133, the smallest bfloat16, are rounded: factors of
-    about 2^-120 and less.
+    Sums are float32. Factors of tensors and rows, and the bias, are applied to them in float32, and
+    the result is rounded once. Values whose last bit is below 2^-133, the smallest bfloat16, are
+    rounded: factors of about 2^-120 and less.
     """
 
     name = "dequant"
@@ -92,7 +90,7 @@ class Dequant:
 
     @staticmethod
     def choose(problem: Problem) -> torch.dtype | str:
-        """The dtype to multiply in, or why there is none."""
+        """Return the dtype to multiply in, or why there is none."""
         if problem.capability is None or problem.capability < (8, 0):
             return "it needs a CUDA device with bfloat16 instructions (compute capability 8.0)"
         if 0 in problem.sizes:
@@ -125,18 +123,11 @@ class Dequant:
         return None
 
     def _values(self, operand: GemmSide, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Values of the logical shape, and factors that follow (one, or one a line)."""
+        """Return values of the logical shape, and factors for the sums (one, or one a line)."""
         quantizer: Any = operand.quantizer
         if quantizer is None:
             return buffers[0], None
-        buffers, factor = list(buffers), None
-        for i, slot in enumerate(quantizer.slots[: len(buffers)]):
-            if slot.name == "_scale_inv":
-                factor, buffers[i] = buffers[i].reshape(-1), torch.ones_like(buffers[i])
-            elif slot.name == operand.global_buffer:
-                divisor = quantizer.global_divisor
-                factor = quotient(buffers[i], divisor)
-                buffers[i] = torch.full_like(buffers[i], divisor)
+        buffers, factor = without_line_factors(quantizer, buffers, operand.global_buffer)
         if operand.rotated:
             # Rotated alike, both sides give the product of the tensors without being rotated back.
             quantizer = dataclasses.replace(quantizer, with_rht=False)
@@ -150,7 +141,7 @@ class Dequant:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of 16-bit operands in float32, each product exact."""
+    """Return ``a @ b`` of 16-bit operands in float32; each product of elements is exact."""
     if not a.is_cuda:
         return torch.matmul(a.float(), b.float())
     if b.ndim == 2:

@@ -11,6 +11,7 @@ from qtensor.kernels.gemm.problem import Problem
 from qtensor.kernels.gemm.stacks import matrix_buffers
 from qtensor.kernels.gemm.tiles import decoded
 from qtensor.kernels.gemm.weight_rows import (
+    NOT_ADJACENT,
     GemmRows,
     few_rows_refusal,
     mirrored,
@@ -82,7 +83,7 @@ class FewRows:
         added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
         if native.linear_(weight, rows, added, out, few=True):
             return None
-        return "the codes of a row of the quantized operand do not lie together"
+        return NOT_ADJACENT
 
     def _multiply_each(self, each: FewRows, out: Tensor, a: Tensor, b: list[Tensor]) -> str | None:
         """Write the products of a batch of plain matrices and a quantized stack."""

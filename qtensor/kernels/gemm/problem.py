@@ -65,6 +65,8 @@ class GemmSide:
         dtype: of a plain tensor, else uint8.
         columnwise: the direction that is read where there are two; None: the quantizer's own.
         contracted: the logical dim that is summed over: -1 or -2.
+        strided: the codes of one sum are known not to be adjacent in memory. Only `explain` looks;
+            a call finds out when it runs, so that one choice serves all strides.
     """
 
     canonical: str
@@ -72,6 +74,7 @@ class GemmSide:
     dtype: torch.dtype
     columnwise: bool | None
     contracted: int
+    strided: bool = False
 
     @functools.cached_property
     def quantizer(self) -> QuantizerLike | None:

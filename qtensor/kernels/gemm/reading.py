@@ -1,16 +1,19 @@
-"""Read the buffers of an operand as the matrices and factors of GPU kernels."""
+"""Read the buffers of an operand as the matrices and factors that kernels multiply."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from qtensor.errors import QTensorError
 from qtensor.kernels.gemm.problem import GemmSide
 from qtensor.reference.blocks import swizzle
+from qtensor.reference.scaling import quotient
 
 Reader = Callable[[list[Tensor]], Tensor]
 
@@ -88,15 +91,43 @@ def _turned(slot: int) -> Reader:
 
 @functools.cache
 def _last_first(slot: int) -> Reader:
-    """``_transpose`` (K, ...) as (..., K)."""
+    """Return a reader of ``_transpose`` (K, ...) as (..., K)."""
     return lambda buffers: buffers[slot].movedim(0, -1).contiguous()
 
 
 @functools.cache
 def _tiles(slot: int, turned: bool, swizzled: bool) -> Reader:
-    """Block factors in tiles of 128x4; tiles of the transpose where blocks run along the rows."""
+    """Return a reader of factors in tiles of 128x4, those of the transpose if ``turned``."""
     if swizzled:
         return lambda buffers: buffers[slot]
     if turned:
         return lambda buffers: swizzle(buffers[slot].t())
     return lambda buffers: swizzle(buffers[slot])
+
+
+def without_line_factors(
+    quantizer: Any, buffers: Sequence[Tensor], global_name: str | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return buffers whose values lack the factors of lines or of the tensor, and those factors.
+
+    A product applies these factors to its sums.
+
+    Args:
+        quantizer: of the buffers.
+        buffers: in slot order.
+        global_name: the buffer of the tensor-wide factor of a two-level format, or None.
+
+    Returns:
+        The buffers with ones in place of the factors, and the factors, float32 (n,), one or one for
+        each line; None if the format has no such factor.
+    """
+    replaced, factor = list(buffers), None
+    for i, slot in enumerate(quantizer.slots[: len(replaced)]):
+        if slot.name == "_scale_inv":
+            factor = replaced[i].reshape(-1)
+            replaced[i] = torch.ones_like(replaced[i])
+        elif slot.name == global_name:
+            divisor = quantizer.global_divisor
+            factor = quotient(replaced[i], divisor)
+            replaced[i] = torch.full_like(replaced[i], divisor)
+    return replaced, factor

@@ -28,7 +28,7 @@ class ScaledMM:
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
-        """Why it does not compute the problem, or None."""
+        """Return why it does not compute the problem, or None."""
         a, b, (_, _, n, k) = problem.a, problem.b, problem.sizes
         if problem.capability is None or problem.capability < _SCALED_MM_CAPABILITY:
             return "torch._scaled_mm needs a CUDA device of compute capability 8.9 or later"
@@ -61,7 +61,7 @@ class ScaledMM:
     def __call__(
         self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
     ) -> str | None:
-        """Write ``out``; or say why these tensors cannot be taken."""
+        """Write ``out``; or return why torch cannot take these tensors."""
         problem, (_, m, n, k) = self.problem, self.problem.sizes
         if not (whole(problem.a, a, self.a.slots) and whole(problem.b, b, self.b.slots)):
             return "buffers must be those of whole tensors; these are of slices"

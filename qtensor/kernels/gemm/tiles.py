@@ -11,10 +11,10 @@ from torch import Tensor
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.kernels.gemm.problem import Problem, global_buffer
+from qtensor.kernels.gemm.reading import without_line_factors
 from qtensor.kernels.gemm.weight_rows import GemmRows, rows_of_both, rows_refusal
 from qtensor.layout import Shape, rows_cols
 from qtensor.reference.gemm import matmul
-from qtensor.reference.scaling import quotient
 
 SMALL = 1 << 18
 """A weight of at most this many elements is decoded as a whole: tiles cost more than they save."""
@@ -91,19 +91,13 @@ def decoded(matrix: GemmRows, dtype: torch.dtype) -> tuple[Tensor | None, Tensor
         Values (..., K), or None if no kernel decodes them. Factors: float32 (1,) or one for each
         row, or None if the values contain all of them.
     """
-    quantizer, buffers = matrix.quantizer, list(matrix.buffers)
+    quantizer, buffers, factor = matrix.quantizer, matrix.buffers, None
     if quantizer is None:
         return buffers[0].to(dtype).contiguous(), None
-    factor = None
-    for i, slot in enumerate(quantizer.slots[: len(buffers)]):
-        if slot.name == "_scale_inv" and getattr(quantizer, "axis", -1) == -1:
-            factor = buffers[i].reshape(-1).contiguous()
-            buffers[i] = torch.ones_like(buffers[i])
-        elif slot.name == global_buffer(quantizer, "_rowwise"):
-            divisor = quantizer.global_divisor  # type: ignore[attr-defined]
-            factor = quotient(buffers[i], divisor).contiguous()
-            buffers[i] = torch.full_like(buffers[i], divisor)
+    if getattr(quantizer, "axis", -1) == -1:
+        global_name = global_buffer(quantizer, "_rowwise")
+        buffers, factor = without_line_factors(quantizer, buffers, global_name)
     values = torch.empty(tuple(matrix.shape), dtype=dtype)
     if not table.dequantize_(quantizer, buffers, matrix.shape, values, Part(columnwise=False)):
         return None, None
-    return values, factor
+    return values, None if factor is None else factor.contiguous()

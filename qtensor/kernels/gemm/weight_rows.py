@@ -20,6 +20,9 @@ from qtensor.kernels.gemm.stacks import stack_refusal
 from qtensor.layout import Shape
 from qtensor.registry import QuantizerLike, parse, transposed
 
+NOT_ADJACENT = "the codes of a row of the quantized operand do not lie together"
+"""Why few rows of x are not multiplied with a weight that lies like a transpose."""
+
 
 class GemmRows(NamedTuple):
     """A matrix as rows along the contraction: its quantizer (None: plain), buffers and shape."""
@@ -43,7 +46,9 @@ def rows_refusal(problem: Problem) -> str | None:
     if a.quantizer is not None and not a.quantizer.rowwise:
         return "the left operand has no rowwise data"
     twin = rows_quantizer(problem)
-    if b.side != ("_rowwise" if problem.layout == "TN" else "_columnwise") or not twin.rowwise:
+    along = "_rowwise" if problem.layout == "TN" else "_columnwise"
+    same_values = b.quantizer.spec.transpose_shares_bytes
+    if not twin.rowwise or (b.side != along and not same_values):
         return "the data of the right operand do not run along the contraction"
     return table.refusal(twin, torch.float32, "cpu")
 
@@ -68,7 +73,18 @@ def few_rows_refusal(problem: Problem) -> str | None:
         return f"the values of {problem.b.canonical} must be rotated back"
     if getattr(rows_quantizer(problem), "axis", -1) != -1:
         return f"the factors of {problem.b.canonical} run along the contraction"
-    return None
+    return NOT_ADJACENT if problem.b.strided else None
+
+
+def with_strides(side: GemmSide, buffers: list[Tensor]) -> GemmSide:
+    """Return a quantized matrix with the note whether the codes of a sum lie together."""
+    quantizer = side.quantizer
+    if quantizer is None or len(side.shape) != 2:
+        return side
+    if side.contracted != -1:
+        quantizer, buffers = transposed(quantizer, buffers)
+    strided = bool(quantizer.rowwise) and buffers[0].stride(-1) != 1
+    return dataclasses.replace(side, strided=strided)
 
 
 def _stack_refusal(problem: Problem) -> str | None:
@@ -93,7 +109,7 @@ def mirrored(problem: Problem) -> Problem | None:
         return None
     rows = b.shape if problem.layout == "TN" else b.shape[::-1]
     left = GemmSide("", rows, b.dtype, None, -1)
-    right = GemmSide(a.canonical, a.shape, a.dtype, None, -1)
+    right = GemmSide(a.canonical, a.shape, a.dtype, None, -1, a.strided)
     return dataclasses.replace(problem, a=left, b=right, layout="TN")
 
 

@@ -35,7 +35,7 @@ from qtensor.kernels.cpu.small_calls.program import (
     ProgramMatrix,
     Result,
     Source,
-    available,
+    can_multiply,
     serves,
 )
 from qtensor.kernels.gemm.problem import Problem, sides
@@ -138,7 +138,7 @@ def multiply(builder: Builder, a: ProgramMatrix, b: ProgramMatrix, result: Resul
         if rows is not None:
             builder.multiply_few_rows(a, rows, m, out, bias)
             return True
-    if not available() or not fits(m, n, k):
+    if not can_multiply() or not fits(m, n, k):
         return False
     builder.multiply(a, b, result)
     return True
@@ -242,7 +242,7 @@ def _plan_small_product(
     n = b_shape[0] if layout == "TN" else b_shape[1]
     if tuple(b_shape) != ((n, k) if layout == "TN" else (k, n)):
         return None
-    if not fits(m, n, k) or dtype not in DTYPES or not available():
+    if not fits(m, n, k) or dtype not in DTYPES or not can_multiply():
         return None
     if bias is not None and (bias.dtype not in DTYPES or tuple(bias.shape) != (n,)):
         return None
@@ -286,7 +286,7 @@ def refuse_gemm(problem: Problem) -> str | None:
             return f"no program reads {side.label}"
     if problem.bias is not None and not (problem.bias[0] == (n,) and problem.bias[1] in DTYPES):
         return f"the bias is not a vector of {n} values that a program reads"
-    return None if available() else "the matrix product of torch was not found"
+    return None if can_multiply() else "the matrix product of torch was not found"
 
 
 def _matrix(

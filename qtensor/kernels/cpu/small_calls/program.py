@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +32,12 @@ _NOTHING, _ONE, _FIRST = range(3)
 
 
 class Program:
-    """Steps to run over addresses in the order of `Builder.call_address`; 0 is an absent tensor."""
+    """Steps to run over addresses in the order of `Builder.call_address`; 0 is an absent tensor.
 
-    __slots__ = ("_c_quantizers", "_header", "_offsets", "_pack", "_steps", "address", "run")
+    `address` is that of the header, which C++ reads.
+    """
+
+    __slots__ = ("_c_quantizers", "_header", "_offsets", "_steps", "address")
 
     def __init__(
         self, steps: array[int], passed: int, scratch: Sequence[int], c_quantizers: list[Any]
@@ -57,15 +59,7 @@ class Program:
                 steps.buffer_info()[0],
             ),
         )
-        self._pack = pack = struct.Struct(f"={passed}q").pack
-        self.address = address = self._header.buffer_info()[0]
-
-        def run(*addresses: int) -> bool:
-            kernels = native.library()
-            return type(kernels) is not str and kernels.run(address, pack(*addresses)) == 0  # type: ignore[union-attr]
-
-        self.run: Callable[..., bool] = run
-        """Run the steps; return False, with no output written, where there are no kernels."""
+        self.address = self._header.buffer_info()[0]
 
 
 @functools.cache
@@ -143,7 +137,7 @@ def serves(quantizer: Any, shape: tuple[int, ...]) -> BufferLayout | None:
     return buffer_layout(quantizer, torch.Size(shape))
 
 
-def available() -> bool:
+def can_multiply() -> bool:
     """Return whether programs can multiply: they need the `sgemm` of torch."""
     return _sgemm() != 0
 

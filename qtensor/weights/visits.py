@@ -1,0 +1,126 @@
+"""Show the inputs of linear layers while a model runs."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from qtensor.errors import ArgumentTypeError, fail
+from qtensor.modules.grouped_linear import GroupedLinear
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.weights.layers import LinearLayer
+
+See = Callable[[str, int, Tensor], None]
+"""Called with the name of a layer, the number of an expert or 0, and rows (R, K) of its input."""
+Finish = Callable[[str, Tensor | None], None]
+"""Called after the rows of a call of a layer, with its name and the input; None for experts."""
+
+
+@contextmanager
+def visiting(
+    op: str, layers: Mapping[str, LinearLayer], see: See, finish: Finish
+) -> Iterator[Callable[[Any], None]]:
+    """Call ``see`` and ``finish`` for each call of the layers.
+
+    Yields:
+        A function that takes the batch that runs next; its attention mask tells padding.
+    """
+    masks: list[Tensor | None] = [None]
+
+    def padding(batch: Any) -> None:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        masks[0] = mask if isinstance(mask, Tensor) else None
+
+    def hook_of(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # nn.Linear names its argument "input", and Conv1D names it "x".
+            x = args[0] if args else kwargs.get("input", kwargs.get("x"))
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                rule = "the input of a linear layer is a floating tensor"
+                fix = "Leave the layer out with filter_fn"
+                fail(op, rule, f"{type(x).__name__} for {name}", fix, ArgumentTypeError)
+            values = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
+            mask = masks[0]
+            # As for the metrics of a search, positions that are padding do not count.
+            if mask is not None and values.ndim == 3 and mask.shape == values.shape[:2]:
+                values = values[mask.bool()]
+            rows = values.detach().flatten(0, -2).float()
+            parts: tuple[Tensor, ...] = (rows,)
+            if isinstance(module, GroupedLinear):
+                sizes = args[1] if len(args) > 1 else kwargs["m_splits"]
+                parts = rows.split(sizes.tolist() if isinstance(sizes, Tensor) else list(sizes))
+            for expert, part in enumerate(parts):
+                see(name, expert, part)
+            finish(name, x)
+
+        return hook
+
+    with ExitStack() as stack:
+        stacks = {name: layer for name, layer in layers.items() if layer.stacked}
+        for name, layer in layers.items():
+            if layer.stacked:
+                continue
+            for module in layer.modules:
+                hook = module.register_forward_pre_hook(hook_of(name), with_kwargs=True)
+                stack.callback(hook.remove)
+        if stacks:
+            stack.enter_context(_one_expert_at_a_time(stacks, finish))
+            stack.enter_context(_Products(stacks, see))
+        # Hooks do not run in graphs that were compiled without them.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield padding
+
+
+class _Products(TorchFunctionMode):
+    """Calls ``see`` for each product ``linear(x, weight[expert])`` with stacked weights."""
+
+    def __init__(self, layers: Mapping[str, LinearLayer], see: See) -> None:
+        super().__init__()
+        self._see = see
+        self._layers = {
+            layer.stored[0].untyped_storage().data_ptr(): (name, layer.stored[0])
+            for name, layer in layers.items()
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        weight = args[1] if func is F.linear and len(args) > 1 else None
+        if type(weight) is Tensor and (
+            found := self._layers.get(weight.untyped_storage().data_ptr())
+        ):
+            name, whole = found
+            if weight.shape == whole.shape[1:]:
+                expert = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+                self._see(name, expert, args[0].detach().flatten(0, -2).float())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _one_expert_at_a_time(layers: Mapping[str, LinearLayer], finish: Finish) -> Iterator[None]:
+    """Let experts of transformers run their loop of one linear product after the other.
+
+    By default they multiply all experts at once, by ``grouped_mm``. The class's own forward, which
+    their library wraps, has the loop.
+    """
+
+    def after(name: str) -> Any:
+        return lambda module, args, output: finish(name, None)
+
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            (module,) = layer.modules
+            stack.callback(module.register_forward_hook(after(name)).remove)
+            if "forward" not in vars(module):
+                loop = inspect.unwrap(type(module).forward)
+                module.forward = types.MethodType(loop, module)
+                stack.callback(delattr, module, "forward")
+        yield
