@@ -111,14 +111,14 @@ def recording_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not args and "input" in kwargs:
         args, kwargs = (kwargs["input"],), {n: v for n, v in kwargs.items() if n != "input"}
     x = args[0] if args else None
-    found = isinstance(x, Tensor) and x.is_floating_point()
-    if found:
+    has_input = isinstance(x, Tensor) and x.is_floating_point()
+    if has_input:
         args = (watch(x, "grad_input", site, texts), *args[1:])
     if state.previous is not None:
         out = state.previous(*args, **kwargs)
     else:
         out = type(self).forward(self, *args, **kwargs)
-    if found:
+    if has_input:
         record(args[0], "input", site, texts)
     for name, weight_site in state.weights.items():
         weight = getattr(self, name)

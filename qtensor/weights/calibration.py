@@ -28,7 +28,7 @@ MATRICES_BYTES = 1 << 30
 
 @dataclass
 class LayerInputs:
-    """What the inputs of a layer were like.
+    """Statistics of the inputs of a layer.
 
     Attributes:
         calls: for each batch, the numbers of the inputs of the layer's calls. Calls of several

@@ -68,7 +68,7 @@ def search(
     progress: Progress | None = None,
     resume: str | None = None,
 ) -> SearchResult:
-    """Choose a format for the weight of each linear layer, so that the model loses least.
+    """Choose a format for the weight of each linear layer, so that the model's error is least.
 
     Each group of layers is quantized alone, to each format, and the metric compares the model's
     outputs with those in high precision. The errors of the groups are taken to add up. The best

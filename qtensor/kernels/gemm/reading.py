@@ -48,9 +48,9 @@ def reading(operand: GemmSide, recipe: str) -> Reading:
     slots = (data, factors)
     if recipe == "fp8_blockwise":
         return Reading(_item(data), slots, _item(factors))
-    turned = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
-    codes = _turned(data) if turned and recipe == "mxfp4" else _item(data)
-    tiles = _tiles(factors, turned, bool(operand.option("swizzled")))
+    transposed = operand.side == "_columnwise" and recipe in ("mxfp8", "mxfp4")
+    codes = _transposed(data) if transposed and recipe == "mxfp4" else _item(data)
+    tiles = _tiles(factors, transposed, bool(operand.option("swizzled")))
     if recipe != "nvfp4":
         return Reading(codes, slots, tiles)
     level = operand.slot(operand.global_buffer or "")
@@ -74,8 +74,8 @@ def _read_fp8(operand: GemmSide) -> Reading:
         return Reading(_item(straight), (straight, scale), None, _item(scale), lines)
     if other is None:
         raise QTensorError(f"gemm[{operand.label}]: no codes")
-    turned = _last_first(other) if operand.contracted == -1 else _turned(other)
-    return Reading(turned, (other, scale), None, _item(scale), lines)
+    codes = _last_first(other) if operand.contracted == -1 else _transposed(other)
+    return Reading(codes, (other, scale), None, _item(scale), lines)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def _item(slot: int) -> Reader:
 
 
 @functools.cache
-def _turned(slot: int) -> Reader:
+def _transposed(slot: int) -> Reader:
     """Return a reader of the codes, transposed: bytes are moved, none is changed."""
     return lambda buffers: buffers[slot].t().contiguous()
 
@@ -96,11 +96,11 @@ def _last_first(slot: int) -> Reader:
 
 
 @functools.cache
-def _tiles(slot: int, turned: bool, swizzled: bool) -> Reader:
-    """Return a reader of factors in tiles of 128x4, those of the transpose if ``turned``."""
+def _tiles(slot: int, transposed: bool, swizzled: bool) -> Reader:
+    """Return a reader of factors in tiles of 128x4, those of the transpose if ``transposed``."""
     if swizzled:
         return lambda buffers: buffers[slot]
-    if turned:
+    if transposed:
         return lambda buffers: swizzle(buffers[slot].t())
     return lambda buffers: swizzle(buffers[slot])
 

@@ -63,9 +63,9 @@ def _values(side: GemmSide, buffers: list[Tensor]) -> tuple[Tensor, Tensor | Non
     if table.dequantize_(quantizer, buffers, size, values, part):
         scale = by_name(quantizer, buffers)["_scale_inv"] if quantizer.per_tensor else None
         return values, scale
-    turned = table.decode_transposed(quantizer, buffers, size, torch.float32)
-    if turned is not None:
-        return turned, None
+    decoded = table.decode_transposed(quantizer, buffers, size, torch.float32)
+    if decoded is not None:
+        return decoded, None
     named = by_name(quantizer, buffers)
     if quantizer.per_tensor:
         return quantizer.decode_codes(named, size)
