@@ -53,6 +53,16 @@ PARTS = ("gpt", "gpt-search", "minilm", "minilm-search")
 NAMES = {"gpt": "Perplexity of the GPT", "minilm": "Mean cosine of MiniLM"}
 
 
+def searched(budget: float) -> str:
+    """Return the first column of a search's row."""
+    return f"search, {budget} bits"
+
+
+def cases() -> list[str]:
+    """Return the first columns of all rows, in the order of the tables."""
+    return [*FORMATS, *map(searched, BUDGETS)]
+
+
 def docstrings(count: int) -> list[str]:
     """Return first paragraphs of docstrings in the standard library, each once, shuffled."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -177,7 +187,17 @@ def measure(rows: Rows, name: str, part: Part, metric: Any, searches: bool) -> N
             ).formats
 
         for budget in BUDGETS:
-            rows.add(name, f"search, {budget} bits", part, partial(found, budget))
+            rows.add(name, searched(budget), part, partial(found, budget))
+
+
+def absent_cases(measured: Sequence[Row]) -> tuple[str, ...]:
+    """Return a line for each model that lacks rows."""
+    lines = []
+    for name in NAMES.values():
+        present = {row["case"] for row in measured if row["model"] == name}
+        if missing := [f"`{case}`" for case in cases() if case not in present]:
+            lines.append(f"{name}: {', '.join(missing)}: not measured in this run")
+    return tuple(lines)
 
 
 def bits_of(model: nn.Module) -> float:
@@ -223,9 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *(Column(rounding, f"`{rounding}`", 4) for rounding in ROUNDINGS),
     )
     here = machine.environment(settings.threads, {})
-    order = {name: index for index, name in enumerate(NAMES.values())}
-    measured = sorted(rows.measured, key=lambda row: order[row["model"]])
-    report = Report("rounding", TITLE, text, here, columns, ("model",), tuple(measured))
+    order = [(name, case) for name in NAMES.values() for case in cases()]
+    known = [row for row in rows.measured if (row["model"], row["case"]) in order]
+    measured = sorted(known, key=lambda row: order.index((row["model"], row["case"])))
+    absent = absent_cases(measured)
+    report = Report("rounding", TITLE, text, here, columns, ("model",), tuple(measured), absent)
     return suite.finish(report, settings)
 
 

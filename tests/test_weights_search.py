@@ -223,6 +223,12 @@ def test_the_model_is_restored_after_an_error():
     ("change", "message"),
     [
         ({"inputs": []}, "at least one input"),
+        ({"inputs": torch.randn(16, 64)}, "a list of inputs of the model; got a Tensor"),
+        ({"inputs": None}, "a list of inputs of the model; got a NoneType"),
+        ({"budget_bits": "5"}, "a number of bits; got '5'"),
+        ({"formats": "mxfp4"}, "a list of formats; got 'mxfp4'"),
+        ({"metric": lambda reference, output: None}, "one number.*NoneType from <lambda>"),
+        ({"metric": lambda reference, output: output}, r"one number.*\(16, 32\) from <lambda>"),
         ({"budget_bits": 4}, r"Pass 4\.67 or more"),
         ({"budget_bits": math.nan}, "budget_bits"),
         ({"formats": []}, "at least one format"),
@@ -233,7 +239,7 @@ def test_the_model_is_restored_after_an_error():
         ({"groups": [["0", "7"]]}, "groups must match"),
         ({"groups": [["0"], ["*"]]}, "one group only"),
         ({"groups": ["02"]}, "a list of names"),
-        ({"filter_fn": lambda module, name: False}, "needs nn.Linear layers"),
+        ({"filter_fn": lambda module, name: False}, "needs nn.Linear layers.* got 0: filtered"),
     ],
 )
 def test_bad_arguments(change, message):

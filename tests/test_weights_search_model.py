@@ -1,4 +1,7 @@
-"""On a real model, a search finds better formats than any uniform choice of as many bits."""
+"""On a real model, a search finds better formats than any uniform choice of as many bits.
+
+``python tests/test_weights_search_model.py`` prints the table of docs/format_search.md.
+"""
 
 import copy
 
@@ -11,8 +14,18 @@ import qtensor
 from qtensor.demo.model import load_model
 from qtensor.demo.sentences import SENTENCES
 
-UNIFORM = ("mxfp4", "nvfp4", "nvfp4(with_2d_quantization=True)")
-"""The formats of 5 bits and less."""
+UNIFORM = (
+    "mxfp4",
+    "mxfp4(scale_mode=rceil)",
+    "mxfp4(scale_mode=ceil)",
+    "mxfp4(scale_mode=even)",
+    "mxfp4(with_2d_quantization=True)",
+    "nvfp4",
+    "nvfp4(row_scaled=True)",
+    "nvfp4(use_4over6=True)",
+    "nvfp4(with_2d_quantization=True)",
+)
+"""The formats of 5 bits and less, with the options that change their values."""
 
 
 class Embedding(nn.Module):

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from qtensor.api import Format
-from qtensor.errors import check
+from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
-from qtensor.weights.metrics import Metric, named_metric
+from qtensor.weights.metrics import Metric, as_batches, named_metric
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
@@ -74,10 +74,13 @@ def search(
     outputs with those in high precision. The errors of the groups are taken to add up. The best
     choice under that assumption is found exactly, and then measured. The model is unchanged.
 
+    The layers are those of ``quantize_``, except layers of qtensor; with ``activations``, they are
+    ``nn.Linear`` layers with weights of their own.
+
     Args:
         model: the root; it runs in eval mode, without gradients.
-        inputs: calibration inputs: tensors, tuples of arguments or dicts of keyword arguments. The
-            model's outputs for all of them are kept in memory.
+        inputs: list of calibration inputs: tensors, tuples of arguments or dicts of keyword
+            arguments. The model's outputs for all of them are kept in memory.
         budget_bits: most bits for each value of the weights, with factors and padding, as a mean
             over all layers.
         formats: format ids, quantizers or canonical texts to choose from; None is high precision.
@@ -98,11 +101,11 @@ def search(
 
     Raises:
         QTensorError: no inputs or layers; a name or pattern matches nothing; the budget is below
-            the smallest choice; ``resume`` belongs to another search.
+            the smallest choice; ``resume`` belongs to another search; the model fails on an input,
+            and its error is the cause; the metric does not return a number.
     """
     metric_name, function = named_metric(metric)
-    batches = list(inputs)
-    check(bool(batches), "search", "inputs must hold at least one input", "none", "Pass some")
+    batches = as_batches("search", "inputs", inputs)
     parts = _groups(model, formats, groups, pinned or {}, filter_fn, activations)
     values = sum(part.values for part in parts)
     sizes = [[part.bytes(i) for i in range(len(part.formats))] for part in parts]
@@ -144,11 +147,15 @@ def _groups(
     activations: bool,
 ) -> list[_Group]:
     """Return the groups of the model's layers, each with its formats."""
-    layers, _ = linear_layers("search", model, filter_fn, plain=True)
+    layers, skipped = linear_layers("search", model, filter_fn, plain=True)
     if activations:
         layers = {name: layer for name, layer in layers.items() if layer.is_plain}
-    fix = "Check filter_fn; layers of qtensor and quantized weights are not searched"
-    check(bool(layers), "search", "the model needs nn.Linear layers", "none", fix)
+    rule = "the model needs nn.Linear layers with weights in high precision"
+    why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
+    check(bool(layers), "search", rule, why, "Check the model and filter_fn")
+    if isinstance(formats, str) or not isinstance(formats, Iterable):
+        rule, fix = "formats is a list of formats", 'Pass for example ["nvfp4", "mxfp8"]'
+        fail("search", rule, repr(formats), fix, ArgumentTypeError)
     choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
     check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
     patterns = match("search", pinned, layers, "pinned")
@@ -162,6 +169,9 @@ def _groups(
 
 def _limit(budget_bits: float, values: int, least: int) -> int:
     """Return the bytes of the budget, which must be at least ``least``."""
+    if not isinstance(budget_bits, int | float):
+        rule, fix = "budget_bits is a number of bits", "Pass for example 5.0"
+        fail("search", rule, repr(budget_bits), fix, ArgumentTypeError)
     limit = budget_bits * values / 8
     rule = "budget_bits must be at least what the smallest formats need"
     fix = f"Pass {math.ceil(800 * least / values) / 100} or more, or smaller formats"

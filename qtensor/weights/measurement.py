@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qtensor.api import quantize
 from qtensor.quantizers import Quantizer
 from qtensor.weights.layers import LinearLayer, replaced
-from qtensor.weights.metrics import Metric, call, same_random_numbers
+from qtensor.weights.metrics import Metric, call, measured, same_random_numbers
 
 
 class Measurement:
@@ -34,6 +34,7 @@ class Measurement:
         self.model = model
         self.batches = batches
         self.metric = metric
+        self.name = getattr(metric, "__name__", type(metric).__name__)
         self.activations = activations
         with same_random_numbers(model):
             self.references = [self._output(index) for index in range(len(batches))]
@@ -59,7 +60,7 @@ class Measurement:
                         stack.callback(handle.remove)
             stack.enter_context(same_random_numbers(self.model))
             errors = [
-                float(self.metric(reference, self._output(index)))
+                measured(self.name, self.metric, reference, self._output(index))
                 for index, reference in enumerate(self.references)
             ]
         return sum(errors) / len(errors)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import ArgumentTypeError, QTensorError, fail
+from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
 from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
@@ -114,3 +114,44 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
     if isinstance(mask, Tensor) and mask.shape == output.shape[:2]:
         return output[mask.bool()]
     return output
+
+
+def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
+    """Return a list of inputs.
+
+    Args:
+        op: the caller's name, for errors.
+        what: the argument that holds the inputs, for errors.
+        inputs: the argument.
+
+    Raises:
+        QTensorError: it is empty, or one input instead of a list.
+    """
+    rule = f"{what} is a list of inputs of the model"
+    fix = f"Pass {what}=[batch, ...]: tensors, tuples of arguments, or dicts of them"
+    if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
+        fail(op, rule, f"a {type(inputs).__name__}", fix, ArgumentTypeError)
+    batches = list(inputs)
+    check(bool(batches), op, f"{what} must hold at least one input", "none", "Pass some")
+    return batches
+
+
+def measured(name: str, metric: Metric, reference: Tensor, output: Tensor) -> float:
+    """Return the error that a metric gives an output.
+
+    Args:
+        name: of the metric, for errors.
+        metric: the function.
+        reference: the output in high precision.
+        output: the output to compare.
+
+    Raises:
+        ArgumentTypeError: the metric does not return a number.
+    """
+    error: Any = metric(reference, output)
+    number = error.numel() == 1 if isinstance(error, Tensor) else hasattr(error, "__float__")
+    if not number:
+        got = f"{tuple(error.shape)}" if isinstance(error, Tensor) else type(error).__name__
+        rule = "a metric returns one number for an input"
+        fail("search", rule, f"{got} from {name}", "Return for example a mean", ArgumentTypeError)
+    return float(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.api import quantize
-from qtensor.errors import ArgumentTypeError, UnsupportedError, check, fail
+from qtensor.errors import UnsupportedError, check, fail
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import spread
@@ -19,6 +19,7 @@ from qtensor.weights import calibration
 from qtensor.weights.calibration import OP, LayerInputs
 from qtensor.weights.compensation import Rounded, compensate
 from qtensor.weights.layers import LinearLayer
+from qtensor.weights.metrics import as_batches
 from qtensor.weights.scale_search import best_factors
 
 SCALES = ("nearest", "mse", "weighted_mse")
@@ -100,11 +101,7 @@ def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
     rule = f"rounding={rounding!r} needs calibration, a list of inputs of the model"
     fix = "Pass calibration=[batch, ...]: tensors, tuples of arguments, or dicts of them"
     check(inputs is not None, OP, rule, "none", fix)
-    if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
-        fail(OP, rule, f"a {type(inputs).__name__}", fix, ArgumentTypeError)
-    batches = list(inputs)
-    check(bool(batches), OP, "calibration must hold at least one input", "none", "Pass some")
-    return found, batches
+    return found, as_batches(OP, "calibration", inputs)
 
 
 def check_grid(op: str, quantizer: Any) -> None:
