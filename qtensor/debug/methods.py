@@ -221,27 +221,36 @@ def record(
     if isinstance(x, QuantizedTensorStorage) and isinstance(scale, Ragged):
         x = x.dequantize()
     if isinstance(x, QuantizedTensorStorage):
-        hand_over(x.buffers(), x._quantizer.canonical, x.shape, role, "", site, None)
+        hand_over_buffers(x.buffers(), (x._quantizer.canonical, x.shape), role, site)
     else:
-        hand_over([x.detach()], "", x.shape, role, texts.get(role, ""), site, scale)
+        hand_over(x.detach(), role, texts.get(role, ""), site, scale)
 
 
 def hand_over(
-    buffers: list[Tensor],
-    stored: str,
-    shape: Any,
+    x: Tensor,
     role: str,
     text: str,
     site: Site,
-    scale: Tensor | Ragged | None,
+    scale: Tensor | Ragged | None = None,
     backward: bool = False,
 ) -> None:
-    """Call the op that hands a tensor, or the rows of each group, to the recorder."""
+    """Call the op that hands a plain tensor, or the rows of each group, to the recorder."""
     ticket, token = site.ticket, site.backward_token if backward else site.forward_token
     if isinstance(scale, Ragged):
-        RECORD_GROUPS(buffers[0], role, text, ticket, token, *scale.splits, scale.scales)
+        RECORD_GROUPS(x, role, text, ticket, token, *scale.splits, scale.scales)
     else:
-        RECORD_TENSOR(buffers, stored, shape, role, text, ticket, token, scale)
+        RECORD_TENSOR([x], "", x.shape, role, text, ticket, token, scale)
+
+
+def hand_over_buffers(
+    buffers: list[Tensor], stored: tuple[str, Any], role: str, site: Site, backward: bool = False
+) -> None:
+    """Hand the buffers of a quantized tensor to the recorder.
+
+    ``stored`` is the canonical text of its quantizer, and its shape.
+    """
+    ticket, token = site.ticket, site.backward_token if backward else site.forward_token
+    RECORD_TENSOR(buffers, *stored, role, "", ticket, token)
 
 
 def watch(
@@ -270,8 +279,11 @@ class WatchGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Record the gradient, and return it."""
-        hand_over([grad], "", grad.shape, ctx.role, ctx.quantizer, ctx.site, ctx.scale, True)
+        hand_over(grad, ctx.role, ctx.quantizer, ctx.site, ctx.scale, True)
         return grad, None, None, None, None
 
 
-_METHODS = {"_local_linear": recording_linear, "_local_grouped": recording_groups}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_local_linear": recording_linear,
+    "_local_grouped": recording_groups,
+}

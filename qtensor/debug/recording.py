@@ -369,6 +369,6 @@ def _gradient_hook(site: Site, quantizer: str, transposed: bool) -> Callable[[Te
     def hook(grad: Tensor) -> None:
         grad = local_part(grad).detach()
         grad = grad.t() if transposed else grad
-        hand_over([grad], "", grad.shape, "grad_weight", quantizer, site, None, backward=True)
+        hand_over(grad, "grad_weight", quantizer, site, backward=True)
 
     return hook

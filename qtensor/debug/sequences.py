@@ -15,7 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from qtensor.debug.layers import Layer, find_layers
-from qtensor.debug.methods import Ragged, Site, hand_over, is_idle, plan_texts, ragged_roles, record
+from qtensor.debug.methods import (
+    Ragged,
+    Site,
+    hand_over,
+    hand_over_buffers,
+    is_idle,
+    plan_texts,
+    ragged_roles,
+    record,
+)
 from qtensor.functional import grouped_linear, linear
 from qtensor.functional.operands import Quantized
 from qtensor.ops.fused import fusions_of_users
@@ -250,12 +259,12 @@ def _record(
     if isinstance(x, Unrounded):
         x = x.sums
     if isinstance(x, Quantized):
-        hand_over(x.buffers, x.canonical, x.shape, role, "", site, None, backward)
+        hand_over_buffers(x.buffers, (x.canonical, x.shape), role, site, backward)
     elif isinstance(x, QuantizedTensorStorage):
-        hand_over(x.buffers(), x._quantizer.canonical, x.shape, role, "", site, None, backward)
+        stored = x._quantizer.canonical, x.shape
+        hand_over_buffers(x.buffers(), stored, role, site, backward)
     else:
-        text = texts.get(role, "")
-        hand_over([x.detach()], "", x.shape, role, text, site, scale, backward)
+        hand_over(x.detach(), role, texts.get(role, ""), site, scale, backward)
 
 
 # ---- install

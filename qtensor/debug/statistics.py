@@ -193,20 +193,20 @@ class _Sums:
         Returns:
             False, and nothing is added, if a decoded value or a factor is not finite.
         """
-        values = x.double()
-        error = (decoded.double() - values).view(-1)
+        values = x.double().reshape(-1)
+        error = decoded.double().reshape(-1).sub_(values)
         noise = float(error.dot(error))
         smallest, highest = (float(value) for value in factor.aminmax())
         if not (math.isfinite(noise) and math.isfinite(smallest) and math.isfinite(highest)):
             return False
         self.total["noise"] += noise
-        self.total["signal"] += float(values.view(-1).dot(values.view(-1)))
+        self.total["signal"] += float(values.dot(values))
         # A zero is decoded to zero, because each element has a factor of its own.
         self.total["flushed"] += float(x.count_nonzero() - decoded.count_nonzero())
         # The rounding of the quotient is smaller than the tolerance of the bound.
         quotient = max(abs(float(value)) for value in (x / factor).aminmax())
         if not quotient <= largest * (1 + 2.0**-21):
-            bound = factor.double().mul_(largest * (1 + 2.0**-20))
+            bound = factor.double().reshape(-1).mul_(largest * (1 + 2.0**-20))
             self.total["saturated"] += float(
                 values.abs_().sub_(bound).clamp_(min=0).count_nonzero()
             )
