@@ -1,8 +1,9 @@
 """Benchmark of products of a few rows with a quantized weight: the decoding of text on a CPU.
 
-``python -m benchmarks.decode [--quick] [--sizes 14336x4096] [--output DIR]`` measures every format
-for 1 to 64 rows with one thread and with all, compared with bfloat16 and with the kernels
-of torch and onnxruntime for 8 and 4 bits. ``benchmarks.generation`` measures whole models.
+``python -m benchmarks.decode [--quick] [--sizes 14336x4096] [--rows 1,4] [--output DIR]`` measures
+every format for 1 to 512 rows with one thread and with all, compared with bfloat16 and with the
+kernels of torch and onnxruntime for 8 and 4 bits. With ``--rows``, only tables of these rows are
+measured, and the file's other tables stay. ``benchmarks.generation`` measures whole models.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch.nn import functional as F
 import qtensor
 from benchmarks import bandwidth, cases, decode_peers, floor, machine, suite
 from benchmarks.decode_peers import Way
-from benchmarks.report import Column, Report, Row
-from benchmarks.settings import Settings, parse
+from benchmarks.report import Column, Report, Row, read, stem
+from benchmarks.settings import Settings, parser, peer_names
+from benchmarks.settings import settings as settings_of
 from benchmarks.suite import Call
 from benchmarks.timer import Timing, measure
 
@@ -30,16 +32,16 @@ TEXT = (
     "`F.linear(x, w)` with x (M, K) in bfloat16 and a weight (N, K), as decoding text one token at "
     "a time computes it. The heading of a table names N x K, the threads and M. Each call takes "
     "the next of several weights, together {megabytes} MB, so that none is in the cache. Median "
-    "microseconds, all rows of a table in turns. *read GB/s*: a loop that adds up the words of the "
-    "same fp8 weights. *share*: the time of reading the codes and factors at that bandwidth / the "
-    "time of the call. *x bf16* and others: the other's time / that of the row; above 1 the row is "
-    "faster. {peers}."
+    "microseconds, all rows of a table in turns; a run may measure some tables alone. "
+    "*read GB/s*: a loop that adds up the words of the same fp8 weights. *share*: the time of "
+    "reading the codes and factors at that bandwidth / the time of the call. *x bf16* and others: "
+    "the other's time / that of the row; above 1 the row is faster. {peers}."
 )
 READ = "read"
 BITS = {"fp8": 8, "fp8_rowwise": 8, "fp8_blockwise": 8, "mxfp8": 8, "mxfp6": 6, "mxfp4": 4}
 SIZES = {False: ((14336, 4096), (4096, 4096)), True: ((1024, 1024),)}
 """(N, K), by whether the run is quick."""
-ROWS = {False: (1, 2, 4, 8, 16, 32, 48, 64), True: (1, 4)}
+ROWS = {False: (1, 2, 4, 8, 16, 32, 64, 128, 512), True: (1, 4)}
 COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
 """Bytes of all copies of a weight together: several times the last cache level."""
 SECONDS = {False: 0.2, True: 0.02}
@@ -121,10 +123,12 @@ def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
     return Weights(way.name, way.bits, first.nbytes, bind)
 
 
-def tables(shape: tuple[int, int], settings: Settings) -> Iterator[Table]:
-    """Yield the tables of a size: one thread, then all; few rows first."""
+def tables(
+    shape: tuple[int, int], settings: Settings, chosen: Sequence[int] = ()
+) -> Iterator[Table]:
+    """Yield the tables of a size: one thread, then all; few rows first, or the chosen numbers."""
     for threads in dict.fromkeys((1, settings.threads)):
-        for rows in ROWS[settings.quick]:
+        for rows in chosen or ROWS[settings.quick]:
             yield Table(shape, rows, threads)
 
 
@@ -189,7 +193,7 @@ def columns(peers: Sequence[Way]) -> list[Column]:
     ]
 
 
-def collect(settings: Settings, peers: Sequence[Way]) -> list[Row]:
+def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()) -> list[Row]:
     """Measure all sizes; the weights of one size are in memory at a time."""
     rows = []
     total = COPIES_BYTES[settings.quick]
@@ -200,7 +204,7 @@ def collect(settings: Settings, peers: Sequence[Way]) -> list[Row]:
         others = [q for q in quantizers(settings.quick) if q.canonical != first.name]
         weights = [first, *(our_weights(q, shape, total)[0] for q in others)]
         weights += [peer_weights(way, shape, total) for way in peers]
-        for table in tables(shape, settings):
+        for table in tables(shape, settings, chosen):
             if not settings.out_of_time():
                 rows += measure_table(table, weights, bandwidth.read_call(codes), settings.quick)
     return rows
@@ -225,11 +229,27 @@ def document(rows: Sequence[Row], settings: Settings, name: str = "decode") -> R
     )
 
 
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Return the rows of all tables, in order; a table that both have is that of ``new``."""
+
+    def table(row: Row) -> tuple[Any, ...]:
+        return row["size"], row["threads"], int(row["tokens"].removeprefix("M = "))
+
+    measured = {table(row) for row in new}
+    return sorted([*new, *(row for row in old if table(row) not in measured)], key=table)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write the results."""
-    settings = parse("decode", __doc__, arguments)
-    rows = collect(settings, decode_peers.ways()[0])
-    return suite.finish(document(rows, settings), settings)
+    words = parser("decode", __doc__)
+    words.add_argument("--rows", default="", help="measure these alone, comma-separated: 1,16")
+    options = words.parse_args(arguments)
+    run = settings_of(options)
+    chosen = [int(number) for number in peer_names(options.rows)]
+    rows = collect(run, decode_peers.ways()[0], chosen)
+    if chosen and (run.output / f"{stem('decode', run.quick)}.json").exists():
+        rows = merged(read(run.output, "decode", run.quick).rows, rows)
+    return suite.finish(document(rows, run), run)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def row_of(name: str, bits: float, values: int, counts: list[int], slack: int = 
 HEAD = ["| {} | bits a value | 2 ranks | 3 ranks | 4 ranks |", "|---|---:|---:|---:|---:|"]
 PADDING = 6 * 16
 """Each buffer of a quantized gather is padded to 16 bytes, and there are at most six."""
+TORCHAO = "torchao, `enable_fsdp_float8_all_gather`"
 HEADER = 64
 """A collective on a quantized tensor sends a hash of its quantizer first, and pads."""
 
@@ -91,6 +92,7 @@ def weights(measure: Measurements) -> list[str]:
     rows = [HEAD[0].format("weight"), HEAD[1]]
     for name, bits in (("float32", 32), ("bfloat16", 16)):
         rows.append(row_of(name, bits, N * K, measure(traffic.gather_of_weights, name)))
+    rows.append(row_of(TORCHAO, 8, N * K, measure(traffic.gather_by_torchao, TORCHAO)))
     for name, (_, _, bits) in WEIGHTS.items():
         rows.append(row_of(name, bits, N * K, measure(traffic.gather_of_weights, name), PADDING))
     return rows

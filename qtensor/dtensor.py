@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _RULES = "qtensor.library.sharding"
+_HOOKS = ("qtensor.storage.state_dict_broadcast", "qtensor.storage.splits")
 
 
 def is_dtensor(t: Any) -> bool:
@@ -23,9 +24,15 @@ def is_dtensor(t: Any) -> bool:
 
 
 def install_rules() -> None:
-    """Tell DTensor about our ops, if the program has imported DTensor."""
+    """Tell DTensor about our ops, if the program has imported DTensor.
+
+    The helpers of ``torch.distributed.checkpoint.state_dict``, which import DTensor, learn to
+    broadcast quantized tensors, and optimizers to step parts of them.
+    """
     if _RULES not in sys.modules and "torch.distributed.tensor" in sys.modules:
         importlib.import_module(_RULES)
+        for module in _HOOKS:
+            importlib.import_module(module).install()
 
 
 def local_part(t: Any) -> Any:

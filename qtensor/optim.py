@@ -219,7 +219,8 @@ def _check_parameters(op: str, optimizer: Optimizer) -> None:
                 continue
             fail(
                 op,
-                "a parameter that is rounded at random needs scales that are powers of two",
+                "values are rounded at random to the element's significant bits, and codes have "
+                "these bits only if the scales are powers of two",
                 f"{found.canonical} for parameter {index} of group {group}",
                 "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True",
             )

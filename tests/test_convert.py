@@ -192,6 +192,37 @@ def test_weights_stored_quantized(recipe: recipes.Recipe):
         assert_same_bytes(got, want)
 
 
+LAYERS: dict[str, Any] = {
+    "Linear": lambda **o: qtensor.Linear(64, 128, **o),
+    "LayerNormLinear": lambda **o: qtensor.LayerNormLinear(64, 128, **o),
+    "LayerNormMLP": lambda **o: qtensor.LayerNormMLP(64, 128, **o),
+    "GroupedLinear": lambda **o: qtensor.GroupedLinear(2, 64, 128, **o),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@each_recipe
+def test_every_layer_of_qtensor_stores_its_weights(kind: str, recipe: recipes.Recipe):
+    """With the bytes of a layer that was built with ``quantized_params``."""
+    made = []
+    for options in ({}, {"recipe": recipe, "quantized_params": True}):
+        torch.manual_seed(0)
+        made.append(nn.ModuleDict({"layer": LAYERS[kind](**options)}))
+    root, twin = made
+    report = convert(root, recipe, quantized_params=True)
+    count = sum(isinstance(p, qtensor.QuantizedTensor) for p in twin.parameters())
+    assert count == (1 if "Linear" in kind and kind != "GroupedLinear" else 2)
+    found = "weight" if count == 1 else "2 weights"
+    assert [r.note for r in report.swapped] == [f"was converted; recipe set; {found} quantized"]
+    for (name, ours), theirs in zip(root.named_parameters(), twin.parameters(), strict=True):
+        assert type(ours) is type(theirs), name
+        if isinstance(theirs, qtensor.QuantizedTensor):
+            for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+                assert_same_bytes(a, b)
+    again = convert(root, recipe, quantized_params=True)
+    assert [r.note for r in again.swapped] == ["was converted; recipe set"]
+
+
 def test_a_recipe_that_cannot_read_stored_weights():
     root = model()
     convert(root, quantized_params=True)

@@ -105,6 +105,24 @@ def test_a_quick_run(tmp_path, monkeypatch):
     assert "## 128x128, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
 
 
+def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.ROWS, True, (1, 16))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]
+    decode.main(words)
+    path = tmp_path / "decode_cpu_quick.json"
+    before = json.loads(path.read_text())["rows"]
+    decode.main([*words, "--rows", "2,16"])
+    after = json.loads(path.read_text())["rows"]
+    tables = list(dict.fromkeys(row["tokens"] for row in after))
+    assert tables == ["M = 1", "M = 2", "M = 16"]
+    assert [r for r in after if r["tokens"] == "M = 1"] == [
+        r for r in before if r["tokens"] == "M = 1"
+    ]
+    assert len(after) == len(before) // 2 * 3
+
+
 def test_no_table_begins_when_time_is_over(monkeypatch):
     monkeypatch.setitem(decode.SIZES, True, (SMALL,))
     assert decode.collect(Settings(quick=True, seconds=-1.0), []) == []

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import qtensor
+from qtensor.kernels.cpu.native import MOST_ROWS
 from qtensor.kernels.gemm import reference
 from qtensor.storage.grouped import group_sizes, grouped_product
 
@@ -175,6 +176,30 @@ def test_subnormal_numbers_count(isa: None, fmt: str, tiny: float):
         same_bits(qtensor.gemm(x, w, "TN", dtype=torch.float32), oracle.product(x, w))
     flushed = qtensor.gemm(x.float() * 0, w, "TN", dtype=torch.float32)
     assert not torch.equal(qtensor.gemm(x, w, "TN", dtype=torch.float32), flushed) or tiny < 2**-130
+
+
+SCALED_BYTES = [(f, o) for f, o in WEIGHTS if f in ("fp8_blockwise", "mxfp8", "mxfp6")]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    SCALED_BYTES,
+    ids=[f"{f}-{'-'.join(map(str, o.values()))}" for f, o in SCALED_BYTES],
+)
+def test_factors_of_every_size(isa: None, fmt: str, options: dict[str, Any]):
+    """Kernels may multiply powers of two into values; the bits stay those of factors of sums."""
+    torch.manual_seed(10)
+    w, x = quantized(9, 1152, fmt, options), torch.randn(MOST_ROWS // 2, 1152).bfloat16()
+    scales = next(s for s in w.buffers() if s.dtype == torch.float32 or s is w._rowwise_scale_inv)
+    narrow = scales.dtype != torch.float32
+    for least in (0, 16, 40, 100, 126, 200, 236, 249):
+        exponents = torch.randint(least, least + 6, scales.shape)
+        scales.copy_(exponents if narrow else torch.exp2(exponents - 127.0))
+        for power in (-95, -60, 0, 60, 105, 120):
+            rows = x * 2.0**power
+            want = rounded(oracle.product(rows, w), torch.float32)
+            for count in (len(rows), 2):
+                same_bits(qtensor.gemm(rows[:count], w, "TN", dtype=torch.float32), want[:count])
 
 
 @weights

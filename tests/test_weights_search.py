@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import qtensor
+from benchmarks.memory import RESET, peak_mib
 from qtensor.weights.groups import layer_groups
 from qtensor.weights.knapsack import Option, front
 from qtensor.weights.metrics import call, kl, noise
@@ -175,11 +176,11 @@ def test_save_and_load(tmp_path):
 
 def test_resume(tmp_path):
     """A search that was interrupted measures only what is missing."""
-    path, calls = str(tmp_path / "search.jsonl"), []
+    path, calls, probes = str(tmp_path / "search.jsonl"), [], 3
 
     def metric(reference, output):
         calls.append(1)
-        if len(calls) == 9:
+        if len(calls) == probes + 9:
             raise KeyboardInterrupt
         return noise(reference, output)
 
@@ -193,7 +194,7 @@ def test_resume(tmp_path):
         make_model(), make_inputs(), progress=lambda *step: done.append(step), **options
     )
     # Of nine measurements of two inputs four were kept; five and the whole choice were missing.
-    assert len(calls) == 9 + 2 * 6
+    assert len(calls) == 9 + 2 * 6 + 2 * probes
     assert [step[:2] for step in done] == [(i, 9) for i in range(1, 10)]
     fresh = qtensor.search(make_model(), make_inputs(), **{**options, "resume": None})
     assert result == fresh
@@ -204,6 +205,29 @@ def test_resume(tmp_path):
     (tmp_path / "text").write_text("text\nmore\n")
     with pytest.raises(qtensor.QTensorError, match="an earlier search wrote"):
         qtensor.search(make_model(), make_inputs(), **{**options, "resume": str(tmp_path / "text")})
+
+
+def test_resume_with_another_metric(tmp_path):
+    """Metrics of one name are told apart by what they return, not taken for each other."""
+
+    def top(count):
+        def missed(reference, output):
+            wanted = reference.argmax(-1, keepdim=True)
+            return 1 - float((output.topk(count, -1).indices == wanted).any(-1).float().mean())
+
+        return missed
+
+    metrics = {
+        "missed": [top(1), top(5)],
+        "<lambda>": [lambda r, o: noise(r, o), lambda r, o: noise(o, r)],
+    }
+    for name, (first, second) in metrics.items():
+        options = {"budget_bits": 6, "formats": FORMATS, "resume": str(tmp_path / name)}
+        found = qtensor.search(make_model(), make_inputs(), metric=first, **options)
+        assert found.metric == name
+        with pytest.raises(qtensor.QTensorError, match="a search with the same metric's values"):
+            qtensor.search(make_model(), make_inputs(), metric=second, **options)
+        assert qtensor.search(make_model(), make_inputs(), metric=first, **options) == found
 
 
 def test_the_model_is_restored_after_an_error():
@@ -273,11 +297,64 @@ def test_default_groups():
     ]
 
 
+class Attention(nn.Module):
+    """Projections that servers fuse into one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj = [nn.Linear(64, 32) for _ in range(3)]
+        self.o_proj = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) + self.k_proj(x) + self.v_proj(x))
+
+
+def test_a_pin_holds_for_the_group():
+    model, options = Attention(), {"budget_bits": 32, "formats": ["mxfp4"]}
+    found = qtensor.search(model, make_inputs(), pinned={"k_proj": "mxfp8"}, **options)
+    fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "mxfp8")
+    assert found.formats == {**fused, "o_proj": "mxfp4"}
+    high = qtensor.search(model, make_inputs(), pinned={"v_proj": None}, **options)
+    assert high.formats == {**dict.fromkeys(fused), "o_proj": "mxfp4"}
+    apart = qtensor.search(model, make_inputs(), pinned={"q_proj": "mxfp8"}, groups=[], **options)
+    assert apart.formats == {**dict.fromkeys(found.formats, "mxfp4"), "q_proj": "mxfp8"}
+    with pytest.raises(qtensor.QTensorError, match="q_proj: mxfp8, v_proj: high precision"):
+        qtensor.search(model, make_inputs(), pinned={"q_proj": "mxfp8", "v_proj": None}, **options)
+
+
 def test_metrics():
     a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3), 0.0]])
     # p = (1/2, 1/2), q = (3/4, 1/4)
     assert kl(a, b) == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
     assert noise(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0])) == pytest.approx(1 / 25)
+
+
+def test_metrics_of_many_rows():
+    """They are computed in chunks, and are those of all rows together."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 50, 5000, dtype=torch.bfloat16), torch.randn(3, 50, 5000)
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    assert kl(a, b) == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-12)
+    ratio = (a.double() - b.double()).square().sum() / a.double().square().sum()
+    assert noise(a, b) == pytest.approx(float(ratio), rel=1e-12)
+    assert math.isnan(kl(a[:0], b[:0]))
+
+
+@pytest.mark.skipif(not RESET.exists(), reason="the peak of the memory is read from /proc")
+@pytest.mark.parametrize("metric", ["kl", "sqnr"])
+def test_peak_memory(metric):
+    """A search holds the outputs in high precision, what a run needs, and a few MiB."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 16384, bias=False), torch.randn(512, 32)
+    outputs = 512 * 16384 * 4 / 2**20
+    options = {"budget_bits": 9, "formats": ["mxfp8"], "metric": metric}
+    qtensor.search(model, [x[:1]], **options)
+    # The layer holds its output and a product before it; the allocator gives some back late.
+    assert peak_mib(lambda: qtensor.search(model, [x], **options)) < 5 * outputs
+    reference, output = torch.randn(2, 512, 16384)
+    function = {"kl": kl, "sqnr": noise}[metric]
+    assert peak_mib(lambda: function(reference, output)) < 2 * outputs
 
 
 def test_what_models_return():

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.debug.layers import clean_name, find_layers, run_by, unwrapped
+from qtensor.debug.logits import Scores
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
 from qtensor.ops.sequential import Sequential
-from qtensor.report import compare_chunk, decibel, kl_divergences
+from qtensor.report import compare_chunk, decibel
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.texts import some
 
 OP = "debug.compare"
-_ROWS = 256
-"""Rows of logits whose distributions are compared at a time, in float64."""
 
 
 @dataclass
@@ -153,7 +152,7 @@ def compare(
     found = {name: LayerDifference(name) for name in common}
     order: dict[str, None] = {}
     result = Comparison()
-    scores = _Scores()
+    scores = Scores()
     with torch.no_grad(), _eager():
         for args, kwargs in calls:
             # The random state after the first run is that of before, so that dropout is equal.
@@ -288,30 +287,3 @@ def _logits(output: Any) -> Tensor | None:
     named = output.get("logits") if isinstance(output, Mapping) else None
     found = getattr(output, "logits", None) if named is None else named
     return _first_tensor(output if found is None else found)
-
-
-class _Scores:
-    """Agreement and divergence of logits over all positions."""
-
-    def __init__(self) -> None:
-        self.count, self.agreed, self.divergence = 0, 0, 0.0
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add logits (..., classes) of both models."""
-        if a.shape != b.shape or not a.numel():
-            return
-        shape = rows_cols(a.shape)
-        for x, y in zip(a.reshape(shape).split(_ROWS), b.reshape(shape).split(_ROWS), strict=True):
-            self.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-            self.divergence += float(kl_divergences(x, y).sum())
-        self.count += shape[0]
-
-    @property
-    def top1(self) -> float:
-        """Share of positions whose largest logit is at the same class."""
-        return self.agreed / self.count if self.count else math.nan
-
-    @property
-    def kl(self) -> float:
-        """Mean of KL(softmax(a) || softmax(b)) over positions, in nats."""
-        return self.divergence / self.count if self.count else math.nan

@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
 from qtensor.debug.statistics import Totals
@@ -59,6 +59,11 @@ class Record:
     inf: int
     note: str = ""
     """The reason if a quantizer refused the tensor."""
+    not_finite_at: int = -1
+    """Place of the first call with a NaN or an infinity among all calls of the step, -1 if none.
+
+    Of all tensors of a step, the one with the smallest place is where they appeared first.
+    """
 
     @property
     def is_finite(self) -> bool:
@@ -77,7 +82,14 @@ class Entry:
     quantizer: str
     shape: tuple[int, ...]
     note: str
+    not_finite_at: int
     calls: int = 1
+
+    def plus(self, later: Entry) -> Entry:
+        """Return the statistics of both, with the shape of the later call."""
+        at = later.not_finite_at if self.not_finite_at < 0 else self.not_finite_at
+        totals, calls = self.totals.plus(later.totals), self.calls + later.calls
+        return replace(later, totals=totals, not_finite_at=at, calls=calls)
 
     def record(self, step: int, layer: str, role: str) -> Record:
         """Return the entry as a record."""
@@ -102,6 +114,7 @@ class Entry:
             nan=int(t.nan),
             inf=int(t.inf),
             note=self.note,
+            not_finite_at=self.not_finite_at,
         )
 
 
@@ -134,9 +147,8 @@ class Log:
 
     @property
     def first_not_finite(self) -> Record | None:
-        """The first record of a tensor with a NaN or an infinity; None if all are finite."""
-        candidates = [self._first, *self._current()]
-        return next((r for r in candidates if r is not None and not r.is_finite), None)
+        """The record of the first tensor with a NaN or an infinity; None if all are finite."""
+        return _first_not_finite(self._current()) if self._first is None else self._first
 
     def step(self) -> None:
         """End a step: later records belong to the next step.
@@ -208,9 +220,10 @@ class Log:
 
     def append(self, records: Iterable[Record]) -> None:
         """Add the records of a finished step, and write their lines."""
+        records = list(records)
+        if self._first is None:
+            self._first = _first_not_finite(records)
         for record in records:
-            if self._first is None and not record.is_finite:
-                self._first = record
             self.dropped += len(self._records) == self._records.maxlen
             self._records.append(record)
             if self._lines is not None:
@@ -236,6 +249,12 @@ class Log:
         self._current, self._advance, self._lines = list, None, None
         if lines is not None:
             lines.close()
+
+
+def _first_not_finite(records: Iterable[Record]) -> Record | None:
+    """Return the record of a step whose tensor was the first that was not finite."""
+    found = [record for record in records if not record.is_finite]
+    return min(found, key=lambda record: record.not_finite_at, default=None)
 
 
 def known_role(op: str, role: object) -> str:

@@ -18,7 +18,7 @@ from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
 from qtensor.debug.methods import Counted, Recorded, Site, hand_over, replace_method
 from qtensor.debug.op import SINKS
 from qtensor.debug.sequences import RecordedFuser, replace_fusers
-from qtensor.debug.statistics import measure, totals_of
+from qtensor.debug.statistics import Columns, measure, totals_of
 from qtensor.debug.wgrads import Watched, WeightGradients, gradient_hooks
 from qtensor.dtensor import local_part
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
@@ -174,6 +174,8 @@ class Recorder:
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
         self._entries: dict[tuple[int, str], Entry] = {}
+        self._columns: dict[tuple[int, str], Columns] = {}
+        self._received = 0
         self._weights: set[int] = set()
         self._references: dict[int, Tensor] = {}
         self._undo = ExitStack()
@@ -315,14 +317,18 @@ class Recorder:
             text = values._quantizer.canonical
             if reference is not None:
                 reference = reference.to(values.device)
+        before = self._columns.get((site, role))
         try:
-            vector = measure(values, found, scale, reference)
+            vector, columns = measure(values, found, scale, reference, before)
         except QTensorError as error:
-            vector, text, note = measure(values), "", str(error)
+            vector, columns = measure(values, before=before)
+            text, note = "", str(error)
         shape = tuple(values.shape)
         with self._lock:
             if role == "weight":
                 self._weights.add(site)
+            else:
+                self._columns[site, role] = columns
             self._pending.append(_Pending(site, role, vector, text, shape, note))
             if len(self._pending) >= _PENDING:
                 self._drain()
@@ -342,10 +348,10 @@ class Recorder:
         pending, self._pending = self._pending, []
         for p, totals in zip(pending, totals_of([p.vector for p in pending]), strict=True):
             old = self._entries.get((p.site, p.role))
-            entry = Entry(totals, p.quantizer, p.shape, p.note)
-            if old is not None:
-                entry.totals, entry.calls = old.totals.plus(totals), old.calls + 1
-            self._entries[p.site, p.role] = entry
+            at = self._received if totals.nan or totals.inf else -1
+            entry = Entry(totals, p.quantizer, p.shape, p.note, at)
+            self._entries[p.site, p.role] = entry if old is None else old.plus(entry)
+            self._received += 1
 
     def _open_records(self) -> list[Record]:
         """Return the records of the current step."""
@@ -359,7 +365,7 @@ class Recorder:
     def _finish_step(self) -> None:
         with self._lock:
             self.log.append(self._open_records())
-            self._entries = {}
+            self._entries, self._columns, self._received = {}, {}, 0
             self._weights = set()
 
 

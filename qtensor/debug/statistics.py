@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qtensor.layout import rows_cols
 from qtensor.quantizers import Quantizer
@@ -49,8 +50,9 @@ class Totals(NamedTuple):
     """Number of blocks whose values are all zero after quantization."""
     columns: float
     dead_columns: float
-    """Number of columns without a non-zero value."""
+    """Number of columns without a non-zero value, in this call and those before."""
     outlier_channels: float
+    """Number of outlier channels, by the maxima over this call and those before."""
 
     @property
     def sqnr_db(self) -> float:
@@ -59,17 +61,40 @@ class Totals(NamedTuple):
             return math.nan
         return decibel(self.signal, self.noise)
 
-    def plus(self, other: Totals) -> Totals:
-        """Return the statistics of both; of the columns, the smaller share that is dead."""
-        sums = [a + b for a, b in zip(self, other, strict=True)]
+    def plus(self, later: Totals) -> Totals:
+        """Return the statistics of both.
+
+        Args:
+            later: statistics whose columns were counted with those of the calls before.
+        """
+        sums = [a + b for a, b in zip(self, later, strict=True)]
         return Totals(*sums)._replace(
-            amax=max(self.amax, other.amax),
-            scale_min=min(self.scale_min, other.scale_min),
-            scale_max=max(self.scale_max, other.scale_max),
-            columns=max(self.columns, other.columns),
-            dead_columns=min(self.dead_columns, other.dead_columns),
-            outlier_channels=max(self.outlier_channels, other.outlier_channels),
+            amax=max(self.amax, later.amax),
+            scale_min=min(self.scale_min, later.scale_min),
+            scale_max=max(self.scale_max, later.scale_max),
+            columns=later.columns,
+            dead_columns=later.dead_columns,
+            outlier_channels=later.outlier_channels,
         )
+
+
+class Columns(NamedTuple):
+    """The columns of a tensor, over one or several calls."""
+
+    maxima: Tensor
+    """Largest finite magnitude of each column, (columns,), in the dtype of the tensor."""
+    used: Tensor
+    """Whether each column has a value that is not zero, (columns,)."""
+
+    def joined(self, other: Columns) -> Columns:
+        """Return the columns of both, on the device of the first, as many as the wider has."""
+        count = max(self.used.numel(), other.used.numel())
+        parts = [
+            [pad(t.to(self.used.device), (0, count - t.numel())) for t in columns]
+            for columns in (self, other)
+        ]
+        (maxima_a, used_a), (maxima_b, used_b) = parts
+        return Columns(torch.maximum(maxima_a, maxima_b), used_a | used_b)
 
 
 def totals_of(vectors: Sequence[Tensor]) -> list[Totals]:
@@ -87,8 +112,12 @@ def measure(
     quantizer: Quantizer | None = None,
     scale: Tensor | None = None,
     reference: Tensor | None = None,
-) -> Tensor:
-    """Return the statistics of a tensor, as the fields of ``Totals``, float64 on its device.
+    before: Columns | None = None,
+) -> tuple[Tensor, Columns]:
+    """Return the statistics of a tensor, as the fields of ``Totals``, and its columns.
+
+    The statistics are float64 on the tensor's device. Those of the columns, and the columns that
+    are returned, are taken over ``before`` as well.
 
     Args:
         x: a floating tensor of any shape, or a quantized one.
@@ -96,22 +125,23 @@ def measure(
             rounding uses a seed of its own, so that no random state changes.
         scale: float32 (1,), the encode factor of delayed scaling.
         reference: the high-precision values of a quantized ``x``, of its shape.
+        before: the columns of earlier calls.
 
     Raises:
         QTensorError: the quantizer refuses the tensor.
     """
     if isinstance(x, QuantizedTensorStorage):
-        return _vector(reference, x)
+        return _vector(reference, x, before)
     x = x.detach()
     if quantizer is None:
-        return _vector(x, None)
+        return _vector(x, None, before)
     seed = None
     if quantizer.stochastic_rounding:
         seed = torch.zeros(1, dtype=torch.int64, device=x.device)
-    return _vector(x, quantizer.quantize(x, scale=scale, generator=seed))
+    return _vector(x, quantizer.quantize(x, scale=scale, generator=seed), before)
 
 
-def _vector(x: Tensor | None, q: Any) -> Tensor:
+def _vector(x: Tensor | None, q: Any, before: Columns | None) -> tuple[Tensor, Columns]:
     """Return the statistics of ``x``, of its quantized form ``q``, or of both."""
     values = q.dequantize(torch.float32).detach() if x is None else x
     rows, cols = rows_cols(values.shape)
@@ -121,7 +151,7 @@ def _vector(x: Tensor | None, q: Any) -> Tensor:
         decoded = values if x is None else q.dequantize(torch.float32).detach().reshape(rows, cols)
         factor = decode_factors(q).reshape(rows, cols)
     block = (1, max(cols, 1)) if q is None else q._quantizer.value_block or (1, max(cols, 1))
-    sums = _Sums(cols, values.device)
+    sums = _Sums(cols, values)
     limit = _CHUNK_ON_CPU if values.device.type == "cpu" else _CHUNK
     step = max(block[0], limit // max(cols, 1) // block[0] * block[0])
     for start in range(0, rows if cols else 0, step):
@@ -140,14 +170,16 @@ def _vector(x: Tensor | None, q: Any) -> Tensor:
         unknown = ["signal", "noise", "saturated", "flushed"]
     elif not q._quantizer.factors_are_local:
         unknown = ["saturated"]
-    return sums.vector(values.numel(), unknown)
+    columns = Columns(sums.column_max, sums.used)
+    columns = columns if before is None else columns.joined(before)
+    return sums.vector(values.numel(), columns, unknown), columns
 
 
 class _Sums:
     """Add up chunks of rows in float64 scalars on the device."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, columns: int, x: Tensor) -> None:
+        self.device = device = x.device
         self.on_cpu = device.type == "cpu"
         # On a CPU these are numbers, elsewhere scalars on the device, which nothing waits for.
         self.total: dict[str, Any] = dict.fromkeys(_ADDED, 0.0)
@@ -158,7 +190,7 @@ class _Sums:
             self.total = {name: torch.zeros((), **kind) for name in _ADDED}
             self.scale_min = torch.full((), math.inf, **kind)
             self.scale_max = -self.scale_min
-        self.column_max = torch.zeros(columns, dtype=torch.float64, device=device)
+        self.column_max = torch.zeros(columns, dtype=x.dtype, device=device)
         self.used = torch.zeros(columns, dtype=torch.bool, device=device)
 
     def count(self, name: str, value: Any) -> None:
@@ -173,15 +205,15 @@ class _Sums:
         """
         if self.on_cpu:
             # Usually all values are finite, which the maxima show. Elsewhere reading them waits.
-            largest = x.abs().amax(0).double()
-            if math.isfinite(largest.sum()):
+            largest = x.abs().amax(0)
+            if math.isfinite(largest.double().sum()):
                 self.used |= largest > 0
                 self.column_max = torch.maximum(self.column_max, largest)
                 return True
         self.count("nan", x.isnan().sum())
         self.count("inf", x.isinf().sum())
         self.used |= (x != 0).any(0)
-        magnitudes = torch.where(x.isfinite(), x, 0).abs().double().amax(0)
+        magnitudes = torch.where(x.isfinite(), x, 0).abs().amax(0)
         self.column_max = torch.maximum(self.column_max, magnitudes)
         return False
 
@@ -225,18 +257,18 @@ class _Sums:
             self.scale_min = torch.minimum(self.scale_min, chunk.scale_min)
             self.scale_max = torch.maximum(self.scale_max, chunk.scale_max)
 
-    def vector(self, numel: int, unknown: Sequence[str]) -> Tensor:
+    def vector(self, numel: int, columns: Columns, unknown: Sequence[str]) -> Tensor:
         """Return the fields of ``Totals`` (fields,); ``unknown`` names those that are NaN."""
-        columns = self.column_max
+        maxima = columns.maxima.double()
         found: dict[str, Any] = dict(self.total)
         found |= dict.fromkeys(unknown, math.nan)
-        found |= {"numel": numel, "columns": columns.numel()}
+        found |= {"numel": numel, "columns": maxima.numel()}
         found |= {"scale_min": self.scale_min, "scale_max": self.scale_max}
-        found["dead_columns"] = (~self.used).sum()
-        if columns.numel():
-            found["amax"] = columns.max()
-            usual = torch.where(columns > 0, columns, math.nan).nanmedian()
-            found["outlier_channels"] = (columns > OUTLIER * usual).sum()
+        found["dead_columns"] = (~columns.used).sum()
+        if maxima.numel():
+            found["amax"] = maxima.max()
+            usual = torch.where(maxima > 0, maxima, math.nan).nanmedian()
+            found["outlier_channels"] = (maxima > OUTLIER * usual).sum()
         kind: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
         ordered = [found.get(name, 0.0) for name in Totals._fields]
         if self.on_cpu:

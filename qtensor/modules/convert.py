@@ -17,7 +17,7 @@ from qtensor.functional.plan import alignment, weight_canonical
 from qtensor.modules.base import QuantizedModule
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.in_place import is_held, plain_class, with_base
-from qtensor.modules.linear import Linear, LinearBase
+from qtensor.modules.linear import Linear
 from qtensor.modules.parameters import FLOATING, stored_canonical
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
@@ -50,9 +50,18 @@ class Request(NamedTuple):
         """The key of the recipe; "" without one."""
         return "" if self.recipe is None else self.recipe.key
 
-    def operands(self, name: str) -> dict[str, Quantizer | None]:
+    def operands(self, kind: str, name: str) -> dict[str, Quantizer | None]:
         """Return the quantizers of a layer's operands, by tensor role."""
-        return role_quantizers(self.key, "linear", name) if self.key else {}
+        return role_quantizers(self.key, kind, name) if self.key else {}
+
+
+class Weight(NamedTuple):
+    """A weight of a layer: the attribute, the parameter, and the layer's kind and name."""
+
+    attribute: str
+    parameter: Any
+    kind: str
+    name: str
 
 
 def convert_(
@@ -77,9 +86,9 @@ def convert_(
             follow ``qtensor.autocast`` alone.
         filter_fn: ``(module, name) -> bool`` selects layers; None selects all. A layer that stands
             in several places is swapped if the answer is True for each of its names.
-        quantized_params: store the weights quantized, as the recipe reads them. They become new
-            ``Parameter`` objects without the high-precision values: create the optimizer
-            afterwards.
+        quantized_params: store the weights quantized, as the recipe reads them, those of layers of
+            qtensor too. They become new ``Parameter`` objects without the high-precision values:
+            create the optimizer afterwards.
 
     Returns:
         The layers that were swapped, and those that were skipped with the reason. Its repr is a
@@ -118,9 +127,11 @@ def convert_(
             new = swap(module, places[0].name, recipe)
             _put(places, new)
             module = new
-        if _wants_quantized_weight(module, request):
-            _store_quantized(module)
-            note = f"{note}; weight quantized".removeprefix("; ")
+        stored = [w for w in _weights_of(module, module.name) if _is_to_be_stored(w, request)]
+        if stored:
+            _store_quantized(module, stored)
+            count = "weight" if len(stored) == 1 else f"{len(stored)} weights"
+            note = f"{note}; {count} quantized".removeprefix("; ")
         swapped.append(_report(module, places, note))
     title = f"convert_ to {'qtensor.autocast' if recipe is None else type(recipe).__name__}"
     return Conversion(title, tuple(swapped), tuple(skipped))
@@ -239,22 +250,33 @@ def _convert_obstacle(
     """Return the reason for which ``convert_`` skips a layer; "" if it converts the layer."""
     if filtered := _filtered(module, places, request.filter_fn):
         return filtered
-    if isinstance(module, QuantizedModule):
-        name = module.name
-        weights = [p for weight in module._states for p in module._weights(weight)]
-    else:
-        name, weights = places[0].name, [module.weight]
-        if obstacle := _plain_obstacle(module):
+    if not isinstance(module, QuantizedModule) and (obstacle := _plain_obstacle(module)):
+        return obstacle
+    weights = _weights_of(module, places[0].name)
+    for weight in weights:
+        if obstacle := _weight_obstacle(weight, request):
             return obstacle
     for weight in weights:
-        if obstacle := _weight_obstacle(weight, name, request):
-            return obstacle
-    if _wants_quantized_weight(module, request, name):
-        if held:
-            torch_ = "fully_shard and parallelize_module"
-            return f"its weight is sharded; convert with quantized_params before {torch_}"
-        return _tie_obstacle(module, owners)
+        if _is_to_be_stored(weight, request):
+            if held:
+                torch_ = "fully_shard and parallelize_module"
+                return f"its weight is sharded; convert with quantized_params before {torch_}"
+            if obstacle := _tie_obstacle(module, weight.parameter, owners):
+                return obstacle
     return ""
+
+
+def _weights_of(module: Any, name: str) -> list[Weight]:
+    """Return the weights of a linear layer; ``name`` is that of a layer of torch."""
+    if not isinstance(module, QuantizedModule):
+        return [Weight("weight", module.weight, "linear", name)]
+    found = []
+    for state in module._states:
+        options, own = module._layer_options(state), module._weights(state)
+        for attribute, parameter in module._parameters.items():
+            if any([parameter is weight for weight in own]):
+                found.append(Weight(attribute, parameter, options.module, options.name))
+    return found
 
 
 def _plain_obstacle(module: Any) -> str:
@@ -273,8 +295,9 @@ def _plain_obstacle(module: Any) -> str:
     return ""
 
 
-def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
+def _weight_obstacle(layer: Weight, request: Request) -> str:
     """Return the reason for which the recipe cannot read a weight (N, K), or ""."""
+    weight = layer.parameter
     stored = stored_canonical(weight)
     kind = type(weight)
     if not stored and kind is not nn.Parameter and not is_dtensor(weight):
@@ -284,34 +307,31 @@ def _weight_obstacle(weight: Any, name: str, request: Request) -> str:
     if weight.numel() == 0:
         return "its weight has no elements"
     rows, columns = weight.shape[-2:]
-    for role, quantizer in request.operands(name).items():
+    for role, quantizer in request.operands(layer.kind, layer.name).items():
         multiple = 1 if quantizer is None else alignment(quantizer.canonical)
         if rows % multiple or columns % multiple:
             return f"features must be multiples of {multiple} for the {role} in {quantizer.format}"  # type: ignore[union-attr]
     if stored:
         try:
-            weight_canonical(stored, request.key, "linear", name, False)
+            weight_canonical(stored, request.key, layer.kind, layer.name, False)
         except QTensorError:
             return f"its weight is stored as {stored.partition('(')[0]}; qtensor.revert_ it first"
     return ""
 
 
-def _wants_quantized_weight(module: Any, request: Request, name: str | None = None) -> bool:
-    """Return whether the caller wants a quantized weight and the layer has a plain one."""
-    if not request.quantized_params or not isinstance(module, nn.Linear | LinearBase):
+def _is_to_be_stored(weight: Weight, request: Request) -> bool:
+    """Return whether the caller wants a quantized weight and this one is plain."""
+    if not request.quantized_params or stored_canonical(weight.parameter):
         return False
-    if stored_canonical(module.weight):
-        return False
-    own: Any = module.name if name is None else name
-    return request.operands(own)["weight"] is not None
+    return request.operands(weight.kind, weight.name)["weight"] is not None
 
 
-def _tie_obstacle(module: Any, owners: dict[Tensor, Any]) -> str:
+def _tie_obstacle(module: Any, weight: Any, owners: dict[Tensor, Any]) -> str:
     """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
-    others = [name for owner, name in owners[module.weight] if owner is not module]
+    others = [name for owner, name in owners[weight] if owner is not module]
     if others:
         return f"its weight is tied to {', '.join(others)} and cannot be stored quantized"
-    if module.weight._backward_hooks or module.weight._post_accumulate_grad_hooks:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return "its weight has hooks, which a new parameter would lose"
     return ""
 
@@ -406,14 +426,21 @@ def _plain_layer(old: Linear, plain: dict[Any, nn.Parameter]) -> nn.Linear:
     return new
 
 
-def _store_quantized(layer: LinearBase) -> None:
-    """Replace a layer's weight by a quantized one, unless the weight has no data (meta)."""
+def _store_quantized(layer: QuantizedModule, weights: list[Weight]) -> None:
+    """Replace weights of a layer by quantized ones, unless they have no data (meta)."""
     layer.quantized_params = True
-    old = layer.weight
-    if old.is_meta:
-        return
-    values = layer._quantized_parameter(old.detach(), layer.recipe, layer._options)
-    layer.weight = _successor(old, values)
+    options: dict[Any, Any] = {}
+    for state in layer._states:
+        options.update(dict.fromkeys(layer._weights(state), layer._layer_options(state)))
+    made: dict[Any, nn.Parameter] = {}
+    for weight in weights:
+        old = weight.parameter
+        if old.is_meta:
+            continue
+        if old not in made:
+            values = layer._quantized_parameter(old.detach(), layer.recipe, options[old])
+            made[old] = _successor(old, values)
+        setattr(layer, weight.attribute, made[old])
 
 
 def _successor(old: Any, values: Any) -> nn.Parameter:

@@ -14,7 +14,16 @@ from qtensor.errors import fail
 
 OP = "model_report"
 _TEXTS = ("layer", "role", "quantizer", "note")
-_COUNTS = ("step", "calls", "dead_columns", "outlier_channels", "columns", "nan", "inf")
+_COUNTS = (
+    "step",
+    "calls",
+    "dead_columns",
+    "outlier_channels",
+    "columns",
+    "nan",
+    "inf",
+    "not_finite_at",
+)
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def _copy_exactly(to: Any, source: Any) -> None:
         _quantize_into(to, source)
         return
     quantizer, saved = to.whole._quantizer, source.whole._quantizer
-    if not _serves(saved, quantizer):
+    if not serves(saved, quantizer):
         fail(
             f"{_OP}[{quantizer.format}]",
             "a tensor is loaded with the quantizer that it was saved with",
@@ -237,7 +237,7 @@ def _copy_exactly(to: Any, source: Any) -> None:
     _write(to, source)
 
 
-def _serves(saved: Any, wanted: Any) -> bool:
+def serves(saved: Any, wanted: Any) -> bool:
     """Return True if ``saved`` has all buffers of ``wanted``."""
     if saved == wanted:
         return True

@@ -105,14 +105,21 @@ def unpack(packed: Tensor, like: Any, shape: Shape, common: Tensor | None = None
         shape: the logical shape.
         common: bytes to use in place of the first of ``packed``.
     """
-    slots = like._quantizer.slots
+    return with_buffers(like, unpacked_buffers(packed, like._quantizer, shape, common), shape)
+
+
+def unpacked_buffers(
+    packed: Tensor, quantizer: Any, shape: Shape, common: Tensor | None = None
+) -> list[Tensor]:
+    """Return views of ``packed`` as the buffers of a tensor of ``shape``, in slot order."""
+    slots = quantizer.slots
     buffers: list[Any] = [None] * len(slots)
-    for piece in wire_layout(like._quantizer, shape).pieces:
+    for piece in wire_layout(quantizer, shape).pieces:
         slot = slots[piece.slot]
         source = common if common is not None and is_shared(slot) else packed
         found = source.narrow(0, piece.offset, piece.nbytes)
         buffers[piece.slot] = found.view(slot.dtype).view(piece.shape)
-    return with_buffers(like, buffers, shape)
+    return buffers
 
 
 def compare_ranks(rows: Tensor, like: Any, op: str) -> Tensor:

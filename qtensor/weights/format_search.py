@@ -19,7 +19,7 @@ from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
-from qtensor.weights.metrics import Metric, as_batches, named_metric
+from qtensor.weights.metrics import Metric, as_batches, fingerprint, named_metric
 from qtensor.weights.quantize import as_quantizer
 from qtensor.weights.search_result import CurvePoint, GroupChoice, SearchResult
 
@@ -50,8 +50,7 @@ class _Group:
         return dict.fromkeys(self.layers, self.formats[option])
 
     def text(self, option: int) -> str | None:
-        chosen = self.formats[option]
-        return None if chosen is None else chosen.canonical
+        return _text(self.formats[option])
 
 
 def search(
@@ -91,18 +90,21 @@ def search(
         groups: lists of names or patterns of layers that must have one format. None: query, key and
             value; gate and up projections; and the experts of a block.
         pinned: formats (None: high precision) of layers by name or pattern, which are not searched.
+            A format of one layer holds for all layers of its group.
         filter_fn: ``(module, name) -> bool`` selects layers; the others do not count.
         progress: called after each measurement.
         resume: path of a file that keeps the measurements. A search that was interrupted goes on
-            where it stopped.
+            where it stopped. The metric is recognized by its name and by its values for three
+            changed copies of the first output.
 
     Returns:
         The choice, its error, and the trade-off curve. ``result.apply(model)`` quantizes.
 
     Raises:
         QTensorError: no inputs or layers; a name or pattern matches nothing; the budget is below
-            the smallest choice; ``resume`` belongs to another search; the model fails on an input,
-            and its error is the cause; the metric does not return a number.
+            the smallest choice; layers of one group are pinned to different formats; ``resume``
+            belongs to another search; the model fails on an input, and its error is the cause; the
+            metric does not return a number.
     """
     metric_name, function = named_metric(metric)
     batches = as_batches("search", "inputs", inputs)
@@ -112,7 +114,8 @@ def search(
     limit = _limit(budget_bits, values, sum(map(min, sizes)))
     with evaluating(model), torch.no_grad():
         measure = Measurement(model, batches, function, activations)
-        journal = Journal(resume, _identity(parts, metric_name, measure))
+        identity = {} if resume is None else _identity(parts, metric_name, measure)
+        journal = Journal(resume, identity)
         errors = _errors(parts, measure, journal, progress)
         options = [list(map(Option, *pair)) for pair in zip(sizes, errors, strict=True)]
         best = front(options, sum(map(max, sizes)))
@@ -160,11 +163,20 @@ def _groups(
     check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
     patterns = match("search", pinned, layers, "pinned")
     fixed = {name: as_quantizer("search", pinned[p]) for name, p in patterns.items()}
-    free = [name for name in layers if name not in fixed]
-    return [_Group((name,), (layers[name],), (q,)) for name, q in fixed.items()] + [
-        _Group(names, tuple(layers[name] for name in names), choices)
-        for names in layer_groups(free, groups)
-    ]
+    parts = []
+    for names in layer_groups(list(layers), groups):
+        pins = {name: fixed[name] for name in names if name in fixed}
+        rule = "the layers of a group have one format, so pinned must not give them several"
+        got = ", ".join(f"{name}: {_text(q) or 'high precision'}" for name, q in pins.items())
+        fix = "Pin them to one format, or pass groups= in which they are apart"
+        check(len(set(pins.values())) <= 1, "search", rule, got, fix)
+        found = tuple(dict.fromkeys(pins.values())) or choices
+        parts.append(_Group(names, tuple(layers[name] for name in names), found))
+    return parts
+
+
+def _text(chosen: Quantizer | None) -> str | None:
+    return None if chosen is None else chosen.canonical
 
 
 def _limit(budget_bits: float, values: int, least: int) -> int:
@@ -186,12 +198,13 @@ def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dic
         for part in parts
         for name, layer in zip(part.names, part.layers, strict=True)
     }
-    sums = [float(reference.double().sum()).hex() for reference in measure.references]
+    references = measure.references
     return {
         "layers": shapes,
         "metric": metric,
         "activations": measure.activations,
-        "outputs in high precision": sums,
+        "outputs in high precision": [float(r.sum(dtype=torch.float64)).hex() for r in references],
+        "metric's values": fingerprint(measure.name, measure.metric, references[0]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtensor.debug.logits import rows_in_chunks
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.layout import rows_cols
 from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
@@ -17,13 +20,19 @@ Metric = Callable[[Tensor, Tensor], float]
 
 def kl(reference: Tensor, output: Tensor) -> float:
     """Return the mean of ``kl_divergences`` of outputs (..., classes), in nats."""
-    return float(kl_divergences(reference, output).mean())
+    chunks = rows_in_chunks(reference, output)
+    total = math.fsum(float(kl_divergences(p, q).sum()) for p, q in chunks)
+    rows, _ = rows_cols(reference.shape)
+    return total / rows if rows else math.nan
 
 
 def noise(reference: Tensor, output: Tensor) -> float:
     """Return ``sum (x - y)^2 / sum x^2``, which is ``10^(-SQNR / 10)``, in float64."""
-    x = reference.double()
-    return float((x - output.double()).square().sum() / x.square().sum())
+    noise, signal = 0.0, 0.0
+    for x, y in rows_in_chunks(reference, output):
+        noise += float((x - y).square().sum())
+        signal += float(x.square().sum())
+    return noise / signal if signal else math.nan
 
 
 METRICS: dict[str, Metric] = {"kl": kl, "sqnr": noise}
@@ -42,6 +51,23 @@ def named_metric(metric: str | Metric) -> tuple[str, Metric]:
         fix = "Pass a function (reference, output) -> float; less is better"
         fail("search", rule, repr(metric), fix, ArgumentTypeError)
     return getattr(metric, "__name__", type(metric).__name__), metric
+
+
+def fingerprint(name: str, metric: Metric, reference: Tensor) -> list[str]:
+    """Return the values of a metric for three changed copies of an output, as texts.
+
+    Two functions with one name are told apart by their results: the source of a function does not
+    show the values that it closes over, and a callable object has none.
+    """
+    values = reference.flatten()
+    step = values.abs().mean() / 2
+    changes: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.where(step > 0, (values / step).round() * step, values),
+        lambda: values.roll(1),
+        lambda: values.flip(0) / 2,
+    )
+    outputs = (change().view_as(reference) for change in changes)
+    return [measured(name, metric, reference, output).hex() for output in outputs]
 
 
 def run(op: str, place: str, model: Any, batch: Any) -> Any:

@@ -104,6 +104,34 @@ def gather_of_weights(name: str) -> int:
     return traffic.gathered
 
 
+def gather_by_torchao(name: str) -> int:
+    """Return the bytes of one gather of the weight by torchao.
+
+    gloo has no FP8 tensors. torch gathers bytes if the parameters of a layer have several dtypes:
+    the layer has a bias, whose bytes are subtracted.
+    """
+    from torchao.float8 import (  # noqa: PLC0415 - only this measurement needs it
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    model = nn.Sequential(nn.Linear(K, N))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    convert_to_float8_training(model, config=config)
+    fully_shard(model, reshard_after_forward=True)
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    x = torch.randn(TOKENS, K)
+    with torch.no_grad():
+        model(x)
+        model.reshard()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        with Traffic() as traffic:
+            model(x)
+    bias: Any = model[0].bias
+    return traffic.gathered - bias.to_local().nbytes
+
+
 def reduction_of_gradients(name: str) -> int:
     """Return the bytes of the gradients of one step."""
     model = layer(qtensor.recipes.MXFP8BlockScaling())

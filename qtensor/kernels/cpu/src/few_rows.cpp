@@ -8,25 +8,40 @@ namespace QT_NAMESPACE {
 #if QT_ISA == 512
 bool few_rows_bfloat16(const CQuantizer& p, const FewRows& f);
 
-// Whether the dot products of bfloat16 give the bits of float32: they hold each value, and no sum of products
-// can be subnormal, which dot products take for 0. Values of 2^-96 or more are multiples of 2^-103, those of
-// codes of 2^-16.
-static bool bfloat16_serves(const LinearCall& c) {
-    constexpr i32 least = 31 << 23;
+// Bits of magnitudes of x: the least except for 0, and the largest. least is 0 if bfloat16 does not hold x.
+struct Range {
+    i32 least, most;
+};
+static Range range_of(const LinearCall& c) {
     return with_type(c.x_dtype, [&](auto type) {
         using D = decltype(type);
+        VI least = all(ABS), most{}, inexact{};
         for (i64 m = 0; m < c.m; m++) {
             const auto* x = (const typename D::T*)c.x + m * c.stride;
             for (i64 k = 0; k < c.k; k += W) {
                 typename D::T last[W] = {};
                 if (k + W > c.k) memcpy(last, x + k, sizeof(typename D::T) * size_t(c.k - k));
-                const VI v = D::one(k + W > c.k ? last : x + k);
-                const VU tiny = (VU)(v & all(ABS)) - (VU)all(1);  // zeros become the largest
-                if (any((v & all(0xffff)) | (VI)(tiny < (VU)all(least - 1)))) return false;
+                const VI v = D::one(k + W > c.k ? last : x + k), magnitude = v & all(ABS);
+                inexact |= v & all(0xffff);
+                least = min(least, magnitude ? magnitude : all(ABS));
+                most = max(most, magnitude);
             }
+            if (any(inexact != all(0))) return Range{0, 0};
         }
-        return true;
+        return Range{-lane_max(-least), lane_max(most)};
     });
+}
+// Whether the dot products of bfloat16 give the bits of float32: they hold each value, and no sum of products
+// can be subnormal, which dot products take for 0. Values of 2^-96 or more are multiples of 2^-103, those of
+// codes of 2^-16.
+static bool bfloat16_serves(const Range& x) { return x.least >= 31 << 23; }
+// Exponents of factors with which that holds also for codes times factors, and no sum of eight products
+// overflows, with the factor or without it. Codes are less than 2^16.
+static void set_folds(FewRows& f, const Range& x) {
+    const i32 least = x.least >> 23, most = x.most >> 23;
+    f.folds_from = std::max(127 - 110, 127 - 126 + 16 + 7 + 127 - least);
+    const i32 to = most > 127 + 106 ? 0 : std::min(127 + 110, 127 + 106 + 127 - most);
+    f.folds_count = std::max(0, to - f.folds_from + 1);
 }
 #endif
 
@@ -59,7 +74,11 @@ bool few_rows(const CQuantizer& p, const LinearCall& c) {
     if (p.element == E3M2) set_values<FE3M2>(f);
     if (p.element == E2M1) set_values<FE2M1>(f);
 #if QT_ISA == 512
-    if (__builtin_cpu_supports("avx512bf16") && bfloat16_serves(c)) return few_rows_bfloat16(p, f);
+    if (__builtin_cpu_supports("avx512bf16")) {
+        const Range x = range_of(c);
+        set_folds(f, x);
+        if (bfloat16_serves(x)) return few_rows_bfloat16(p, f);
+    }
     return multiply_few_rows<float>(p, f);
 #else
     return multiply_few_rows(p, f);

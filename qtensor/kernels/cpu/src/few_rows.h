@@ -32,6 +32,7 @@ struct FewRows {
     i64 factor_step;                           // 0: one for all rows of the weight
     const u8 *low = nullptr, *high = nullptr;  // bytes of the codes' values as bfloat16 (element_codes.h)
     const float* values = nullptr;
+    i32 folds_from = 0, folds_count = 0;  // exponents of factors that bfloat16 values of codes can hold
 };
 
 // ---- which elements share a lane

@@ -167,6 +167,7 @@ template <class F, int R>
 struct WeightRows {
     const FewRows& f;
     const u8 *code[R], *scale[R];
+    bool special = false;  // whether a factor of E8M0 is not a plain power of two
     // Rows behind the end of the chunk are its last one. `own`: R * scale_bytes for factors out of tiles.
     WeightRows(const FewRows& f, i64 n, i64 end, u8* own) : f(f) {
         for (int r = 0; r < R; r++) {
@@ -177,11 +178,15 @@ struct WeightRows {
                 scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
             else if (F::SCALED)
                 scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
+            if (F::SCALES == 4) special |= has_special_factor(scale[r], f.k / F::SPAN * F::SCALES);
         }
     }
     ALWAYS_INLINE void whole(int r, i64 span, __m512i t[F::LOADS], __m512& s) const {
         F::load(code[r] + span * F::BYTES, t);
-        if constexpr (F::SCALED) s = F::factors(f, scale[r], span);
+        if constexpr (F::SCALES == 4)
+            s = special ? F::factors(f, scale[r], span) : four_plain_factors(scale[r] + span * F::SCALES);
+        else if constexpr (F::SCALED)
+            s = F::factors(f, scale[r], span);
     }
     // The last span, filled up with codes and factors of zero bytes.
     void part(int r, i64 span, __m512i t[F::LOADS], __m512& s) const {
@@ -275,9 +280,31 @@ struct Stage {
 // GCC keeps arrays of sums in registers only where it unrolls the loops over them early.
 #define QT_EACH_SUM \
     _Pragma("GCC unroll 8") for (int m = 0; m < T; m++) _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
+// A factor that is a power of two may multiply decoded values instead of sums of products: the bits are the
+// same unless a number leaves the range of its type, which FewRows::folds_from and folds_count exclude. The
+// sum of a block is then added to its lane. vaddps runs beside vdpbf16ps; a multiply-add takes its place.
+constexpr i64 LEAST_FOLDED = 24;  // rows of x for which this pays
+INLINE __mmask16 can_fold(const FewRows& f, __m512 s) {
+    // The bits of the number behind sign and exponent come first, so that all but powers of two are large.
+    const __m512i from = _mm512_set1_epi32(f.folds_from), count = _mm512_set1_epi32(f.folds_count);
+    return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(_mm512_rol_epi32(_mm512_castps_si512(s), 9), from),
+                                   count);
+}
+// Words to add to values that are multiplied by the powers of two of their lanes.
+INLINE __m512i exponents_of(__m512 s) {
+    const __m512i high = _mm512_set1_epi32(0x03020302),
+                  each = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+    const __m512i words = _mm512_shuffle_epi8(_mm512_castps_si512(s), _mm512_add_epi32(high, each));
+    return _mm512_sub_epi16(words, _mm512_set1_epi16(127 << 7));
+}
+INLINE __m512i times_powers(__m512i values, __m512i exponents) {  // but 0, infinities and NaN
+    const __m512i next = _mm512_sub_epi16(_mm512_add_epi16(values, values), _mm512_set1_epi16(1));
+    const __mmask32 number = _mm512_cmplt_epu16_mask(next, _mm512_set1_epi16(short(0xfeff)));
+    return _mm512_mask_add_epi16(values, number, values, exponents);
+}
 // T rows of x times R rows of the weight, from row r0 of a set on. Not inlined, so that the compiler keeps
 // all sums in registers; it loads each vector once, as a vdpbf16ps with an operand in memory takes longer.
-template <class F, int R, int T, class X>
+template <class F, int R, int T, bool Folded, class X>
 __attribute__((noinline)) static void tile(const F& codes, const X* x, Stage<F>& stage, int set, int spans,
                                            int r0, i64 m0) {
     constexpr bool keep = Stage<F>::KEEP;
@@ -315,7 +342,8 @@ __attribute__((noinline)) static void tile(const F& codes, const X* x, Stage<F>&
         }
         if (F::SCALED) QT_EACH_SUM {
                 __m512& to = keep ? a[m][r] : acc[m][r0 + r];
-                to = _mm512_fmadd_ps(p[m][r], stage.s[set][i][r0 + r], to);
+                to = Folded ? _mm512_add_ps(p[m][r], to)
+                            : _mm512_fmadd_ps(p[m][r], stage.s[set][i][r0 + r], to);
             }
     }
     QT_EACH_SUM {
@@ -324,31 +352,59 @@ __attribute__((noinline)) static void tile(const F& codes, const X* x, Stage<F>&
     }
 }
 #undef QT_EACH_SUM
-template <class F, int T, class X>
+template <class F, int T, bool Folded, class X>
 static void tiles(const F& codes, const X* x, Stage<F>& stage, int spans, i64 m0, Fetch<F, SETS * SET>& fetch,
                   int lines) {
     constexpr int R = Stage<F>::KEEP ? 2 : 4;
     for (int set = 0; set < SETS; set++)
         for (int r = 0; r < SET; r += R) {
             fetch.lines(lines * T * R);
-            tile<F, R, T, X>(codes, x, stage, set, spans, r, m0);
+            tile<F, R, T, Folded, X>(codes, x, stage, set, spans, r, m0);
         }
 }
-template <class F, class X>
+template <class F, bool Folded, class X>
 static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int spans, i64 count,
                            Fetch<F, SETS * SET>& fetch) {
     // Lines of memory for each product of two rows, so that all tiles fetch alike.
     const int lines = int((STAGE / F::SPAN * F::BYTES / 64 + count - 1) / count);
     i64 m = 0;
-    for (; count - m >= 4; m += 4) tiles<F, 4>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
-    if (count - m == 3) tiles<F, 3>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
-    if (count - m == 2) tiles<F, 2>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
-    if (count - m == 1) tiles<F, 1>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    for (; count - m >= 4; m += 4) tiles<F, 4, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m == 3) tiles<F, 3, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m == 2) tiles<F, 2, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+    if (count - m == 1) tiles<F, 1, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
+}
+// The codes or values of a stage. Folded: returns false if a factor cannot be folded.
+template <class F, bool Folded>
+static bool fill_stage(const FewRows& f, const F& codes, const WeightRows<F, SETS * SET>& rows, i64 e,
+                       int spans, Stage<F>& stage) {
+    __mmask16 folds = 0xffff;
+    for (int q = 0; q < SETS * SET; q++)
+        for (int i = 0; i < spans; i++) {
+            __m512i t[F::LOADS], exponents;
+            auto& s = stage.s[q / SET][i][q % SET];
+            if (e + (i + 1) * F::SPAN <= f.k)
+                rows.whole(q, e / F::SPAN + i, t, s);
+            else
+                rows.part(q, e / F::SPAN + i, t, s);
+            if constexpr (Folded) folds &= can_fold(f, s), exponents = exponents_of(s);
+            auto& to = stage.t[q / SET][i];
+            for (int l = 0; l < F::LOADS; l++) {
+                if constexpr (Stage<F>::DECODED) {
+                    __m512i d[F::PER];
+                    F::decode_all(codes, t[l], d);
+                    for (int v = 0; v < F::PER; v++)
+                        to[l * F::PER + v][q % SET] = Folded ? times_powers(d[v], exponents) : d[v];
+                } else {
+                    to[l][q % SET] = t[l];
+                }
+            }
+        }
+    return folds == 0xffff;
 }
 // All rows of x times rows of the weight from n on.
 template <class F, class X>
 static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, i64 n, u8* own,
-                          Stage<F>& stage) {
+                          Stage<F>& stage, bool& folds) {
     constexpr int R = SETS * SET, SPANS = Stage<F>::SPANS;
     const WeightRows<F, R> rows(f, n, chunk.end, own);
     Fetch<F, R> fetch(f, chunk, n);
@@ -358,26 +414,15 @@ static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs, const C
     for (i64 e = 0; e < f.k; e += STAGE) {
         if (e + STAGE <= f.k) fetch.template begin<int(STAGE)>(e / STAGE);
         const int spans = int(smaller(SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
-        for (int q = 0; q < R; q++)
-            for (int i = 0; i < spans; i++) {
-                __m512i t[F::LOADS];
-                auto& s = stage.s[q / SET][i][q % SET];
-                if (e + (i + 1) * F::SPAN <= f.k)
-                    rows.whole(q, e / F::SPAN + i, t, s);
-                else
-                    rows.part(q, e / F::SPAN + i, t, s);
-                auto& to = stage.t[q / SET][i];
-                for (int l = 0; l < F::LOADS; l++) {
-                    if constexpr (Stage<F>::DECODED) {
-                        __m512i d[F::PER];
-                        F::decode_all(codes, t[l], d);
-                        for (int v = 0; v < F::PER; v++) to[l * F::PER + v][q % SET] = d[v];
-                    } else {
-                        to[l][q % SET] = t[l];
-                    }
-                }
+        if constexpr (Stage<F>::DECODED && F::SCALED && sizeof(X) == 2) {
+            if (folds && fill_stage<F, true>(f, codes, rows, e, spans, stage)) {
+                tiles_of_stage<F, true>(codes, xs + e * f.m, stage, spans, f.m, fetch);
+                continue;
             }
-        tiles_of_stage<F>(codes, xs + e * f.m, stage, spans, f.m, fetch);
+            folds = folds && e + STAGE > f.k;  // what lies behind the end has other factors
+        }
+        fill_stage<F, false>(f, codes, rows, e, spans, stage);
+        tiles_of_stage<F, false>(codes, xs + e * f.m, stage, spans, f.m, fetch);
     }
     for (i64 m = 0; m < f.m; m++) {
         __m512 v[R];
@@ -386,38 +431,43 @@ static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs, const C
     }
 }
 
-template <class F, class X>
-static void multiply_chunk(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
+// Few: the format as up to four rows of x read it.
+template <class F, class Few, class X>
+static void multiply_chunk(const FewRows& f, const X* xs, const Chunk& chunk, u8* own) {
+    const Few few(f);
     switch (f.m) {
         case 1:
-            return rows_in_registers<F, 4, 1>(f, codes, xs, chunk, own);
+            return rows_in_registers<Few, 4, 1>(f, few, xs, chunk, own);
         case 2:
-            return rows_in_registers<F, F::PER == 4 ? 4 : 2, 2>(f, codes, xs, chunk, own);
+            return rows_in_registers<Few, F::PER == 4 ? 4 : 2, 2>(f, few, xs, chunk, own);
         case 3:
-            return rows_in_registers<F, 2, 3>(f, codes, xs, chunk, own);
+            return rows_in_registers<Few, 2, 3>(f, few, xs, chunk, own);
         case 4:
-            return rows_in_registers<F, 2, 4>(f, codes, xs, chunk, own);
+            // Four rows of x fill the first cache level: four rows of the weight read them half as often.
+            return rows_in_registers<Few, F::SCALED ? 2 : 4, 4>(f, few, xs, chunk, own);
         default:
             break;
     }
+    const F codes(f);
     Stage<F> stage;
+    bool folds = f.m >= LEAST_FOLDED && f.folds_count > 0;
     for (i64 n = chunk.first; n < chunk.end; n += SETS * SET)
-        rows_by_tiles<F>(f, codes, xs, chunk, n, own, stage);
+        rows_by_tiles<F>(f, codes, xs, chunk, n, own, stage, folds);
 }
-template <class X, class F>
+template <class X, class F, class Few = F>
 static void multiply_format(const FewRows& f) {
     const Array<X> xs(up(f.k, STAGE) * f.m);
     arrange_rows<X>(f, xs, [](const X* from, X* to) { arrange<F>(from, to); });
     by_chunks(f, [&](const Chunk& chunk) {
         const Array<u8> own(f.scales.tiles ? SET * SETS * f.scale_bytes : 0);
-        multiply_chunk<F>(f, F(f), (const X*)xs, chunk, own);
+        multiply_chunk<F, Few>(f, (const X*)xs, chunk, own);
     });
 }
 // X: u16 for bfloat16, else float.
 template <class X>
 static bool multiply_few_rows(const CQuantizer& p, const FewRows& f) {
     if (p.family != BLOCK)
-        multiply_format<X, Fp8Rows>(f);
+        multiply_format<X, Fp8Rows, Fp8RowsByTwo>(f);
     else if (p.block == 128)
         multiply_format<X, Fp8BlockRows>(f);
     else if (p.codes == 4)

@@ -98,6 +98,16 @@ struct Fp8Rows : ByteCodes, LanesArePart<16, 64> {
     INLINE void load(const u8* p, __m512i t[1]) { t[0] = _mm512_loadu_si512(p); }
     INLINE __m512 factors(const FewRows&, const u8*, i64) { return _mm512_setzero_ps(); }
 };
+// Two spans at once, in the same order: two lines of memory of a row at a time.
+struct Fp8RowsByTwo : ByteCodes, LanesArePart<16, 128> {
+    static constexpr int LOADS = 2, BYTES = 128, SCALES = 0;
+    static constexpr bool SCALED = false;
+    using ByteCodes::ByteCodes;
+    INLINE void load(const u8* p, __m512i t[2]) {
+        t[0] = _mm512_loadu_si512(p), t[1] = _mm512_loadu_si512(p + 64);
+    }
+    INLINE __m512 factors(const FewRows&, const u8*, i64) { return _mm512_setzero_ps(); }
+};
 struct Fp8BlockRows : ByteCodes, LanesArePart<16, 128> {
     static constexpr int LOADS = 2, BYTES = 128, SCALES = 0;
     static constexpr bool SCALED = true;
@@ -115,6 +125,29 @@ INLINE __m512 four_factors(const u8* s) {
     memcpy(&four, s, 4);
     const __m128i spread = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return e8m0_factors(_mm512_cvtepu8_epi32(_mm_shuffle_epi8(_mm_cvtsi32_si128(int(four)), spread)));
+}
+// The same where no code is 0 or 255: the others are the exponents of float32.
+INLINE __m512 four_plain_factors(const u8* s) {
+    struct Spread {
+        alignas(64) u8 at[64];
+        constexpr Spread() : at() {
+            for (int i = 0; i < 64; i++) at[i] = u8(i % 4 ? 0x80 : i / 16);
+        }
+    };
+    static constexpr Spread spread;
+    u32 four;
+    memcpy(&four, s, 4);
+    const __m512i codes = _mm512_shuffle_epi8(_mm512_set1_epi32(int(four)), _mm512_load_si512(spread.at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(codes, 23));
+}
+// Whether one of `count` codes is 0 or 255.
+INLINE bool has_special_factor(const u8* s, i64 count) {
+    for (i64 i = 0; i < count; i += 64) {
+        const __mmask64 real = count - i >= 64 ? ~0ull : (1ull << (count - i)) - 1;
+        const __m512i next = _mm512_add_epi8(_mm512_maskz_loadu_epi8(real, s + i), _mm512_set1_epi8(1));
+        if (_mm512_mask_cmple_epu8_mask(real, next, _mm512_set1_epi8(1))) return true;
+    }
+    return false;
 }
 struct Mxfp8Rows : ByteCodes, LanesArePart<32, 128> {  // MXFP6 with a code a byte, too
     static constexpr int LOADS = 2, BYTES = 128, SCALES = 4;
