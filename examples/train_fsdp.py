@@ -29,6 +29,11 @@ import qtensor
 from qtensor import recipes
 from qtensor.distributed import Traffic, quantized_all_gather, reduce_amaxes
 
+
+def _small_weights(role: recipes.Role) -> str:
+    return "mxfp4" if role.tensor == "weight" else "mxfp6"
+
+
 RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "none": lambda: None,
     "current": recipes.Float8CurrentScaling,
@@ -36,6 +41,8 @@ RECIPES: dict[str, Callable[[], recipes.Recipe | None]] = {
     "blockwise": recipes.Float8BlockScaling,
     "mxfp8": recipes.MXFP8BlockScaling,
     "nvfp4": recipes.NVFP4BlockScaling,
+    "rowwise": lambda: recipes.CustomRecipe(factory=lambda role: "fp8_rowwise"),
+    "mxfp6": lambda: recipes.CustomRecipe(factory=_small_weights),
 }
 VOCABULARY = 256
 

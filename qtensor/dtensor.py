@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _RULES = "qtensor.library.sharding"
-_BROADCAST = "qtensor.storage.state_dict_broadcast"
+_HOOKS = ("qtensor.storage.state_dict_broadcast", "qtensor.storage.splits")
 
 
 def is_dtensor(t: Any) -> bool:
@@ -26,12 +26,13 @@ def is_dtensor(t: Any) -> bool:
 def install_rules() -> None:
     """Tell DTensor about our ops, if the program has imported DTensor.
 
-    The helpers of ``torch.distributed.checkpoint.state_dict`` import DTensor, too: they learn to
-    broadcast quantized tensors.
+    The helpers of ``torch.distributed.checkpoint.state_dict``, which import DTensor, learn to
+    broadcast quantized tensors, and optimizers to step parts of them.
     """
     if _RULES not in sys.modules and "torch.distributed.tensor" in sys.modules:
         importlib.import_module(_RULES)
-        importlib.import_module(_BROADCAST).install()
+        for module in _HOOKS:
+            importlib.import_module(module).install()
 
 
 def local_part(t: Any) -> Any:

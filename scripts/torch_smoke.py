@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import qtensor
+import qtensor.distributed
 from qtensor import ops, recipes
 
 COMPILERS = ("aot_eager", "inductor")
@@ -251,6 +255,31 @@ def package() -> Any:
         return torch._inductor.aoti_load_package(path)(values(72, 64))
 
 
+def _sharded_rank(rank: int, recipe: str, folder: str) -> None:
+    """Train one step on a rank of two, and save the loss and the weights as this rank sees them."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = filled(torch.nn.Sequential(qtensor.Linear(64, 128), qtensor.Linear(128, 64)))
+    qtensor.distributed.quantized_all_gather(model, getattr(recipes, recipe)())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    torch.manual_seed(rank)  # NVFP4BlockScaling rounds gradients at random.
+    with qtensor.autocast(recipe=getattr(recipes, recipe)()):
+        loss = model(values(64, 64, seed=rank)).square().mean()
+    loss.backward()
+    optimizer.step()
+    qtensor.distributed.reduce_amaxes(model)
+    weights = [p.full_tensor().detach().clone() for p in model.parameters()]
+    torch.save([loss.detach(), *weights], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def sharded(recipe: str) -> list[Any]:
+    """Train one step under ``fully_shard`` on two processes; codes of the weights are gathered."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_sharded_rank, (recipe, folder), nprocs=2)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+
+
 def cases() -> dict[str, Callable[[], Any]]:
     """Return every case by name; a name that ends in a compiler must equal the case "... eager"."""
     table: dict[str, Callable[[], Any]] = {}
@@ -271,6 +300,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         for backend in ("eager", *COMPILERS):
             table[f"ops.Sequential {recipe} {backend}"] = partial(sequential, recipe, backend)
             table[f"LayerNormMLP {recipe} {backend}"] = partial(mlp, recipe, backend)
+    for recipe in ("Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
+        table[f"fully_shard {recipe}"] = partial(sharded, recipe)
     table["Exported eager"] = lambda: Exported()(values(72, 64))
     table["Exported torch.export"] = export
     table["Exported AOTInductor"] = package

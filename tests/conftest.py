@@ -96,3 +96,11 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     group = Ranks(tmp_path_factory.mktemp("gloo_three"), size=3)
     yield group
     group.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four gloo processes, for tests of the wide tier."""
+    group = Ranks(tmp_path_factory.mktemp("gloo_four"), size=4)
+    yield group
+    group.stop()

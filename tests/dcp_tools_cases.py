@@ -87,19 +87,95 @@ def resume(folder: str, fmt: str, asynchronous: bool) -> None:
     assert all(map(torch.equal, step(other, fresh, 2), wanted))
 
 
-def die_while_saving(folder: str) -> None:
-    """Save twice; SIGKILL ends rank 1 when it opens its file of the second checkpoint."""
+def resume_on(folder: str, saved: int, wanted: int, stored: bool) -> None:
+    """A training on some ranks goes on with other ones, as one process would go on.
+
+    All ranks have one batch: the mean of equal gradients is each of them for two and four ranks.
+    Three ranks therefore only load, or save what they loaded. Weights and the averages of AdamW
+    are in MXFP8, whose blocks belong to one row each or to whole shards.
+    """
+
+    def build(mesh: Any, seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(WIDTH, 384), nn.ReLU(), nn.Linear(384, 384, bias=False))
+        qtensor.convert_(model, qtensor.recipes.MXFP8BlockScaling(), quantized_params=stored)
+        if mesh is not None:
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        quantize_state_(optimizer, {"exp_avg": "mxfp8", "exp_avg_sq": "mxfp8"})
+        return model, optimizer
+
+    def advance(model: nn.Module, optimizer: Any, number: int) -> list[Any]:
+        model(rand(32, WIDTH, seed=number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return values_of(model)
+
+    def values_of(model: nn.Module) -> list[Any]:
+        found = [p.detach() for p in model.parameters()]
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in found]
+
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    one = build(None, 0)
+    advance(*one, 0)
+    if dist.get_rank() == 0:  # the state of one process, which the ranks of `saved` begin with
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state_of(*one), checkpoint_id=folder + "0", no_dist=True)
+    dist.barrier()
+    number = 1
+    for size, source in ((saved, "0"), (wanted, "1")):
+        mesh, group = group_of(size)
+        steps = 0 if size == 3 else 1
+        want = [advance(*one, number + i) for i in range(steps)]
+        if mesh is not None:
+            pair = build(mesh, 1)
+            state = state_of(*pair)
+            load(folder + source, state, group)
+            set_state_dict(
+                *pair, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            found = [advance(*pair, number + i) for i in range(steps)]
+            want, found = want or [values_of(one[0])], found or [values_of(pair[0])]
+            for ours, theirs in zip(found[-1], want[-1], strict=True):
+                if isinstance(theirs, qtensor.QuantizedTensor):
+                    assert_same_tensor(ours, theirs)
+                else:
+                    assert torch.equal(ours, theirs)
+            if source == "0":
+                save(folder + "1", state_of(*pair), group)
+        number += steps
+        dist.barrier()
+
+
+def die_while_saving(folder: str, victim: int, file: str, asynchronous: bool) -> None:
+    """Save twice; SIGKILL ends a rank when it opens a file of the second checkpoint.
+
+    Args:
+        victim: the rank that is killed.
+        file: end of the name of the file.
+        asynchronous: the second save is ``async_save``.
+    """
     q = quantized("mxfp8", {}, (512, 512), 1)
     mesh, group = group_of(dist.get_world_size())
     save(f"{folder}/1", {"w": distributed(q, mesh, "rows")}, group)
 
     def watch(event: str, args: Any) -> None:
-        if event == "open" and "/2/" in str(args[0]) and str(args[0]).endswith(".distcp"):
+        if event == "open" and "/2/" in str(args[0]) and file in str(args[0]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if dist.get_rank() == 1:
+    if dist.get_rank() == victim:
         sys.addaudithook(watch)
-    save(f"{folder}/2", {"w": distributed(q, mesh, "rows")}, group)
+    state = {"w": distributed(q, mesh, "rows")}
+    if not asynchronous:
+        save(f"{folder}/2", state, group)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        future: Any = dcp.async_save(state, checkpoint_id=f"{folder}/2", process_group=group)
+        getattr(future, "upload_completion", future).result()
 
 
 def after_the_death(folder: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import dcp_tools_cases
 import pytest
 from formats import FormatCase, layouts
 from ranks import Ranks
@@ -66,11 +66,42 @@ def test_inexact_loads_are_refused(ranks: Ranks, tmp_path: Path) -> None:
         assert "shards are cut at a multiple of 32 rows" in messages["blocks"]
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    group = Ranks(tmp_path_factory.mktemp("gloo"), 4)
-    yield group
-    group.stop()
+@pytest.mark.nightly(reason="four processes; two ranks in test_two_ranks_change_the_sharding")
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ((3, "rows"), (2, "columns")),
+        ((4, "columns"), (3, "rows")),
+        ((2, "columns"), (4, "columns")),
+        ((3, "columns"), (1, "whole")),
+        ((4, "whole"), (3, "columns")),
+        ((1, "rows"), (4, "columns")),
+    ],
+)
+@layouts
+def test_other_numbers_of_ranks_and_shardings(
+    four_ranks: Ranks,
+    tmp_path: Path,
+    case: FormatCase,
+    options: dict[str, Any],
+    saved: tuple[int, str],
+    wanted: tuple[int, str],
+) -> None:
+    args = (case.name, {**options, "columnwise": True}, (1536, 1536), saved, wanted)
+    four_ranks.run(dcp_cases.reshard, str(tmp_path / "checkpoint"), *args)
+
+
+@pytest.mark.nightly(reason="four processes; test_quantized_optimizer_state resumes on two")
+@pytest.mark.parametrize("stored", [False, True], ids=["plain", "quantized_params"])
+@pytest.mark.parametrize(("saved", "wanted"), [(2, 1), (1, 4), (4, 2), (3, 4), (4, 3)])
+def test_a_training_goes_on_with_other_numbers_of_ranks(
+    four_ranks: Ranks, tmp_path: Path, saved: int, wanted: int, stored: bool
+) -> None:
+    four_ranks.run(dcp_tools_cases.resume_on, str(tmp_path / "checkpoint"), saved, wanted, stored)
+
+
+def test_a_training_of_two_ranks_goes_on_with_one(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(dcp_tools_cases.resume_on, str(tmp_path / "checkpoint"), 2, 1, True)
 
 
 @pytest.mark.nightly(reason="four processes; two ranks in test_two_ranks_change_the_sharding")
@@ -78,9 +109,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
 @layouts
 def test_other_numbers_of_ranks(
-    four: Ranks, tmp_path: Path, case: FormatCase, options: dict[str, Any], wanted: int, saved: int
+    four_ranks: Ranks,
+    tmp_path: Path,
+    case: FormatCase,
+    options: dict[str, Any],
+    wanted: int,
+    saved: int,
 ) -> None:
     """1536 is 3 * 512: whole tiles for 3 and 4 ranks."""
     given = {**options, "columnwise": True}
     args = (case.name, given, (1536, 512), (saved, "rows"), (wanted, "rows"))
-    four.run(dcp_cases.reshard, str(tmp_path / "checkpoint"), *args)
+    four_ranks.run(dcp_cases.reshard, str(tmp_path / "checkpoint"), *args)

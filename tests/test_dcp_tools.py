@@ -23,6 +23,9 @@ def test_quantized_optimizer_state(ranks: Ranks, tmp_path: Path, asynchronous: b
     ranks.run(cases.resume, str(tmp_path / "checkpoint"), "fp8_blockwise", asynchronous)
 
 
+KILLED = pytest.mark.nightly(reason="new processes; one kill is in the default tier")
+
+
 @pytest.fixture
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     group = Ranks(tmp_path_factory.mktemp("gloo"), 2)
@@ -30,9 +33,21 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     group.stop()
 
 
-def test_a_killed_rank_leaves_the_older_checkpoint(mortal: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 is gone"):
-        mortal.run(cases.die_while_saving, str(tmp_path))
+@pytest.mark.parametrize(
+    ("victim", "file", "asynchronous"),
+    [
+        (1, ".distcp", False),
+        pytest.param(0, ".metadata", False, marks=KILLED),
+        pytest.param(0, ".distcp", True, marks=KILLED),
+        pytest.param(0, ".metadata", True, marks=KILLED),
+    ],
+)
+def test_a_killed_rank_leaves_the_older_checkpoint(
+    mortal: Ranks, tmp_path: Path, victim: int, file: str, asynchronous: bool
+) -> None:
+    """A rank is killed when it opens its data, or rank 0 when it opens the metadata."""
+    with pytest.raises(RankError, match=f"rank {victim} is gone"):
+        mortal.run(cases.die_while_saving, str(tmp_path), victim, file, asynchronous)
     assert (tmp_path / "1/.metadata").exists()
     assert not (tmp_path / "2/.metadata").exists()
     for message in mortal.run(cases.after_the_death, str(tmp_path)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -133,6 +134,20 @@ def test_meshes_with_replicas(ranks: Ranks, sizes: tuple[int, ...]) -> None:
     ranks.run(run_training, "nvfp4 2-D", False, True, False, sizes)
 
 
+class Calls(Traffic):
+    """Count the collectives, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.sent.total()
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        self.calls[func._opname] += self.sent.total() > before
+        return found
+
+
 def run_amaxes() -> None:
     """One collective for all weights; a write makes the maxima invalid, by whatever name."""
     model = converted("fp8")
@@ -152,9 +167,10 @@ def run_amaxes() -> None:
         with torch.no_grad():
             model.reshard()
             model.blocks[0].reshard()
-            with Traffic() as traffic:
+            with Calls() as traffic:
                 assert reduce_amaxes(model) == 4
             assert traffic.sent == {"all_reduce": 4 * 4}
+            assert +traffic.calls == {"all_reduce": 1}
             if write is not None:
                 write(model.blocks[0].up.weight)
             with Traffic() as traffic:

@@ -112,15 +112,16 @@ def test_names_are_text():
     assert "http" not in page.replace("http-equiv", "")
 
 
-def recorded_run(names, steps=1):
-    """Records of one role, whose SQNR falls from step to step."""
+def recorded_run(names, steps=1, roles=("input",)):
+    """Records whose SQNR falls from step to step."""
     return [
         qtensor.debug.Record(
-            s, n, "input", "mxfp8", 1, (8, 8), 2.0, 30.0 - s, 0.1, 0.2, 1.0, 1.0, 0.0, 0, 0, 8,
+            s, n, role, "mxfp8", 1, (8, 8), 2.0, 30.0 - s, 0.1, 0.2, 1.0, 1.0, 0.0, 0, 0, 8,
             int(s == 1), 0,
         )
         for s in range(steps)
         for n in names
+        for role in roles
     ]  # fmt: skip
 
 

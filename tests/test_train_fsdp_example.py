@@ -12,6 +12,7 @@ import torch
 from ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+WIDE = pytest.mark.nightly(reason="each trains three times; the default tier has four recipes")
 
 
 def run_example(folder: str, *arguments: str) -> list[float]:
@@ -31,7 +32,16 @@ def run_example(folder: str, *arguments: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gather"), [("mxfp8", "plain"), ("current", "quantized"), ("nvfp4", "quantized")]
+    ("recipe", "gather"),
+    [
+        ("mxfp8", "plain"),
+        ("current", "quantized"),
+        ("nvfp4", "quantized"),
+        ("delayed", "plain"),
+        pytest.param("rowwise", "quantized", marks=WIDE),
+        pytest.param("mxfp6", "quantized", marks=WIDE),
+        pytest.param("blockwise", "plain", marks=WIDE),
+    ],
 )
 def test_a_resumed_run_goes_on_with_the_same_bytes(
     ranks: Ranks, tmp_path: Path, recipe: str, gather: str
@@ -41,6 +51,11 @@ def test_a_resumed_run_goes_on_with_the_same_bytes(
     ranks.run(run_example, str(tmp_path / "part"), *options, "--steps", "2")
     resumed = ranks.run(run_example, str(tmp_path / "part"), *options, "--steps", "4")
     assert [losses[2:] for losses in whole] == resumed
+    # Each rank writes its shards of weights, of AdamW's averages and of delayed scaling.
+    files = sorted((tmp_path / "whole" / "4").glob("*.distcp"))
+    assert len(files) == 2
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "part" / "4" / file.name).read_bytes(), file.name
 
 
 @pytest.mark.nightly(reason="two new processes that import torch; the runs above are in the pool")

@@ -129,7 +129,8 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]
             if isinstance(module, nn.Linear | GroupedLinear) or is_conv1d(module):
-                quantized = [n for n, p in own.items() if n.startswith("weight")]
+                # FSDP's flat parameters leave a view in place of the weight.
+                quantized = [n for n in own if n.startswith("weight")] or ["weight"]
             if quantized:
                 yield Layer(name, module, tuple(quantized), "forward")
 

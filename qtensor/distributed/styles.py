@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -24,12 +25,14 @@ from torch.distributed.tensor import (
     parallel,
 )
 
+from qtensor.dtensor import local_part
 from qtensor.errors import UnsupportedError, fail
 from qtensor.functional.sharded import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
 from qtensor.modules.layernorm_mlp import LayerNormMLP
 from qtensor.modules.linear import LinearBase
+from qtensor.recipes import Recipe, Role
 
 _MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
 """Placements of weights (N, K) and biases (N,)."""
@@ -138,4 +141,53 @@ class RowwiseParallel(_Style, parallel.RowwiseParallel):
     mode = "row"
 
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+class PrepareModuleInput(parallel.ParallelStyle):
+    """Quantize and gather the first input of a module once, for all layers that read it.
+
+    For a module whose layers share an input, for example the projections of queries, keys and
+    values. Each rank quantizes its part with the codes of the whole, and one collective gathers
+    codes and factors. The layers get a quantized DTensor; give them ``ColwiseParallel``. Their
+    gradients of the input are added on each rank, and one reduce-scatter sums them.
+
+    Args:
+        recipe: the recipe of the layers, which must quantize their inputs. Delayed scaling is
+            refused: each layer has factors of its own.
+        input_layouts: placement of the input; a plain tensor is read as a rank's part of it.
+
+    Raises:
+        UnsupportedError: a recipe with delayed scaling, or one that leaves inputs unquantized.
+    """
+
+    def __init__(self, *, recipe: Recipe, input_layouts: Any) -> None:
+        super().__init__()
+        quantizer: Any = recipe.quantizer(Role("input"))
+        if quantizer is None or quantizer.needs_scale:
+            name = type(recipe).__name__
+            rule = "the layers must share a quantizer of their input that needs no state"
+            fix = "Use ColwiseParallel(input_layouts=...) for each layer"
+            fail(f"PrepareModuleInput[{name}]", rule, f"{quantizer}", fix, UnsupportedError)
+        self.quantizer, self.input_layouts = quantizer, input_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            first, *others = inputs
+            if not isinstance(first, DTensor):
+                first = DTensor.from_local(
+                    first, device_mesh, [self.input_layouts], run_check=False
+                )
+            columnwise = torch.is_grad_enabled()
+            # Codes that both directions share travel once.
+            shared = self.quantizer.spec.transpose_shares_bytes
+            quantizer = self.quantizer.with_usage(
+                rowwise=True, columnwise=columnwise and not shared
+            )
+            whole = quantizer(first).redistribute(placements=[Replicate()])
+            if columnwise and shared:
+                local_part(whole).update_usage(columnwise=True)
+            return (whole, *others)
+
+        module.register_forward_pre_hook(prepare)
+        return module
+
+
+__all__ = ["ColwiseParallel", "PrepareModuleInput", "RowwiseParallel"]

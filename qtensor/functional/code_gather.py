@@ -27,10 +27,10 @@ from qtensor.functional.parallel import Parallel, all_gather, gather
 from qtensor.layout import is_empty, round_up, rows_cols
 from qtensor.library.quantize import AMAX, QUANTIZE
 from qtensor.library.same_rows import SAME_ROWS
-from qtensor.quantizers.sharded import amax_axes, block_sizes
+from qtensor.quantizers.sharded import block_sizes
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.maxima import max_over_ranks
+from qtensor.storage.maxima import amax_axes, max_over_ranks
 
 
 class Sent(NamedTuple):

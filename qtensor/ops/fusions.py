@@ -34,6 +34,7 @@ class Fusion(NamedTuple):
 
 
 FUSIONS: list[Fusion] = []
+"""The registered fusions; those at the front are tried first."""
 
 
 class _Epoch:

@@ -16,6 +16,7 @@ from qtensor.library.quantize import AMAX
 from qtensor.quantizers.calls import reduce_max
 from qtensor.registry import parse
 from qtensor.storage.groups import group_of_mesh
+from qtensor.storage.maxima import amax_axes
 
 
 def quantize_parts(
@@ -73,15 +74,6 @@ def _splits(x: Any) -> list[tuple[int, int]]:
         for i, p in enumerate(x.placements)
         if p.is_shard() and x.device_mesh.size(i) > 1
     ]
-
-
-@compile_constant
-def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
-    """Return, for each tensor of maxima, the axes over which one maximum goes: "m", "k" or both."""
-    axes = {2: ("k",), 3: ("m",)}
-    shapes: Any = parse(canonical)
-    found = [max(size, default=1) for size in shapes.amax_shapes((2, 3))]
-    return tuple([axes.get(size, ("m", "k")) for size in found])
 
 
 def _over_ranks(amax: Tensor, x: Any, axes: Sequence[str], group: Any) -> Tensor:

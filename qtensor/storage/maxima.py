@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.compile_constants import compile_constant
 from qtensor.library.quantize import AMAX
+from qtensor.registry import parse
 from qtensor.storage.groups import max_over
+
+
+class Split(NamedTuple):
+    """A split of a tensor over a process group.
+
+    Attributes:
+        group: name of the process group.
+        axis: "m" if the rows are split, "k" if the last dim is.
+    """
+
+    group: str
+    axis: str
 
 
 def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor]:
@@ -39,15 +53,37 @@ def is_shared_by_rows(quantizer: Any) -> list[bool]:
     return [a == b for a, b in shapes]
 
 
-def maxima_of_whole(quantizer: Any, part: Tensor, group: str, op: str) -> list[Tensor] | None:
-    """Return the maxima of some rows (M, K), those that all rows share reduced over a group.
+@compile_constant
+def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
+    """Return, for each tensor of maxima, the axes over which one maximum goes: "m", "k" or both."""
+    axes = {2: ("k",), 3: ("m",)}
+    shapes: Any = parse(canonical)
+    found = [max(size, default=1) for size in shapes.amax_shapes((2, 3))]
+    return tuple([axes.get(size, ("m", "k")) for size in found])
+
+
+def maxima_of_whole(
+    quantizer: Any, part: Tensor, splits: Sequence[Split], op: str
+) -> list[Tensor] | None:
+    """Return the maxima that a rank's part has in the whole; all ranks call this at one time.
+
+    Args:
+        quantizer: of the whole tensor.
+        part: (..., K), float32, bfloat16 or float16.
+        splits: how the whole tensor is split over ranks.
+        op: the operation, for errors.
 
     Returns:
         The maxima as the op ``quantize`` takes them; None for a format without maxima.
+
+    Raises:
+        QTensorError: a process group was destroyed.
     """
     maxima: list[Tensor] = AMAX(part, quantizer.canonical)
-    shared = [a for a, flag in zip(maxima, is_shared_by_rows(quantizer), strict=True) if flag]
-    if shared:
-        for own, whole in zip(shared, max_over_ranks(shared, group, op), strict=True):
-            own.copy_(whole)
+    axes = amax_axes(quantizer.canonical)
+    for split in splits:
+        shared = [a for a, over in zip(maxima, axes, strict=True) if split.axis in over]
+        if shared:
+            for own, whole in zip(shared, max_over_ranks(shared, split.group, op), strict=True):
+                own.copy_(whole)
     return maxima or None

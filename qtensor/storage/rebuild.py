@@ -57,6 +57,8 @@ def same(t: Any) -> Any:
         other._view_note = t._view_note
     if t._shards is not None:
         other._shards = t._shards
+    if t._splits is not None:
+        other._splits = t._splits
     return other
 
 

@@ -112,6 +112,9 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     _loaded_areas: tuple[Any, ...] | None = None
     """Rectangles that a distributed checkpoint has loaded so far."""
 
+    _splits: tuple[Any, ...] | None = None
+    """How the ranks split the DTensor of which this is a part; None if nobody has told."""
+
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""
 

@@ -14,7 +14,7 @@ from qtensor.layout import is_empty
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage, ViewNote
-from qtensor.storage.maxima import maxima_of_whole
+from qtensor.storage.maxima import Split, maxima_of_whole
 
 ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
 """True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
@@ -158,8 +158,8 @@ def requantize_(dst: Any, values: Tensor) -> Any:
     quantizer, note = dst._quantizer, dst._view_note
     if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
         values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)
-    if getattr(dst, "_shards", None) is not None:
-        return _requantize_shard(dst, values)
+    if (splits := _splits(dst)) is not None:
+        return _requantize_part(dst, values, splits)
     if note is None and _is_whole(dst):
         quantizer.update_quantized(values, dst)
         return dst
@@ -196,15 +196,22 @@ def round_at_random(
     return torch.where(values.isfinite(), rounded, values)
 
 
-def _requantize_shard(dst: Any, values: Tensor) -> Any:
-    """Quantize values into a shard; tensor-wide maxima are those of all shards.
+def _splits(dst: Any) -> tuple[Split, ...] | None:
+    """Return how the tensor is split of which ``dst`` is a rank's part; None if it is not known."""
+    splits: tuple[Split, ...] | None = getattr(dst, "_splits", None)
+    shards = getattr(dst, "_shards", None)
+    if splits is None and shards is not None:
+        return (Split(shards.group, "m"),) if len(shards.rows) > 1 else ()
+    return splits
 
-    All ranks write to their shards at the same time, as optimizers do.
+
+def _requantize_part(dst: Any, values: Tensor, splits: tuple[Split, ...]) -> Any:
+    """Quantize values into a rank's part; maxima are those of the whole tensor.
+
+    All ranks write to their parts at the same time, as optimizers do.
     """
-    quantizer, shards = dst._quantizer, dst._shards
-    amax = None
-    if not quantizer.needs_scale and len(shards.rows) > 1:
-        amax = maxima_of_whole(quantizer, values, shards.group, "fully_shard")
+    quantizer = dst._quantizer
+    amax = None if quantizer.needs_scale else maxima_of_whole(quantizer, values, splits, "copy_")
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
     scale = quantizer.stored_factors(named).get("scale") if quantizer.needs_scale else None
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,3 +166,49 @@ def functional_reduce(cell: Cell) -> None:
     with torch.no_grad():
         call(cell.tensor(0))
     raise AssertionError("codes were added")
+
+
+def gathered_together(cell: Cell) -> None:
+    new = getattr(functional, "all_gather_single_coalesced", None)
+    gather = new or functional.all_gather_into_tensor_coalesced
+    call = cell.run(lambda q: list(gather([q, q.clone()], dist.group.WORLD)))
+    with torch.no_grad():
+        for got in call(cell.tensor(dist.get_rank())):
+            same(got, gathered(cell))
+
+
+def all_to_all(cell: Cell) -> None:
+    """Lists of tensors."""
+    rank, half = dist.get_rank(), ROWS // SIZE
+
+    def part(source: int, to: int) -> Any:
+        return cell.tensor(source)[to * half : (to + 1) * half].clone()
+
+    outs = [emptied(part(source, rank)) for source in range(SIZE)]
+    dist.all_to_all(outs, [part(rank, to) for to in range(SIZE)])
+    for source, out in enumerate(outs):
+        same(out, part(source, rank))
+
+
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "`reduce`": lambda q: dist.reduce(q, 0),
+    "`reduce_scatter`": lambda q: dist.reduce_scatter(emptied(q), [q, q]),
+    "functional `reduce_scatter_tensor`": lambda q: functional.reduce_scatter_tensor(
+        q, "sum", 0, dist.group.WORLD
+    ),
+    "functional `all_reduce_coalesced`": lambda q: functional.all_reduce_coalesced(
+        [q], "sum", dist.group.WORLD
+    ),
+    "functional `reduce_scatter_tensor_coalesced`": (
+        lambda q: functional.reduce_scatter_tensor_coalesced([q], "sum", [0], dist.group.WORLD)
+    ),
+}
+
+
+def reduction(call: Callable[[Any], Any]) -> Callable[[Cell], None]:
+    def run(cell: Cell) -> None:
+        with torch.no_grad():
+            call(cell.tensor(0))
+        raise AssertionError("codes were added")
+
+    return run

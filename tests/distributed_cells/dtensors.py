@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import qtensor
-from distributed_cells.base import ROWS, SIZE, Cell, K, mesh, part, same, spread, values
+from distributed_cells.base import ROWS, SIZE, Cell, K, mesh, part, same, spread, values, whole
 from qtensor import QuantizedTensor
 
 
@@ -79,12 +80,12 @@ def quantize(placement: Any) -> Callable[[Cell], None]:
         with torch.no_grad():
             got = cell.run(cell.quantize)(spread(values(), placement))
         assert got.placements == (placement,)
-        local, whole = got.to_local(), cell.weight()
+        local, want = got.to_local(), cell.weight()
         assert isinstance(local, QuantizedTensor)
-        same(local.dequantize(), part(whole.dequantize(), placement), "rowwise")
-        for t in (local, whole):
+        same(local.dequantize(), part(want.dequantize(), placement), "rowwise")
+        for t in (local, want):
             t.update_usage(rowwise=False)
-        same(local.dequantize(), part(whole.dequantize(), placement), "columnwise")
+        same(local.dequantize(), part(want.dequantize(), placement), "columnwise")
 
     return run
 
@@ -108,6 +109,36 @@ def linear(cell: Cell) -> None:
     same(got.full_tensor(), nn.functional.linear(x, w))
 
 
+def input_gradient(placement: Any) -> Callable[[Cell], None]:
+    """Return the cell of a layer's product, and of the gradient of its input.
+
+    A product whose contracted dim is split is the sum of the products of the parts.
+    """
+
+    def run(cell: Cell) -> None:
+        x, w, dy = values(64, K), cell.weight(), values(64, ROWS)
+        dim = placement.dim
+        given: Any = spread(x, Replicate()).requires_grad_()
+        y = cell.run(nn.functional.linear)(given, spread(w, placement))
+        y.redistribute(placements=[Replicate()]).to_local().backward(dy)
+        outputs, gradients = [], []
+        for number, own in enumerate(w.chunk(SIZE, dim)):
+            part_x = x if dim == 0 else x.chunk(SIZE, 1)[number]
+            part_dy = dy if dim == 1 else dy.chunk(SIZE, 1)[number]
+            part_x = part_x.clone().requires_grad_()
+            out = nn.functional.linear(part_x, own.clone())
+            out.backward(part_dy.contiguous())
+            outputs.append(out.detach())
+            gradients.append(part_x.grad)
+        joined = (torch.cat(outputs, 1), gradients[0] + gradients[1])
+        if dim == 1:
+            joined = (outputs[0] + outputs[1], torch.cat(gradients, 1))
+        same(whole(y), joined[0], "output")
+        same(whole(given.grad), joined[1], "gradient of the input")
+
+    return run
+
+
 def matmul(cell: Cell) -> None:
     """The contracted dim is split: the sum of the products of the parts."""
     x, w = values(64, K), cell.weight()
@@ -117,9 +148,63 @@ def matmul(cell: Cell) -> None:
     same(got.full_tensor(), a + b)
 
 
-def embedding(cell: Cell) -> None:
-    w, index = cell.weight(), torch.arange(0, ROWS, 7)
-    with torch.no_grad():
-        call = cell.run(nn.functional.embedding)
-        got = call(spread(index, Replicate()), spread(w, Shard(1)))
-    same(got.full_tensor(), nn.functional.embedding(index, w))
+def embedding(placement: Any) -> Callable[[Cell], None]:
+    """Return the cell of an embedding; of split rows, each rank gives zeros for those it lacks."""
+
+    def run(cell: Cell) -> None:
+        w, index = cell.weight(), torch.arange(0, ROWS, 7)
+        with torch.no_grad():
+            call = cell.run(nn.functional.embedding)
+            got = call(spread(index, Replicate()), spread(w, placement))
+        same(got.full_tensor(), nn.functional.embedding(index, w))
+
+    return run
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "t": lambda q: q.t(),
+    "transpose": lambda q: q.transpose(0, 1),
+    "permute": lambda q: q.permute(1, 0),
+    "view": lambda q: q.view(2, -1, q.shape[1]),
+    "rows": lambda q: q[: ROWS // 2],
+    "columns": lambda q: q[:, : K // 2],
+    "chunk": lambda q: q.chunk(2, 0)[1],
+    "cat": lambda q: torch.cat([q, q]),
+    "clone": lambda q: q.clone(),
+    "detach": lambda q: q.detach(),
+    "to": lambda q: q.to(torch.bfloat16),
+}
+
+
+def views(placement: Any) -> Callable[[Cell], None]:
+    """Return the cell of ``VIEWS``: the bytes of the view of the whole."""
+
+    def run(cell: Cell) -> None:
+        for name, view in VIEWS.items():
+            with torch.no_grad():
+                got = cell.run(view)(spread(cell.weight(), placement))
+                assert isinstance(got.to_local(), QuantizedTensor), name
+                same(got.full_tensor(), view(cell.weight()), name)
+
+    return run
+
+
+def three_dims(placement: Any) -> Callable[[Cell], None]:
+    def run(cell: Cell) -> None:
+        q = cell.quantize(values(4, ROWS, K))
+        with torch.no_grad():
+            same(cell.run(lambda d: d.full_tensor())(spread(q, placement)), q)
+
+    return run
+
+
+def two_meshes(cell: Cell) -> None:
+    """Both dims of a tensor are split, over meshes whose dims have two ranks and one."""
+    q = cell.weight()
+    for sizes in ((1, SIZE), (SIZE, 1)):
+        over = init_device_mesh("cpu", sizes)
+        with torch.no_grad():
+            got: Any = distribute_tensor(q, over, [Shard(0), Shard(1)])
+            same(got.full_tensor(), q, f"{sizes}")
+            moved = cell.run(lambda d: d.redistribute(placements=[Shard(1), Replicate()]))(got)
+            same(moved.full_tensor(), q, f"{sizes}, redistributed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -111,31 +112,108 @@ def sharded_styles(shape: tuple[int, int], gathers_codes: bool) -> Callable[[Cel
     return run
 
 
-def prepared(cell: Cell) -> None:
-    """Each rank computes all rows, given and returned as parts."""
+def prepared(gives_rows: bool) -> Callable[[Cell], None]:
+    """Return the cell of a layer that computes all rows on each rank, of which a rank has a part.
+
+    Args:
+        gives_rows: the output is split again.
+    """
+
+    def run(cell: Cell) -> None:
+        x, dy, recipe = values(256, K), values(256, ROWS), cell.recipe(random=False)
+        results = []
+        for split in (True, False):
+            torch.manual_seed(0)
+            layer = qtensor.Linear(K, ROWS, recipe=recipe)
+            given_, ends = (Shard(0) if split and of else Replicate() for of in (True, gives_rows))
+            inputs = {"input_layouts": given_, "desired_input_layouts": Replicate()}
+            outputs = {"output_layouts": Replicate(), "desired_output_layouts": ends}
+            if split and gives_rows:
+                style: Any = parallel.PrepareModuleInputOutput(
+                    **inputs, **outputs, use_local_input=True
+                )
+                parallel.parallelize_module(layer, mesh(), style)
+            elif split:
+                style = parallel.PrepareModuleInput(**inputs, use_local_output=True)
+                parallel.parallelize_module(layer, mesh(), style)
+            given = part(x, given_).clone().requires_grad_()
+            y = cell.compile_(layer)(given)
+            y.backward(part(dy, ends))
+            found = [y.detach().clone(), given.grad]
+            if not split:
+                found = [
+                    part(found[0], Shard(0)) if gives_rows else found[0],
+                    part(found[1], Shard(0)),
+                ]
+            results.append([*found, *(p.grad for p in layer.parameters())])
+        for i, (got, want) in enumerate(zip(*results, strict=True)):
+            same(got, want, f"result {i}")
+
+    return run
+
+
+def sequence(cell: Cell) -> None:
+    """torch's ``SequenceParallel``: replicated parameters, and a rank's own rows."""
     x, dy, recipe = values(256, K), values(256, ROWS), cell.recipe(random=False)
-    results = []
-    for split in (True, False):
-        torch.manual_seed(0)
-        layer = qtensor.Linear(K, ROWS, recipe=recipe)
-        rows = Shard(0) if split else Replicate()
-        if split:
-            style = parallel.PrepareModuleInputOutput(
-                input_layouts=rows,
-                desired_input_layouts=Replicate(),
-                use_local_input=True,
-                output_layouts=Replicate(),
-                desired_output_layouts=rows,
-            )
-            parallel.parallelize_module(layer, mesh(), style)
-        given = part(x, rows).clone().requires_grad_()
-        y = cell.compile_(layer)(given)
-        y.backward(part(dy, rows))
-        found = [y.detach().clone(), given.grad]
-        found = found if split else [part(t, Shard(0)) for t in found]
-        results.append([*found, *(p.grad for p in layer.parameters())])
-    for i, (got, want) in enumerate(zip(*results, strict=True)):
-        same(got, want, f"result {i}")
+    torch.manual_seed(0)
+    made = qtensor.Linear(K, ROWS, recipe=recipe)
+    ones = [copy.deepcopy(made) for _ in range(SIZE)]
+    style = parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
+    parallel.parallelize_module(made, mesh(), style)
+    given = part(x, Shard(0)).clone().requires_grad_()
+    y = cell.compile_(made)(given)
+    y.backward(part(dy, Shard(0)))
+    found = []
+    for number, one in enumerate(ones):
+        own = x.chunk(SIZE)[number].clone().requires_grad_()
+        out = cell.compile_(one)(own)
+        out.backward(dy.chunk(SIZE)[number])
+        found.append([out.detach(), own.grad, *(p.grad for p in one.parameters())])
+    rank = dist.get_rank()
+    same(y.detach().clone(), found[rank][0], "output")
+    same(given.grad, found[rank][1], "gradient of the input")
+    for (name, p), a, b in zip(made.named_parameters(), found[0][2:], found[1][2:], strict=True):
+        same(whole(p.grad), a + b, f"gradient of {name}")
+
+
+def loss(cell: Cell) -> None:
+    """torch's ``loss_parallel`` over a classifier whose classes are split.
+
+    The oracle computes the logits of both halves and follows the order of torch's sums: over the
+    classes of a rank, then over ranks.
+    """
+    recipe, half = cell.recipe(random=False), ROWS // SIZE
+    x, target = values(256, K), torch.arange(256) * 7 % ROWS
+    torch.manual_seed(0)
+    made = qtensor.Linear(K, ROWS, recipe=recipe)
+    ones = []
+    for rank in range(SIZE):
+        one = qtensor.Linear(K, half, recipe=recipe)
+        rows = slice(rank * half, (rank + 1) * half)
+        one.load_state_dict({n: p.detach()[rows] for n, p in made.named_parameters()})
+        ones.append(one)
+    style = qtensor.distributed.ColwiseParallel(use_local_output=False)
+    parallel.parallelize_module(made, mesh(), style)
+    given = x.clone().requires_grad_()
+    with parallel.loss_parallel():
+        found = nn.functional.cross_entropy(cell.compile_(made)(given), target)
+        found.backward()
+    inputs = [x.clone().requires_grad_() for _ in ones]
+    logits = [cell.compile_(one)(own) for one, own in zip(ones, inputs, strict=True)]
+    parts = [t.detach() for t in logits]
+    top = torch.maximum(*[t.amax(1, keepdim=True) for t in parts])
+    shifted = [t - top for t in parts]
+    sums = [t.exp().sum(1, keepdim=True) for t in shifted]
+    logs = torch.cat([t - (sums[0] + sums[1]).log() for t in shifted], 1)
+    same(whole(found), -logs.gather(1, target[:, None])[:, 0].sum() / 256, "loss")
+    hits = torch.zeros_like(logs).scatter_(1, target[:, None], -1.0)
+    gradient = (hits + logs.exp()) * torch.tensor(1 / 256)
+    for own, piece in zip(logits, gradient.chunk(SIZE, 1), strict=True):
+        own.backward(piece.contiguous())
+    same(given.grad, inputs[0].grad + inputs[1].grad, "gradient of the input")
+    for name, p in made.named_parameters():
+        want = ones[dist.get_rank()].get_parameter(name).grad
+        same(p.grad.to_local(), want, f"gradient of {name}")
 
 
 def norm_and_layer(cell: Cell) -> None:
@@ -160,6 +238,51 @@ def norm_and_layer(cell: Cell) -> None:
         results.append([y.detach().clone(), *grads])
     for what, got, want in zip(("output", "weight", "bias"), *results, strict=True):
         same(got, want, what)
+
+
+class Projections(nn.Module):
+    """Three layers that read one input."""
+
+    def __init__(self, recipe: Any, rows: int = ROWS) -> None:
+        super().__init__()
+        for name in "qkv":
+            self.add_module(name, qtensor.Linear(K, rows, bias=False, recipe=recipe))
+
+    def forward(self, x: Any) -> tuple[Any, ...]:
+        return tuple(layer(x) for layer in self.children())
+
+
+def shared_input(cell: Cell) -> None:
+    """qtensor's ``PrepareModuleInput``: rows are quantized and gathered once for three layers."""
+    recipe, half = cell.recipe(random=False), ROWS // SIZE
+    x, dys = values(256, K), [values(256, ROWS) * n for n in (1, 2, 3)]
+    torch.manual_seed(0)
+    made: Any = Projections(recipe)
+    ones = []
+    for rank in range(SIZE):
+        one = Projections(recipe, half)
+        rows = slice(rank * half, (rank + 1) * half)
+        one.load_state_dict({n: p.detach()[rows] for n, p in made.named_parameters()})
+        ones.append(one)
+    plan: dict[str, Any] = dict.fromkeys("qkv", qtensor.distributed.ColwiseParallel())
+    plan[""] = qtensor.distributed.PrepareModuleInput(recipe=recipe, input_layouts=Shard(0))
+    parallel.parallelize_module(made, mesh(), plan)
+    given = part(x, Shard(0)).clone().requires_grad_()
+    outputs = cell.compile_(made)(given)
+    torch.autograd.backward(outputs, [part(dy, Shard(1)) for dy in dys])
+    inputs, wanted = [], []
+    for number, one in enumerate(ones):
+        own = x.clone().requires_grad_()
+        wanted.append(cell.compile_(one)(own))
+        pieces = [dy.chunk(SIZE, 1)[number].contiguous() for dy in dys]
+        torch.autograd.backward(wanted[-1], pieces)
+        inputs.append(own.grad)
+    for i, (got, want) in enumerate(zip(outputs, wanted[dist.get_rank()], strict=True)):
+        same(got.detach().clone(), want.detach(), f"output {i}")
+    same(given.grad, part(inputs[0] + inputs[1], Shard(0)), "gradient of the input")
+    for name, p in made.named_parameters():
+        want = ones[dist.get_rank()].get_parameter(name).grad
+        same(p.grad.to_local(), want, f"gradient of {name}")
 
 
 def two_layers_in_one(cell: Cell) -> None:

@@ -15,11 +15,22 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 import qtensor.distributed
-from distributed_cells import collectives, dtensors, styles, training
+from distributed_cells import collectives, dtensors, policies, styles, training
 from distributed_cells.base import FORMATS, MODES, RECIPES, SIZE, Cell, same
 from qtensor import QTensorError
 
-__all__ = ["FORMATS", "MODES", "RECIPES", "SECTIONS", "SIZE", "Cell", "Feature", "cells", "same"]
+__all__ = [
+    "FORMATS",
+    "MODES",
+    "RECIPES",
+    "SECTIONS",
+    "SIZE",
+    "TESTED",
+    "Cell",
+    "Feature",
+    "cells",
+    "same",
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ SECTIONS: dict[str, list[Feature]] = {
         ),
         Feature("`linear`: weight Shard(0)", dtensors.linear),
         Feature("`matmul`: both Shard(1)", dtensors.matmul),
-        Feature("`embedding`: weight Shard(1)", dtensors.embedding),
+        Feature("`embedding`: weight Shard(1)", dtensors.embedding(S1)),
     ],
     "Weights that are stored quantized, in layers of torch": [
         Feature("DDP, frozen weight", training.ddp_frozen),
@@ -115,7 +126,7 @@ SECTIONS: dict[str, list[Feature]] = {
         _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
         _by_recipe("torch's styles, rows split", styles.styles_of(parallel, True)),
         _by_recipe("qtensor's styles, rows split: codes gathered", styles.styles_of(OURS, True)),
-        _by_recipe("`PrepareModuleInputOutput`", styles.prepared),
+        _by_recipe("`PrepareModuleInputOutput`", styles.prepared(True)),
         _by_recipe("qtensor's `ColwiseParallel` on `LayerNormLinear`", styles.norm_and_layer),
         _by_recipe("qtensor's `ColwiseParallel` on `LayerNormMLP`", styles.two_layers_in_one),
         *(
@@ -132,11 +143,62 @@ SECTIONS: dict[str, list[Feature]] = {
     ],
 }
 
+TESTED: list[Feature] = [
+    Feature("functional gather of several tensors", collectives.gathered_together),
+    Feature("`all_to_all`", collectives.all_to_all, modes=EAGER),
+    *(
+        Feature(name, collectives.reduction(call), modes=EAGER)
+        for name, call in collectives.REDUCTIONS.items()
+    ),
+    *(
+        Feature(
+            f"`linear`, gradient of the input: weight {p}", dtensors.input_gradient(p), modes=EAGER
+        )
+        for p in (S0, S1)
+    ),
+    Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0)),
+    *(Feature(f"views: {p}", dtensors.views(p), modes=EAGER) for p in (S0, S1)),
+    *(
+        Feature(f"3 dims, `full_tensor`: {p}", dtensors.three_dims(p), modes=EAGER)
+        for p in (S0, S1, Shard(2))
+    ),
+    Feature("mesh with 2 dims: S(0), S(1)", dtensors.two_meshes, modes=EAGER),
+    Feature("adapters of low rank on frozen weights", policies.adapters, modes=EAGER),
+    Feature("`parametrize` of a frozen weight", policies.parametrized, modes=EAGER),
+    *(
+        _by_recipe(name + what, policies.trains(kind, way), EAGER)
+        for name, way in policies.WAYS.items()
+        for kind, what in policies.KINDS.items()
+    ),
+    *(
+        _by_recipe(name + what, make(kind), EAGER)
+        for name, make in policies.AROUND.items()
+        for kind, what in policies.KINDS.items()
+    ),
+    *(
+        _by_recipe(f"step after {how}{what}", training.resume(stored, False, way), EAGER)
+        for way, how in training.KEPT.items()
+        for stored, what in ((False, ""), (True, ", `quantized_params`"))
+        if way != "dcp"
+    ),
+    _by_recipe("`PrepareModuleInput`", styles.prepared(False)),
+    _by_recipe("qtensor's `PrepareModuleInput`, three layers", styles.shared_input, EAGER),
+    _by_recipe("`SequenceParallel`", styles.sequence),
+    _by_recipe("`loss_parallel`", styles.loss),
+]
+"""Features that ``test_distributed_features.py`` runs, and the document does not list."""
+
 
 @functools.cache
 def features() -> dict[str, Feature]:
-    """Return each feature by its name."""
+    """Return each feature of the document by its name."""
     return {feature.name: feature for rows in SECTIONS.values() for feature in rows}
+
+
+@functools.cache
+def tested() -> dict[str, Feature]:
+    """Return each of ``TESTED`` by its name."""
+    return {feature.name: feature for feature in TESTED}
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
@@ -156,7 +218,7 @@ def run_cell(feature: str, mode: str, column: str) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Dynamo about graph breaks, and of checkpoints
-            features()[feature].run(Cell(column, mode))
+            {**features(), **tested()}[feature].run(Cell(column, mode))
     except Exception as error:  # noqa: BLE001 - an outcome of the cell
         return verdict(error)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -103,9 +104,9 @@ def ddp(stored: bool) -> Callable[[Cell], None]:
     return run
 
 
-def shard(made: Any) -> Any:
-    fully_shard(made[0])
-    return fully_shard(made)
+def shard(made: Any, **options: Any) -> Any:
+    fully_shard(made[0], **options)
+    return fully_shard(made, **options)
 
 
 def fsdp(stored: bool) -> Callable[[Cell], None]:
@@ -219,12 +220,21 @@ def checkpoint(before: Any, after: Any) -> Callable[[Cell], None]:
     return run
 
 
-def resume(stored: bool, reduced: bool) -> Callable[[Cell], None]:
+KEPT = {
+    "dcp": "`dcp.load`",
+    "async": "`async_save`",
+    "full": "`full_state_dict=True`",
+}
+"""How a state is kept: in files of a distributed checkpoint, or in full state dicts."""
+
+
+def resume(stored: bool, reduced: bool, way: str = "dcp") -> Callable[[Cell], None]:
     """Compare the step after a load with the step that would have come.
 
     Args:
         stored: weights are stored quantized.
         reduced: maxima of delayed scaling are reduced over the ranks.
+        way: one of ``KEPT``.
     """
 
     def region(cell: Cell) -> Any:
@@ -233,14 +243,9 @@ def resume(stored: bool, reduced: bool) -> Callable[[Cell], None]:
         return qtensor.autocast(recipe=cell.recipe(), amax_reduction_group=dist.group.WORLD)
 
     def run(cell: Cell) -> None:
-        import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - warns, and takes a second
-        from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
-            get_state_dict,
-            set_state_dict,
-        )
-
-        keep, folder = shared_folder()
         rank, results = dist.get_rank(), []
+        keep, folder = shared_folder()
+        kept: Any = None
         for number in range(2):
             made = shard(model(cell, stored))
             optimizer = optimizer_of(made)
@@ -250,24 +255,59 @@ def resume(stored: bool, reduced: bool) -> Callable[[Cell], None]:
                 optimizer.step()
                 optimizer.zero_grad()
             with region(cell), torch.no_grad():
-                parts = get_state_dict(made, optimizer)
-            state = dict(zip(("model", "optimizer"), parts, strict=True))
-            if number == 0:
-                quietly(dcp.save, state, checkpoint_id=folder)
-            else:
-                quietly(dcp.load, state, checkpoint_id=folder)
-                set_state_dict(
-                    made,
-                    optimizer,
-                    model_state_dict=state["model"],
-                    optim_state_dict=state["optimizer"],
-                )
+                if number == 0:
+                    kept = keep_state(way, folder, made, optimizer)
+                else:
+                    give_state(way, folder, made, optimizer, kept)
             with region(cell):
                 loss = backward(made, 1, rank)
             optimizer.step()
             results.append([("loss", loss), *parameters(made)])
+            if number == 0 and way == "async":
+                getattr(kept, "upload_completion", kept).result()
+                dist.barrier()
         same_training(results[1], results[0])
         dist.barrier()
         del keep
 
     return run
+
+
+def keep_state(way: str, folder: str, made: nn.Module, optimizer: Any) -> Any:
+    """Save model and optimizer, and return what ``give_state`` needs."""
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - warns, and takes a second
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+        StateDictOptions,
+        get_state_dict,
+    )
+
+    if way == "full":
+        options = StateDictOptions(full_state_dict=True)
+        return copy.deepcopy(get_state_dict(made, optimizer, options=options))
+    state = dict(zip(("model", "optimizer"), get_state_dict(made, optimizer), strict=True))
+    if way == "async":
+        # A thread saves, whose collectives must not mix with those of the next step.
+        group = dist.new_group()
+        return quietly(dcp.async_save, state, checkpoint_id=folder, process_group=group)
+    return quietly(dcp.save, state, checkpoint_id=folder)
+
+
+def give_state(way: str, folder: str, made: nn.Module, optimizer: Any, kept: Any) -> None:
+    """Load what ``keep_state`` saved."""
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - warns, and takes a second
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    options = None
+    if way == "full":
+        weights, moments = kept
+        options = StateDictOptions(full_state_dict=True)
+    else:
+        weights, moments = get_state_dict(made, optimizer)
+        quietly(dcp.load, {"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(
+        made, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options
+    )
