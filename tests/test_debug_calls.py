@@ -11,6 +11,7 @@ from debug_cases import inputs, plain_model
 from torch import nn
 
 import qtensor
+from qtensor.debug.log import ROLES
 
 
 def test_columns_are_counted_over_all_calls_of_a_step():
@@ -48,6 +49,19 @@ def test_columns_of_calls_with_different_widths():
             model(x)
     record = log.records[0]
     assert (record.columns, record.dead_columns, record.shape) == (64, 15, (4, 32))
+
+
+def test_a_weight_that_is_not_a_parameter():
+    """FSDP1 keeps parameters in a flat one, and sets views of it as plain attributes."""
+    model = plain_model(2)
+    for layer in model:
+        weight = layer.weight.detach().clone()
+        del layer.weight
+        layer.weight = weight
+    with qtensor.debug.record(model) as log:
+        model(inputs().requires_grad_()).sum().backward()
+    found = {(r.layer, r.role) for r in log.records}
+    assert found == {(name, role) for name in "01" for role in ROLES[:5]}
 
 
 class Loop(nn.Module):

@@ -23,7 +23,7 @@ ERRORS: dict[str, tuple[str, tuple[str, ...]]] = {
         tuple(f for f in table.FORMATS if f not in ("fp8", "fp8_delayed")),
     ),
     "parameters on the meta device, `quantized_params`": (
-        "before fully_shard",
+        "are set before the layer is sharded",
         tuple(table.RECIPES),
     ),
     "qtensor's `PrepareModuleInput`, three layers": (

@@ -21,6 +21,18 @@ FAULTS = {
         '0\n    """Return the',
         "error_report: a public name",
     ),
+    "a property without a docstring": (
+        "qtensor/debug/log.py",
+        '"""Whether the tensor has no NaN and no infinity."""',
+        "# without a docstring",
+        "is_finite: a public name",
+    ),
+    "a module without a docstring": (
+        "qtensor/recipes/__init__.py",
+        '"""',
+        '_ = """',
+        "qtensor.recipes: a public module",
+    ),
     "a docstring that cannot be read": (
         "qtensor/report.py",
         "    Args:\n        x: the original",

@@ -112,15 +112,16 @@ def test_names_are_text():
     assert "http" not in page.replace("http-equiv", "")
 
 
-def recorded_run(names, steps=1):
-    """Records of one role, whose SQNR falls from step to step."""
+def recorded_run(names, steps=1, roles=("input",)):
+    """Records whose SQNR falls from step to step."""
     return [
         qtensor.debug.Record(
-            s, n, "input", "mxfp8", 1, (8, 8), 2.0, 30.0 - s, 0.1, 0.2, 1.0, 1.0, 0.0, 0, 0, 8,
+            s, n, role, "mxfp8", 1, (8, 8), 2.0, 30.0 - s, 0.1, 0.2, 1.0, 1.0, 0.0, 0, 0, 8,
             int(s == 1), 0,
         )
         for s in range(steps)
         for n in names
+        for role in roles
     ]  # fmt: skip
 
 
@@ -208,12 +209,12 @@ def test_the_command(tmp_path):
     assert "2 tensors, 6,656 values" in done.output
     assert out.read_text().startswith("<!doctype html>")
     done = invoke(EXAMPLES / "ct_nvfp4", "-o", out)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "pass --overwrite." in done.stderr
     assert invoke(EXAMPLES / "ct_nvfp4", "-o", out, "--overwrite").exit_code == 0
     assert invoke("absent").exit_code == 2
     done = invoke(
         EXAMPLES / "ct_nvfp4", "--against", EXAMPLES / "gptoss_mxfp4", "-o", tmp_path / "x"
     )
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "name and shape of a quantized one" in done.stderr

@@ -9,6 +9,7 @@ import torch
 from test_report import EVIL, recorded_run
 
 import qtensor
+from qtensor.debug.log import ROLES
 
 LAYERS = 500
 
@@ -28,13 +29,13 @@ def page(tmp_path_factory):
     torch.manual_seed(0)
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")
     names = [f"model.layers.{i}.{part}" for i in range(LAYERS // 5) for part in parts]
-    originals = {f"{name}.weight": torch.randn(16, 32) for name in names}
+    originals = {f"{name}.weight": torch.randn(64, 128) for name in names}
     originals |= {EVIL: torch.randn(16, 32), "norm": torch.ones(32)}
     weights = {
         name: x if name == "norm" else qtensor.quantize(x, "mxfp8" if "up" in name else "nvfp4")
         for name, x in originals.items()
     }
-    log = recorded_run(names, 3)
+    log = recorded_run(names, 3, ROLES)
     qtensor.model_report(weights, against=originals, log=log).save(path)
     assert path.stat().st_size < 3e6
     with api.sync_playwright() as playwright:

@@ -2,7 +2,7 @@
 
 The pages keep the paths that they have in the repository, so a link between two Markdown files
 works in both places. The pages of the API are written here: one for each public module, with the
-names of its ``__all__``. A public name without a docstring stops the build.
+names of its ``__all__``. A public name, method or property without a docstring stops the build.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def api_of(package: griffe.Module, module: str) -> str:
     if source.exports is None:
         raise PluginError(f"{module}: a public module needs __all__")
     members = sorted((source[str(name)] for name in source.exports), key=position)
-    lines = [f"**{module}**: {source.docstring.value}\n"] if source.docstring else []
+    if not source.docstring:
+        raise PluginError(f"{module}: a public module needs a docstring")
+    lines = [f"**{module}**: {source.docstring.value}\n"]
     for member in members:
         if not member.is_module:
             check_docstrings(member)
@@ -84,8 +86,8 @@ def position(member: griffe.Object | griffe.Alias) -> tuple[int, str]:
 
 
 def check_docstrings(member: griffe.Object | griffe.Alias) -> None:
-    """Stop the build if a public function, class or method has no docstring."""
-    described = [member, *(m for m in member.members.values() if m.is_function and m.is_public)]
-    for each in described if member.is_class or member.is_function else []:
-        if not each.has_docstring and not each.name.startswith("__"):
+    """Stop the build if a public name, method or property has no docstring: the site hides it."""
+    methods = [m for m in member.members.values() if m.is_function or "property" in m.labels]
+    for each in [member, *methods]:
+        if not each.has_docstring and not each.name.startswith("_"):
             raise PluginError(f"{each.canonical_path}: a public name needs a docstring")
