@@ -192,10 +192,10 @@ def test_factors_of_every_size(isa: None, fmt: str, options: dict[str, Any]):
     w, x = quantized(9, 1152, fmt, options), torch.randn(MOST_ROWS // 2, 1152).bfloat16()
     scales = next(s for s in w.buffers() if s.dtype == torch.float32 or s is w._rowwise_scale_inv)
     narrow = scales.dtype != torch.float32
-    for least in (0, 16, 40, 100, 126, 200, 236, 249):
+    for least in (0, 40, 126, 236, 249):
         exponents = torch.randint(least, least + 6, scales.shape)
         scales.copy_(exponents if narrow else torch.exp2(exponents - 127.0))
-        for power in (-95, -60, 0, 60, 105, 120):
+        for power in (-95, 0, 60, 105, 120):
             rows = x * 2.0**power
             want = rounded(oracle.product(rows, w), torch.float32)
             for count in (len(rows), 2):

@@ -172,9 +172,9 @@ def _receive(receiver: _Receiver, name: str, packed: Any, described: tuple[Any, 
         buffers = dict(zip(saved.keywords, unpacked_buffers(packed, saved, shape), strict=True))
         whole = wanted._assemble([buffers[k] for k in wanted.keywords], shape, dtype)
         if is_dtensor(target):
-            place = {name: (target, whole)}
+            place: dict[str, Any] = {name: (target, whole)}
             # torch's function takes this rank's part of the whole.
-            sys.modules[_TORCH]._distribute_tensors(place, [name], whole.device)  # type: ignore[attr-defined]
+            sys.modules[_TORCH]._distribute_tensors(place, [name], whole.device)
             result = place[name]
         else:
             result = whole.clone()  # in memory of its own
