@@ -17,6 +17,8 @@ from qtensor.distributed import quantized_all_gather, reduce_amaxes
 
 pytestmark = pytest.mark.nightly(reason="three or four processes; test_fsdp.py has two")
 KINDS = ("plain", "stored", "gathered")
+REFUSED = {("delayed", "gathered"), ("blockwise", "stored"), ("blockwise", "gathered")}
+"""Delayed scaling has no codes to gather; shards of 32 rows would cut blocks of 128."""
 
 
 def build(recipe: str, kind: str, **options: Any) -> Any:
@@ -77,7 +79,7 @@ def run_hybrid(recipe: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "kind"),
-    [(r, k) for r in RECIPES for k in KINDS if (r, k) != ("delayed", "gathered")],
+    [(r, k) for r in RECIPES for k in KINDS if (r, k) not in REFUSED],
 )
 def test_two_replicas_of_two_shards(four_ranks: Ranks, recipe: str, kind: str) -> None:
     four_ranks.run(run_hybrid, recipe, kind)
@@ -110,8 +112,9 @@ def run_bound(recipe: str, kind: str) -> None:
     assert compared > 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [*(("current", kind) for kind in KINDS), ("mxfp8", "plain")]
+)
 def test_gradients_of_four_ranks(four_ranks: Ranks, recipe: str, kind: str) -> None:
     four_ranks.run(run_bound, recipe, kind)
 

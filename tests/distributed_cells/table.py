@@ -156,7 +156,7 @@ TESTED: list[Feature] = [
         )
         for p in (S0, S1)
     ),
-    Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0)),
+    Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0), modes=EAGER),
     *(Feature(f"views: {p}", dtensors.views(p), modes=EAGER) for p in (S0, S1)),
     *(
         Feature(f"3 dims, `full_tensor`: {p}", dtensors.three_dims(p), modes=EAGER)
