@@ -50,10 +50,20 @@ def draw(panel: Any, results: Report, title: str, label: str) -> None:
     copies = sorted(row["copy_gbs"] for row in rows)
     if copies:
         panel.axvline(copies[len(copies) // 2], color=LINE, label="copy, read + written")
+    widest = max([*floors, *copies, *(row["throughput_gbs"] for row in rows)], default=0)
     for name, row in zip(names, rows, strict=True):
         text = f" {row['throughput_gbs']:.2g}  ({100 * row['share']:.0f}%)"
-        panel.text(row["throughput_gbs"], name, text, va="center", fontsize=8)
-    panel.set_title(f"{title}, {size}", fontsize=10)
+        # Inside of the bar no mark hides the text, if the bar is long enough.
+        inside = row["throughput_gbs"] > 0.25 * widest
+        where, color = (0, "white") if inside else (row["throughput_gbs"], FLOOR)
+        panel.text(where, name, text, va="center", fontsize=9, color=color)
+    unmeasured = [
+        case
+        for case in dict.fromkeys(row["case"] for row in results.rows)
+        if "(" not in case and case not in names
+    ]
+    left_out = f"\nnot measured at this size: {', '.join(unmeasured)}" if unmeasured else ""
+    panel.set_title(f"{title}, {size}{left_out}", fontsize=10)
     panel.set_xlabel(label)
     panel.set_ylabel("format")
     panel.invert_yaxis()
@@ -81,8 +91,9 @@ def make(folder: Path, quick: bool) -> list[Path]:
     figure.suptitle(f"{note}, quick run" if quick else note, fontsize=9)
     paths = [folder / f"{report.stem('throughput', quick)}.{kind}" for kind in ("png", "svg")]
     with mpl.rc_context({"svg.hashsalt": "qtensor"}):
-        figure.savefig(paths[0], dpi=120)
-        figure.savefig(paths[1], metadata={"Date": None})
+        # Opaque, so that the text can be read on a dark page as well.
+        figure.savefig(paths[0], dpi=120, facecolor="white")
+        figure.savefig(paths[1], facecolor="white", metadata={"Date": None})
     return paths
 
 

@@ -411,6 +411,11 @@ MAKERS: dict[str, Callable[[Maker], Arguments]] = {
         **{"role": "output", "quantizer": "mxfp8"},
         **{"ticket": torch.tensor([-1]), "token": torch.tensor([-1])},
     },
+    "record_groups_": lambda make: {
+        **{"x": make.floats(make.rows, 32), "role": "output", "quantizer": "mxfp8"},
+        **{"token": torch.tensor([-1]), **make.grouping()},
+        "ticket": torch.full((make.groups,), -1),
+    },
     "begin_recorded_forward_": lambda make: {"token": torch.tensor([-1])},
     "advance_step_": lambda make: {
         **{"step": torch.zeros(1, dtype=torch.int64), "forward_only": False},

@@ -1,5 +1,7 @@
 """``qtensor inspect | convert | dequantize | diff | verify``: output, JSON and exit status."""
 
+import builtins
+import io
 import json
 import re
 import signal
@@ -67,7 +69,7 @@ def test_inspect():
     assert "--rows: the form is 0:8; got '2-4'" in error
     error = invoke("inspect", NVFP4, "--rows", "2:4", status=2).stderr
     assert "--rows, --cols and --bits need --tensor" in error
-    assert "'absent'" in invoke("inspect", NVFP4, "--tensor", "absent", status=1).stderr
+    assert "'absent'" in invoke("inspect", NVFP4, "--tensor", "absent", status=2).stderr
 
 
 def test_convert_and_verify(plain, tmp_path):
@@ -77,7 +79,7 @@ def test_convert_and_verify(plain, tmp_path):
     assert "24 quantized, 1 plain" in text
     assert "the 20 of 24 with the lowest SQNR" in text
     assert "checksums of files: 4 compared" in invoke("verify", out).stdout
-    assert "error: " in invoke(*args, status=1).stderr
+    assert "error: " in invoke(*args, status=2).stderr
     found = as_json(*args, "--overwrite", "--include", "*.3.weight")
     assert found["counts"] == {"quantized": 1, "plain": 24}
     keys = "name source action before after shape sqnr_db max_abs_error bytes"
@@ -103,7 +105,7 @@ def test_diff_takes_the_layout_of_each_side(tmp_path):
     folder = EXAMPLES / "gptoss_mxfp4"
     alone = tmp_path / "alone.safetensors"  # without its config.json, as the single-file release
     alone.write_bytes((folder / "model.safetensors").read_bytes())
-    assert "layout" in invoke("diff", folder, alone, status=1).stderr
+    assert "layout" in invoke("diff", folder, alone, status=2).stderr
     assert as_json("diff", folder, alone, "--layout-b", "gpt-oss")["equal"] is True
     assert as_json("diff", alone, folder, "--layout-a", "gpt-oss")["equal"] is True
 
@@ -117,14 +119,15 @@ def test_the_help_names_both_arguments(command, names):
     assert [word.strip("{}") for word in usage.split()[-2:]] == list(names)
 
 
-def test_a_problem_has_status_1(tmp_path):
+def test_a_damaged_file(tmp_path):
+    """An error is what ``verify`` looks for; the other commands cannot begin."""
     checkpoints.save({"a.weight": weight("mxfp8")}, tmp_path / "a", layout="fine-grained-fp8")
     path = tmp_path / "a" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert "error: " in invoke("verify", path, status=1).stdout
     assert as_json("verify", path, status=1)["problems"][0]["severity"] == "error"
-    assert "error: " in invoke("inspect", path, status=1).stderr
-    assert "error: " in invoke("diff", path, path, status=1).stderr
+    assert "error: " in invoke("inspect", path, status=2).stderr
+    assert "error: " in invoke("diff", path, path, status=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -141,12 +144,66 @@ def test_a_problem_has_status_1(tmp_path):
         ("convert", NVFP4, "out", "--jobs", "0"),
         ("dequantize", NVFP4, "out", "--dtype", "int8"),
         ("verify", NVFP4, "--fast"),
+        ("inspect", "."),
+        ("inspect", NVFP4 / "config.json"),
+        ("inspect", NVFP4, "--tensor", ""),
+        ("inspect", NVFP4, "--tensor", "absent"),
+        ("inspect", NVFP4, "--tensor", NAME, "--rows", "40:60"),
+        ("inspect", NVFP4, "--tensor", NAME, "--rows", "8:2"),
+        ("inspect", NVFP4, "--tensor", NAME, "--rows", ""),
+        ("inspect", NVFP4, "--tensor", NAME, "--bits", "0,96"),
+        ("inspect", NVFP4, "--rows", ""),
+        ("diff", NVFP4, "."),
+        ("report", "."),
+        ("report", NVFP4, "-o", "."),
+        ("report", NVFP4, "-o", ".", "--overwrite"),
+        ("report", NVFP4, "--log", "."),
+        ("report", NVFP4, "--search", NVFP4 / "config.json"),
+        ("demo", "--weights", "."),
+        ("demo", "--formats", "int4"),
+        ("kernels", "build", "--isa", "sse"),
+        ("kernels", "list", "--arch", "sm_1"),
     ],
 )
 def test_a_wrong_call_has_status_2(args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    invoke(*args, status=2)
+    text = invoke(*args, status=2).stderr
+    assert text.count("error: ") + text.count("Error") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_may_not_be_read(tmp_path, monkeypatch):
+    """The tests may run as a user who may read everything."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((NVFP4 / "model.safetensors").read_bytes())
+
+    def refuse(file, *args, **options):
+        if str(file) == str(path):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", refuse)
+    monkeypatch.setattr(io, "open", refuse)
+    out = tmp_path / "out"
+    for args in (
+        ("inspect", path),
+        ("diff", NVFP4, path),
+        ("convert", path, out),
+        ("dequantize", path, out),
+        ("report", path, "-o", out),
+        ("report", NVFP4, "--against", path, "-o", out),
+    ):
+        assert "Permission denied" in invoke(*args, status=2).stderr
+    assert "Permission denied" in invoke("verify", path, status=1).stdout
+    assert not out.exists()
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "qtensor", "inspect", str(NVFP4), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layout"] == "compressed-tensors"
 
 
 def test_errors_name_options_of_the_command(plain, tmp_path):
@@ -154,10 +211,10 @@ def test_errors_name_options_of_the_command(plain, tmp_path):
     out, nvfp4 = tmp_path / "out", (EXAMPLES / "ct_nvfp4", tmp_path / "new")
     out.mkdir()
     (out / "notes").mkdir()
-    moved = invoke("convert", *nvfp4, "--layout", "fine-grained-fp8", status=1).stderr
+    moved = invoke("convert", *nvfp4, "--layout", "fine-grained-fp8", status=2).stderr
     assert "pass --format." in moved
-    assert "pass --overwrite." in invoke("convert", plain, out, status=1).stderr
-    assert "--overwrite replaces" in invoke("convert", plain, out, "--overwrite", status=1).stderr
+    assert "pass --overwrite." in invoke("convert", plain, out, status=2).stderr
+    assert "--overwrite replaces" in invoke("convert", plain, out, "--overwrite", status=2).stderr
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes((EXAMPLES / "gptoss_mxfp4" / "model.safetensors").read_bytes())
     for args, option in (
@@ -166,7 +223,7 @@ def test_errors_name_options_of_the_command(plain, tmp_path):
         (("dequantize", alone, tmp_path / "new"), "--source-layout"),
         (("diff", alone, plain), "--layout-a or --layout-b"),
     ):
-        text = invoke(*args, status=1).stderr
+        text = invoke(*args, status=2).stderr
         assert f"leave out {option}." in text or f"Pass {option}, or" in text
         assert not re.search(r"\b[a-z]+=", text)
 

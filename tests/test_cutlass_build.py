@@ -342,7 +342,7 @@ def test_the_command_builds_lists_and_cleans(nvcc: Path) -> None:
 )
 def test_the_command_explains_mistakes(args: tuple[str, ...], rule: str) -> None:
     done = invoke("build", *args)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert rule in done.stderr
 
 

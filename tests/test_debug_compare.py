@@ -43,6 +43,18 @@ def test_the_first_layer_that_differs():
     assert result.to_dict()["equal"] == [True, False, False]
 
 
+def test_a_sequence_of_operations_is_one_layer():
+    """It refuses hooks on its operations, which are not called one by one."""
+    models = []
+    for recipe in (None, qtensor.recipes.MXFP8BlockScaling()):
+        torch.manual_seed(0)
+        block = qtensor.ops.Sequential(qtensor.ops.Linear(64, 64, recipe=recipe), nn.Linear(64, 8))
+        models.append(nn.Sequential(block, nn.ReLU()))
+    result = qtensor.debug.compare(*models, inputs())
+    assert [layer.layer for layer in result.layers] == ["0.1", "0", "1"]
+    assert result.first.layer == "0.1"
+
+
 class Tied(nn.Module):
     """Calls a layer twice, changes its output in place, and returns logits by name."""
 

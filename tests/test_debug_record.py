@@ -282,19 +282,6 @@ def test_a_format_that_refuses_a_tensor_says_why():
     assert record.note in str(log)
 
 
-def test_grouped_layers_and_sequences():
-    grouped = qtensor.GroupedLinear(2, WIDTH, 32, recipe=recipes.MXFP8BlockScaling())
-    with qtensor.debug.record(grouped) as log:
-        grouped(inputs(), [8, 24]).sum().backward()
-    found = by_tensor(log)
-    assert found["", "input"].quantizer == found["weight1", "weight"].quantizer == "mxfp8"
-    assert {name for name, role in found if role == "grad_weight"} == {"weight0", "weight1"}
-    sequence = qtensor.ops.Sequential(qtensor.ops.Linear(WIDTH, 32), qtensor.ops.GELU())
-    with qtensor.debug.record(nn.Sequential(sequence)) as log:
-        sequence(inputs())
-    assert set(by_tensor(log)) == {("0", "input"), ("0", "output")}
-
-
 def test_an_input_by_keyword():
     model = plain_model(1)
     with qtensor.debug.record(model[0]) as log:

@@ -43,6 +43,7 @@ def with_main_grads(module, names):
         ("delay", None),
         ("both", None),
         ("fuse", "inductor"),
+        ("fuse", "aot_eager"),
         pytest.param("delay", "aot_eager", marks=_WIDE),
         pytest.param("both", "aot_eager", marks=_WIDE),
         pytest.param("both", "inductor", marks=_WIDE),
@@ -89,6 +90,7 @@ def test_gradients_beside_autograd(module, option, backend):
     [
         ("fuse_wgrad_accumulation", None),
         ("delay_wgrad_compute", None),
+        ("fuse_wgrad_accumulation", "aot_eager"),
         pytest.param("delay_wgrad_compute", "aot_eager", marks=_WIDE),
     ],
 )

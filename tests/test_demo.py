@@ -159,7 +159,7 @@ def test_exact_and_broken_matrices(tmp_path):
 
 def fails(*args):
     result = invoke(*args)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: demo")
     return " ".join(result.stderr.split())
 

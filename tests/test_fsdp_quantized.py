@@ -12,8 +12,10 @@ from ranks import RankError, Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import qtensor
+import qtensor.distributed
 
 BOTH = {"columnwise": True}
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -109,6 +111,28 @@ def test_shards_that_cut_a_block_are_refused(
     wanted = rf"0\.weight: .*rank \d of 2.*Shard\(0\) over n ranks.*multiple of {block}\."
     with pytest.raises(RankError, match=wanted):
         ranks.run(run_cut, name, rows)
+
+
+def run_columns(stored: bool) -> str:
+    """Shards of columns are refused before anything travels."""
+    recipe = qtensor.recipes.MXFP8BlockScaling()
+    made: Any = layer("mxfp8")
+    if not stored:
+        made = qtensor.Linear(128, 128, bias=False, recipe=recipe)
+    model = nn.Sequential(made)
+    if not stored:
+        qtensor.distributed.quantized_all_gather(model)
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    with pytest.raises(qtensor.UnsupportedError) as raised:
+        model(torch.randn(32, 128))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "gathered"])
+def test_shards_of_columns_are_refused(ranks: Ranks, stored: bool) -> None:
+    for rank, message in enumerate(ranks.run(run_columns, stored)):
+        assert message.startswith(f"0.weight: fully_shard[mxfp8] (rank {rank} of 2)"), message
+        assert "got Shard(1)" in message
 
 
 def run_different() -> None:

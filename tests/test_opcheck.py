@@ -348,6 +348,14 @@ def record_tensor_(case: FormatCase) -> Iterator[Sample]:
     yield args, {"scale": case.call().get("scale")}
 
 
+def record_groups_(case: FormatCase) -> Iterator[Sample]:
+    text, number = case.quantizer().canonical, torch.tensor([-1, -1, -1])
+    for call in groups(case):
+        rows = ordinary((33, 40))
+        yield (rows, "input", text, number, number[:1].clone(), *call), {}
+        yield (rows, "output", "", number, number[:1].clone(), *call, torch.ones(3)), {}
+
+
 def begin_recorded_forward_(case: FormatCase) -> Iterator[Sample]:
     yield (torch.tensor([-1]),), {}
 
@@ -384,6 +392,7 @@ SAMPLES: dict[str, Callable[[FormatCase], Iterator[Sample]]] = {
     "qtensor::record_gradient_amax_": record_gradient_amax_,
     "qtensor::advance_step_": advance_step_,
     "qtensor::record_tensor_": record_tensor_,
+    "qtensor::record_groups_": record_groups_,
     "qtensor::begin_recorded_forward_": begin_recorded_forward_,
     "qtensor::norm": norm,
     "qtensor::norm_backward": norm_backward,

@@ -209,12 +209,12 @@ def test_the_command(tmp_path):
     assert "2 tensors, 6,656 values" in done.output
     assert out.read_text().startswith("<!doctype html>")
     done = invoke(EXAMPLES / "ct_nvfp4", "-o", out)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "pass --overwrite." in done.stderr
     assert invoke(EXAMPLES / "ct_nvfp4", "-o", out, "--overwrite").exit_code == 0
     assert invoke("absent").exit_code == 2
     done = invoke(
         EXAMPLES / "ct_nvfp4", "--against", EXAMPLES / "gptoss_mxfp4", "-o", tmp_path / "x"
     )
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "name and shape of a quantized one" in done.stderr

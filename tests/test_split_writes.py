@@ -82,6 +82,27 @@ def test_parts_are_written_as_the_whole(
     ranks.run(run_dtensor, name, dim, optimizer)
 
 
+def run_fused_sgd() -> str:
+    """Return torch's error; an empty string if this version can step DTensors."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    q = qtensor.quantize(values(0), "fp8", columnwise=True)
+    found = ""
+    for t in (q, values(0)):
+        split = nn.Parameter(distribute_tensor(t, mesh, [Shard(0)]))
+        split.grad = distribute_tensor(values(1), mesh, [Shard(0)])
+        try:
+            torch.optim.SGD([split], lr=0.5, fused=True).step()
+        except NotImplementedError as error:
+            found += str(error)
+    return found
+
+
+def test_fused_sgd_of_shards_is_an_error_of_torch(ranks: Ranks) -> None:
+    """Watches torch: docs/distributed.md names the limit, which plain parameters have, too."""
+    for message in ranks.run(run_fused_sgd):
+        assert message.count("aten._fused_sgd_.default") in (0, 2), message
+
+
 def run_layer(recipe: str, shape: tuple[int, int], mode: str, kind: str, sharded: bool) -> None:
     """A parallel style splits a layer, and ``fully_shard`` its parts over the other mesh dim."""
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))

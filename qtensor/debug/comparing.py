@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.debug.layers import clean_name, find_layers, unwrapped
+from qtensor.debug.layers import clean_name, find_layers, run_by, unwrapped
 from qtensor.debug.logits import Scores
 from qtensor.errors import ArgumentTypeError, check, fail
 from qtensor.layout import rows_cols
+from qtensor.ops.sequential import Sequential
 from qtensor.report import compare_chunk, decibel
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.texts import some
@@ -188,9 +189,17 @@ def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.M
     Raises:
         QTensorError: a pattern matches no module.
     """
-    named = {clean_name(name): module for name, module in model.named_modules() if name}
+    # A sequence does not call its operations one by one, and refuses hooks on them.
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        inside |= run_by(module) if isinstance(module, Sequential) else set()
+    named = {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if name and module not in inside
+    }
     if patterns is None:
-        layers = {layer.name for layer in find_layers(model)}
+        layers = {layer.sequence or layer.name for layer in find_layers(model)}
         chosen = {n: m for n, m in named.items() if n in layers or not list(m.children())}
         return chosen or {"": model}
     found: dict[str, nn.Module] = {}

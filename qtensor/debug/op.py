@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qtensor.debug.log import ROLES, known_role
 from qtensor.errors import check
-from qtensor.layout import Shape
+from qtensor.layout import Shape, rows_cols
 from qtensor.library.checks import check_one
 from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
+from qtensor.library.ragged import Groups
 from qtensor.registry import parse
 
 FORWARD_ROLES = ROLES[:3]
@@ -67,6 +68,18 @@ class RecordTensorArgs(NamedTuple):
     scale: Tensor | None = None
 
 
+class RecordGroupsArgs(NamedTuple):
+    """Arguments of the op ``record_groups_``."""
+
+    x: Tensor
+    role: str
+    quantizer: str
+    ticket: Tensor
+    token: Written
+    split: Groups
+    scale: Tensor | None = None
+
+
 def _record_fill(_: None, args: RecordTensorArgs) -> None:
     sink = _sink("record_tensor_", args.token)
     check_one("record_tensor_", "ticket", args.ticket, torch.int64)
@@ -86,6 +99,25 @@ def _record_fill(_: None, args: RecordTensorArgs) -> None:
         sink.receive(site, args.role, values, args.quantizer, args.scale)
 
 
+def _record_groups_fill(_: None, args: RecordGroupsArgs) -> None:
+    sizes = args.split.read("record_groups_")
+    check_one("record_groups_", "ticket", args.ticket, torch.int64, len(sizes))
+    rule = "scale must have one factor for each group"
+    good = args.scale is None or args.scale.numel() == len(sizes)
+    check(good, "record_groups_", rule, getattr(args.scale, "shape", None), "Pass such a scale")
+    shape = rows_cols(args.x.shape)
+    rule = "the sizes of the groups must add up to the rows of x"
+    check(sum(sizes) == shape[0], "record_groups_", rule, f"{sizes}, {shape[0]} rows", "Fix them")
+    with below_autograd():
+        for i, part in enumerate(args.x.reshape(shape).split(sizes)):
+            scale = None if args.scale is None else args.scale[i : i + 1]
+            ticket, token = args.ticket[i : i + 1], args.token
+            one = RecordTensorArgs(
+                [part], "", part.shape, args.role, args.quantizer, ticket, token, scale
+            )
+            _record_fill(None, one)
+
+
 RECORD_TENSOR = leaf_op("record_tensor_", RecordTensorArgs, "()", no_outputs, _record_fill)
 """Hand a tensor to the recorder whose number is ``token``, int64 (1,) on the CPU.
 
@@ -93,6 +125,14 @@ RECORD_TENSOR = leaf_op("record_tensor_", RecordTensorArgs, "()", no_outputs, _r
 the quantizer ``stored`` made. ``quantizer`` is the canonical text with which the layer quantizes a
 plain tensor, or ""; ``scale`` is its factor under delayed scaling. ``ticket``, int64 (1,) on the
 CPU, is the number of the layer.
+"""
+
+
+RECORD_GROUPS = leaf_op("record_groups_", RecordGroupsArgs, "()", no_outputs, _record_groups_fill)
+"""Hand the rows of each group of ``x`` (..., K) to the recorder whose number is ``token``.
+
+``ticket``, int64 (groups,) on the CPU, has the number of each group; ``scale`` (groups,) the
+factors of delayed scaling. The other arguments are those of ``record_tensor_``.
 """
 
 

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -14,21 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from qtensor import api
-from qtensor.debug.layers import (
-    Counted,
-    Layer,
-    Recorded,
-    Site,
-    clean_name,
-    find_layers,
-    is_conv1d,
-    replace_method,
-    unwrapped,
-)
+from qtensor.debug.layers import Layer, clean_name, find_layers, is_conv1d, unwrapped
 from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
-from qtensor.debug.op import RECORD_TENSOR, SINKS
+from qtensor.debug.methods import Counted, Recorded, Site, hand_over, replace_method
+from qtensor.debug.op import SINKS
+from qtensor.debug.sequences import RecordedFuser, replace_fusers
 from qtensor.debug.statistics import Columns, measure, totals_of
-from qtensor.debug.wgrads import Watched, WeightGradients
+from qtensor.debug.wgrads import Watched, WeightGradients, gradient_hooks
+from qtensor.dtensor import local_part
 from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
 from qtensor.library.gradient import WATCHERS
 from qtensor.quantizers import Quantizer
@@ -150,11 +142,7 @@ def choose_layers(model: nn.Module, patterns: str | Iterable[str], op: str = OP)
     check(bool(found), op, rule, f"{type(model).__name__} without one", "Pass another model")
     chosen: dict[int, Layer] = {}
     for pattern in wanted:
-        matching = [
-            layer
-            for layer in found
-            if any(fnmatchcase(name, pattern) for name in (layer.name, *layer.labels()))
-        ]
+        matching = [layer for layer in found if layer.matches(pattern)]
         if not matching:
             names = [layer.name or "(the model itself)" for layer in found]
             rule = "each pattern of layers must match a name"
@@ -223,6 +211,7 @@ class Recorder:
         """Replace the methods of the layers; ``undo`` puts them back."""
         plan, numbers = self._plan, itertools.count()
         tokens = self._tensor(self._number), self._tensor(self._number)
+        fusers: dict[int, list[RecordedFuser]] = {}
         state = self._reference_state()
         text = (plan.formats or {}).get("grad_weight", "")
         watched: list[Watched] = []
@@ -232,9 +221,19 @@ class Recorder:
                 for label in layer.labels()
             }
             weights = {weight: sites[layer.label(weight)] for weight in layer.weights}
-            transposed = is_conv1d(layer.module)
-            recorded = Recorded(sites.get(layer.name), weights, transposed, None)
-            undo.callback(replace_method(layer.module, layer.method, recorded))
+            own = sites.get(layer.name)
+            if layer.method != "forward" and weights:
+                tickets = torch.cat([site.ticket for site in weights.values()])
+                own = Site(tickets, *tokens, plan.roles, plan.formats)
+            if layer.owner is None:
+                recorded = Recorded(own, weights, is_conv1d(layer.module), None)
+                undo.callback(replace_method(layer.module, layer.method, recorded))
+            else:
+                if id(layer.owner) not in fusers:
+                    fusers[id(layer.owner)], restore = replace_fusers(layer.owner)
+                    undo.callback(restore)
+                for slot in filter(None, [f.slot(layer) for f in fusers[id(layer.owner)]]):
+                    slot.site, slot.weights = own, weights
             for weight, site in weights.items():
                 self._watch_weight(layer, weight, site, state, undo)
                 watched.append(Watched(layer.module, weight, int(site.ticket), text))
@@ -263,7 +262,8 @@ class Recorder:
         if leaf and "grad_weight" in self._plan.roles:
             text = (self._plan.formats or {}).get("grad_weight", "")
             hook = _gradient_hook(site, text, is_conv1d(layer.module))
-            undo.callback(parameter.register_hook(hook).remove)
+            for each in gradient_hooks(parameter, hook):
+                undo.callback(each.remove)
 
     def _reference_state(self) -> Mapping[str, Any]:
         reference = self._plan.reference
@@ -369,14 +369,12 @@ class Recorder:
             self._weights = set()
 
 
-def _gradient_hook(site: Site, quantizer: str, transposed: bool) -> Callable[[Tensor | None], None]:
+def _gradient_hook(site: Site, quantizer: str, transposed: bool) -> Callable[[Tensor], None]:
     """Return a hook that records the gradient (N, K) of a weight, or (K, N) if ``transposed``."""
 
-    def hook(grad: Tensor | None) -> None:
-        if grad is None:  # it does not pass through autograd: WeightGradients
-            return
-        ticket, token = site.ticket, site.backward_token
+    def hook(grad: Tensor) -> None:
+        grad = local_part(grad).detach()
         grad = grad.t() if transposed else grad
-        RECORD_TENSOR([grad], "", grad.shape, "grad_weight", quantizer, ticket, token)
+        hand_over(grad, "grad_weight", quantizer, site, backward=True)
 
     return hook

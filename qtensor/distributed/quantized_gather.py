@@ -19,7 +19,14 @@ from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.groups import group_of_mesh
 from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
 from qtensor.storage.parameter_names import names_parameter
-from qtensor.storage.shards import Gathered, GatheredWeight, Shards, pack, sent_quantizer
+from qtensor.storage.shards import (
+    Gathered,
+    GatheredWeight,
+    Shards,
+    check_dim,
+    pack,
+    sent_quantizer,
+)
 
 _OP = "quantized_all_gather"
 _VIEWS = frozenset([
@@ -181,6 +188,9 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         self, group: Any, shape: tuple[int, ...], dtype: torch.dtype | None
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard of a weight of ``shape``, rounded to ``dtype``."""
+        sizes = zip(self.shape[1:], shape[1:], strict=True)
+        cut = [dim for dim, (own, whole) in enumerate(sizes, 1) if own != whole]
+        check_dim(cut[0] if cut else 0, self._quantizer_of_weight)
         shards, rest = self._known_shards(group), shape[1:]
         if len(set(shards.rows)) > 1:
             ranks = len(shards.rows)

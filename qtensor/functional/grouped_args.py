@@ -39,7 +39,8 @@ class GroupedWgrad(NamedTuple):
         main_grads: (N, K) each, one for each weight that requires a gradient, to which its gradient
             is added.
         overwrite: for each of them, True to write the gradient instead of adding it.
-        token: with a token, backward only keeps the operands of wgrad under ``key``, and
+        token: with ``main_grads``, the ``report`` of the layer, which identifies it. Without, the
+            backward only keeps the operands of wgrad under ``key``, counts them here, and
             ``backward_dw()`` computes the gradients.
         key: number of the module.
     """

@@ -244,13 +244,13 @@ def _weight_gradients(args: GroupedBwdArgs, dy: Operand) -> list[Tensor | None]:
     if args.inp is None:
         return wgrads
     left, right, splits = column_part(dy), _wgrad_input(args, args.inp), args.splits
-    if args.token is not None:
-        GROUPED_POSTPONE(args.token, args.postpone_key, *left, *right, *splits)
-    elif args.main_grads:
-        overwrite = args.overwrite_main_grad
+    if args.main_grads:
+        overwrite, report = args.overwrite_main_grad, args.token
         GROUPED_WGRAD_ACCUMULATE(
-            list(args.main_grads), *left, *right, *splits, args.wanted, overwrite
+            list(args.main_grads), *left, *right, *splits, args.wanted, overwrite, report
         )
+    elif args.token is not None:
+        GROUPED_POSTPONE(args.token, args.postpone_key, *left, *right, *splits)
     else:
         grads = GROUPED_WGRAD(*left, *right, *splits, args.wanted, args.weight_dtype)
         for i, grad in zip(args.wanted, grads, strict=True):

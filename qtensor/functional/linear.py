@@ -312,12 +312,13 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
 def _weight_gradient(args: LinearBwdArgs, dy: Operand) -> Tensor | None:
     """Return wgrad (N, K); None if it goes to ``main_grad`` or is delayed. ``dy`` is (M, N)."""
     left, right = column_part(dy), _wgrad_input(args)
-    if args.token is not None:
-        POSTPONE(args.token, args.postpone_key, *left, *right)
+    if args.main_grad is not None:
+        overwrite, report = args.overwrite_main_grad, args.token
+        GEMM_ACCUMULATE(args.main_grad, *left, *right, "NT", overwrite, report)
         return None
-    if args.main_grad is None:
+    if args.token is None:
         return multiply(left, right, "NT", args.weight_dtype)
-    GEMM_ACCUMULATE(args.main_grad, *left, *right, "NT", args.overwrite_main_grad)
+    POSTPONE(args.token, args.postpone_key, *left, *right)
     return None
 
 

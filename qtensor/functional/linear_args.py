@@ -37,7 +37,8 @@ class Wgrad(NamedTuple):
     Attributes:
         main_grad: (N, K), to which the gradient is added: an alias with its own version counter.
         overwrite: write the gradient to ``main_grad`` instead of adding it.
-        token: with a token, backward only keeps the operands of wgrad under ``key``, and
+        token: with ``main_grad``, the ``report`` of the layer, which identifies it. Without, the
+            backward only keeps the operands of wgrad under ``key``, counts them here, and
             ``backward_dw()`` computes the gradient.
         key: number of the module.
     """

@@ -18,7 +18,7 @@ from qtensor.errors import check
 from qtensor.kernels.gemm.problem import Pair
 from qtensor.kernels.gemm.stacks import matrix_buffers, stack_refusal
 from qtensor.layout import Shape
-from qtensor.library.checks import check_operand, check_seed
+from qtensor.library.checks import check_one, check_operand, check_seed
 from qtensor.library.define import (
     BODIES,
     FILLS,
@@ -30,7 +30,7 @@ from qtensor.library.define import (
     leaf_op,
 )
 from qtensor.library.gemm import GemmArgs, check_layout, output_shape
-from qtensor.library.gradient import GemmAccumulateArgs, PostponeWgradArgs
+from qtensor.library.gradient import WATCHERS, GemmAccumulateArgs, postpone, show_watchers
 from qtensor.library.norm import BiasGradArgs, check_tensor
 from qtensor.library.quantize import alloc_amax, check_input
 from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes, group_buffers
@@ -285,6 +285,7 @@ class GroupedWgradAccumulateArgs(NamedTuple):
     split: Groups
     wanted: list[int]
     overwrite: list[bool]
+    report: Tensor | None = None
 
 
 def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
@@ -294,6 +295,10 @@ def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
 def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
     with below_autograd():
         pairs = _pairs("grouped_wgrad_accumulate_", args.operands, args.split)
+        if args.report is not None and WATCHERS:
+            check_one("grouped_wgrad_accumulate_", "report", args.report, torch.int64, 2)
+            for i in args.wanted:
+                show_watchers(int(args.report[0]), i, pairs[i])
         for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
             FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, pairs[i], "NT", over))
 
@@ -305,7 +310,10 @@ GROUPED_WGRAD_ACCUMULATE = leaf_op(
     _accumulate_check,
     _accumulate_fill,
 )
-"""Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``."""
+"""Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``.
+
+``report`` is that of ``gemm_accumulate_``.
+"""
 
 
 class PostponeGroupedWgradArgs(NamedTuple):
@@ -322,8 +330,10 @@ def _postpone_check(args: PostponeGroupedWgradArgs) -> None:
 
 
 def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
-    for pair in _pairs("postpone_grouped_wgrad_", args.operands, args.split):
-        FILLS["postpone_wgrad_"](None, PostponeWgradArgs(args.token, args.key, pair))
+    pairs = _pairs("postpone_grouped_wgrad_", args.operands, args.split)
+    for i, pair in enumerate(pairs):
+        show_watchers(args.key, i, pair)
+        postpone(args.token, args.key, pair)
 
 
 GROUPED_POSTPONE = leaf_op(

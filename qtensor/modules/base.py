@@ -429,7 +429,7 @@ class QuantizedModule(nn.Module):
             )
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
         # An alias, so that the caller may change main_grad between forward and backward.
-        return Wgrad(main_grad=local_part(main_grad).data, overwrite=overwrite)
+        return Wgrad(local_part(main_grad).data, overwrite, state.report)
 
     def _use_workspace(self, args: LinearFwdArgs, state: LinearState, call: Call) -> None:
         """Use the quantized weight of an earlier microbatch, or store that of this call."""

@@ -213,7 +213,7 @@ class GroupedLinear(QuantizedModule):
         if is_first_microbatch is not None and args.plan.weight:
             self._use_group_workspaces(args, is_first_microbatch, skip_weight_update)
         state = self._states["weight"]
-        out, workspace, amaxes = run_grouped_linear(args)
+        out, workspace, amaxes = self._local_grouped(args)
         if workspace:
             state.workspace = [buffer.detach() for buffer in workspace]
             state.workspace_quantizer = args.plan.weight
@@ -224,6 +224,10 @@ class GroupedLinear(QuantizedModule):
         if own is not None:
             out = own.whole(out)
         return (out, list(biases)) if self.return_bias else out
+
+    def _local_grouped(self, args: GroupedFwdArgs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return ``run_grouped_linear(args)``; the tensors are those of this rank."""
+        return run_grouped_linear(args)
 
     def _args(
         self,
@@ -340,7 +344,7 @@ class GroupedLinear(QuantizedModule):
         overwrite = tuple([bool(getattr(w, "overwrite_main_grad", False)) for w in weights])
         # Aliases, so that the caller may change main_grad between forward and backward.
         main_grads = [local_part(w.main_grad).data for w in weights]
-        return GroupedWgrad(tuple(main_grads), overwrite)
+        return GroupedWgrad(tuple(main_grads), overwrite, self._states["weight"].report)
 
     def _use_group_workspaces(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
         """Use the quantized weights of an earlier microbatch, or store those of this call."""

@@ -286,3 +286,12 @@ _BACKWARD: list[tuple[tuple[Any, ...], Any]] = [
 ]
 FUSIONS += [Fusion(pattern, builder, ("forward",)) for pattern, builder in _FORWARD]
 FUSIONS += [Fusion(pattern, builder, ("backward",)) for pattern, builder in _BACKWARD]
+
+
+def fusions_of_users() -> list[Fusion]:
+    """Return the entries of the table that are not the library's own."""
+    return [
+        entry
+        for entry in FUSIONS
+        if not (isinstance(entry.builder, type) and issubclass(entry.builder, _Fused))
+    ]

@@ -47,11 +47,9 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
         return name
     name = f"plan_{fuser.plans_made}"
     fuser.plans_made += 1
-    ops = fuser.ops
     by_index = dict(zip(fuser.keyed, keys, strict=True))
-    every = [by_index.get(index, "") for index in range(len(ops))]
-    steps = fuse(ops, every, first) if fuser.fusing else fuse_nothing(ops, first)
-    setattr(fuser, name, SequencePlan(ops, steps, fuser.fusing, run_plan))
+    every = [by_index.get(index, "") for index in range(len(fuser.ops))]
+    setattr(fuser, name, fuser.make_plan(every, first))
     fuser.plan_names[values] = name
     if len(fuser.plan_names) > MOST_PLANS:
         delattr(fuser, fuser.plan_names.pop(next(iter(fuser.plan_names))))
@@ -93,6 +91,8 @@ class OperationFuser(Wiring):
         self.reporting = tuple([index for index, op in enumerate(self.ops) if op.reports])
         self.plan_names: dict[tuple[tuple[str, ...], int, int], str] = {}
         self.plans_made = 0
+        self.recorded: Any = None
+        """The fuser that runs instead while ``qtensor.debug`` records."""
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
         for index, op in enumerate(self.ops):
@@ -134,6 +134,15 @@ class OperationFuser(Wiring):
                 check(channel not in filled, op.label, rule, "it again", "Choose another name")
                 filled[channel] = 1
         return external
+
+    def make_plan(self, keys: Sequence[str], first: int) -> SequencePlan:
+        """Return the plan for the keys of the recipes of all operations.
+
+        ``first`` is the index of the first operation that takes part in backward.
+        """
+        ops = self.ops
+        steps = fuse(ops, keys, first) if self.fusing else fuse_nothing(ops, first)
+        return SequencePlan(ops, steps, self.fusing, run_plan)
 
     def __deepcopy__(self, memo: Any) -> OperationFuser:
         return OperationFuser([copy.deepcopy(op, memo) for op in self.ops], self.fusing)

@@ -153,18 +153,24 @@ def _built(entry: Fusion, ops: Sequence[BasicOperation], key: str) -> FusedOpera
     return result
 
 
-def fuse(ops: Sequence[BasicOperation], keys: Sequence[str], first: int) -> tuple[Any, Any]:
+def fuse(
+    ops: Sequence[BasicOperation],
+    keys: Sequence[str],
+    first: int,
+    table: Sequence[Fusion] = FUSIONS,
+) -> tuple[Any, Any]:
     """Return (steps of the forward, steps of the backward in the order of the backward).
 
     Args:
         ops: the basic operations of a sequence.
         keys: key of the active recipe for each operation, "" for none.
         first: index of the first operation that takes part in backward.
+        table: the fusions to try.
     """
     forward: dict[int, Step] = {}
     backward: dict[int, Step] = {}
     for directions in (("forward", "backward"), ("forward",), ("backward",)):
-        entries = [e for e in FUSIONS if e.directions == directions]
+        entries = [e for e in table if e.directions == directions]
         lowest = first if "backward" in directions else 0
         index = lowest
         while index < len(ops):

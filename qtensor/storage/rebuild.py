@@ -59,6 +59,8 @@ def same(t: Any) -> Any:
         other._shards = t._shards
     if t._splits is not None:
         other._splits = t._splits
+    if t._shard_dim:
+        other._shard_dim = t._shard_dim
     return other
 
 

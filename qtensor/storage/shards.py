@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtensor.dtensor import local_part
-from qtensor.errors import fail
+from qtensor.errors import UnsupportedError, fail
 from qtensor.layout import Shape
 from qtensor.storage import geometry
 from qtensor.storage.groups import group_of_mesh
@@ -123,6 +123,22 @@ def check_blocks(quantizer: Any, rows: Sequence[int], shape: Shape, group: Any) 
         )
 
 
+def check_dim(dim: int, quantizer: Any) -> None:
+    """Refuse a weight that ``fully_shard`` has cut along another dim than the first.
+
+    Raises:
+        UnsupportedError: ``dim`` is not 0.
+    """
+    if dim:
+        fail(
+            f"fully_shard[{quantizer.format}]",
+            "codes and scales are gathered along dim 0, so that the placement must be Shard(0)",
+            f"Shard({dim})",
+            "Let shard_placement_fn return Shard(0) or None for this parameter",
+            UnsupportedError,
+        )
+
+
 def _layout(quantizer: Any, shape: Shape) -> tuple[list[tuple[str, int, Any, Any]], int]:
     """Return (name, offset, shape, dtype) of each buffer in the packed bytes, and their number."""
     places, offset = [], 0
@@ -208,6 +224,8 @@ class GatheredWeight:
     _shards: Shards | None = None
     _name: str = ""
     """The parameter's name; if it is empty, errors search it."""
+    _shard_dim: int = 0
+    """The dim along which ``fully_shard`` has cut the weight."""
 
     def _sent_buffers(self, sent: Any, shards: Shards) -> dict[str, Tensor]:
         """Return this shard's buffers of the quantizer ``sent``, by name."""
@@ -234,11 +252,13 @@ class GatheredWeight:
 
         Raises:
             QTensorError: the ranks have different quantizers, or a shard ends inside of a block.
+            UnsupportedError: the weight is not sharded along dim 0.
         """
         with names_parameter(self, self._name):
+            quantizer = self._whole_quantizer()
+            check_dim(self._shard_dim, quantizer)
             shards = self._known_shards(group_of_mesh(mesh, None, "fully_shard"))
             rest = tuple(self.shape[1:])  # type: ignore[attr-defined]
-            quantizer = self._whole_quantizer()
             sent = sent_quantizer(quantizer)
             packed = pack(sent, self._sent_buffers(sent, shards), shards, rest)
             return (packed,), Gathered(sent, quantizer, shards.rows, rest)

@@ -76,6 +76,8 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
         part = own_copy(sliced)
         part._is_gathered = True
         return part
+    if getattr(t, "_is_zeros", False):
+        sliced._shard_dim = dim  # fully_shard takes the part of a rank from its padded form
     if start == 0 and dim == 0 and getattr(t, "_shards", None) is not None:
         # fully_shard takes the rows of a shard from its padded form.
         sliced._shards = t._shards
