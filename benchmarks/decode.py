@@ -35,13 +35,16 @@ TEXT = (
     "microseconds, all rows of a table in turns; a run may measure some tables alone. "
     "*read GB/s*: a loop that adds up the words of the same fp8 weights. *share*: the time of "
     "reading the codes and factors at that bandwidth / the time of the call. *x bf16* and others: "
-    "the other's time / that of the row; above 1 the row is faster. {peers}."
+    "the other's time / that of the row; above 1 the row is faster. *x in*: each call quantizes x "
+    "to this format first. {peers}."
 )
 READ = "read"
 BITS = {"fp8": 8, "fp8_rowwise": 8, "fp8_blockwise": 8, "mxfp8": 8, "mxfp6": 6, "mxfp4": 4}
 SIZES = {False: ((14336, 4096), (4096, 4096)), True: ((1024, 1024),)}
 """(N, K), by whether the run is quick."""
 ROWS = {False: (1, 2, 4, 8, 16, 32, 64, 128, 512), True: (1, 4)}
+BOTH = (("mxfp8", "mxfp8"), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp4"))
+"""Formats of the weight and of x: 8 and 8 bits, 4 and 8, 4 and 4."""
 COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
 """Bytes of all copies of a weight together: several times the last cache level."""
 SECONDS = {False: 0.2, True: 0.02}
@@ -90,24 +93,33 @@ def quantizers(quick: bool) -> list[Any]:
     return [*found, packed, square]
 
 
-def our_weights(quantizer: Any, shape: tuple[int, int], total: int) -> tuple[Weights, list[Tensor]]:
+def our_weights(
+    quantizer: Any, shape: tuple[int, int], total: int, left: str = ""
+) -> tuple[Weights, list[Tensor]]:
     """Return copies of a random weight in a format, and their codes.
 
     Args:
         quantizer: the format.
         shape: (N, K).
         total: bytes of all copies together; there are at least two.
+        left: format to which each call quantizes x first; empty for a plain x.
     """
     dense = cases.random_input(shape, torch.bfloat16)
     first = qtensor.quantize(dense, quantizer)
     count = max(2, -(-total // first.nbytes))
     copies: list[Any] = [first, *(qtensor.quantize(dense, quantizer) for _ in range(count - 1))]
 
-    def bind(x: Tensor, threads: int) -> Call:
-        return bandwidth.in_turn([partial(F.linear, x, q) for q in copies])
+    both = qtensor.quantizer(left) if left else None
 
+    def bind(x: Tensor, threads: int) -> Call:
+        def multiply(q: Any) -> Tensor:
+            return F.linear(x if both is None else both(x), q)
+
+        return bandwidth.in_turn([partial(multiply, q) for q in copies])
+
+    name = f"{quantizer.canonical}, x in {left}" if left else quantizer.canonical
     width = BITS.get(quantizer.format, 4)
-    return Weights(quantizer.canonical, width, first.nbytes, bind), [q.buffers()[0] for q in copies]
+    return Weights(name, width, first.nbytes, bind), [q.buffers()[0] for q in copies]
 
 
 def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
@@ -203,6 +215,9 @@ def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()
         first, codes = our_weights(qtensor.quantizer("fp8"), shape, total)
         others = [q for q in quantizers(settings.quick) if q.canonical != first.name]
         weights = [first, *(our_weights(q, shape, total)[0] for q in others)]
+        weights += [
+            our_weights(qtensor.quantizer(right), shape, total, left)[0] for right, left in BOTH
+        ]
         weights += [peer_weights(way, shape, total) for way in peers]
         for table in tables(shape, settings, chosen):
             if not settings.out_of_time():

@@ -100,7 +100,8 @@ def test_a_quick_run(tmp_path, monkeypatch):
     cases = [row["case"] for row in written["rows"] if row["threads"] == "1 thread"]
     ways = [way.name for way in decode_peers.ways()[0]]
     ours = {name for name in qtensor.formats() if name != "fp8_delayed"}
-    assert set(cases) == ours | set(ways)
+    both = {f"{weight}, x in {left}" for weight, left in decode.BOTH}
+    assert set(cases) == ours | both | set(ways)
     assert cases[0] == "fp8", "whose codes `read` takes"
     assert "## 128x128, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
 
