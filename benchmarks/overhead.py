@@ -6,6 +6,7 @@ and Markdown. Without torchao (extra ``bench``) its column is empty, and the rep
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -28,6 +29,10 @@ SHAPE = (32, 64)
 """A shape that every format of both libraries takes, except blockwise FP8."""
 BLOCKWISE_SHAPES = {1: (32, 128), 2: (128, 128)}
 TOKENS = 8
+DECODE = 24, 64
+"""Layers, and their size: so small that host overhead is nearly all of their time."""
+DECODE_FORMATS = {True: ("mxfp4",), False: ("fp8", "mxfp8", "mxfp4", "nvfp4")}
+"""By whether the run is quick."""
 IMPORT_RUNS = {True: 2, False: 7}
 """Number of bursts, by whether the run is quick."""
 BURSTS = {True: 20, False: 200}
@@ -144,6 +149,43 @@ def _linear_case(x: Tensor, weight: Tensor, quantizer: Any, job: Job | None) -> 
         other = job.quantize(weight)
         theirs = lambda: job.linear(x, other)  # noqa: E731 - None is the other choice
     return Case("F.linear, weight-only", label, lambda: F.linear(x, ours), theirs)
+
+
+def decode_cases(quick: bool) -> Iterator[Case]:
+    """Yield cases for one token through many small layers whose weights are quantized."""
+    layers, size = DECODE
+    group = f"{layers} layers of nn.Linear({size}, {size}), 1 token"
+    x = torch.randn(1, size).bfloat16()
+    dense = [torch.nn.Linear(size, size, bias=False).bfloat16() for _ in range(layers)]
+    plain = torch.nn.Sequential(*dense)
+    for name in DECODE_FORMATS[quick]:
+        model = copy.deepcopy(plain)
+        for layer in model:
+            weight = qtensor.quantize(layer.weight.detach(), name)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        yield Case(
+            group,
+            f"{name}, eager",
+            _without_gradients(model, x),
+            limit_us=15.0 * layers,
+            plain=_without_gradients(plain, x),
+        )
+        yield Case(
+            group,
+            f"{name}, compiled",
+            _without_gradients(torch.compile(model, fullgraph=True), x),
+            limit_us=5.0 * layers,
+            plain=_without_gradients(torch.compile(plain, fullgraph=True), x),
+        )
+
+
+def _without_gradients(model: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+    @torch.inference_mode()
+    def call() -> Tensor:
+        return model(x)
+
+    call()  # compiles
+    return call
 
 
 def training_cases(quick: bool) -> Iterator[Case]:
@@ -286,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = [
         *wrapper_cases(x, torchao),
         *format_cases(seed, torchao),
+        *decode_cases(chosen.quick),
         *training_cases(chosen.quick),
     ]
     if chosen.quick:
