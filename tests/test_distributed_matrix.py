@@ -148,7 +148,8 @@ def test_a_rank_that_waits_in_vain_is_a_failure(tmp_path: Path, monkeypatch: Any
     kind, text = script.run_cell(group, "", "", "")
     group.stop(kill=True)
     assert kind == "fail"
-    assert "rank 1: pass" in text
+    # On a busy machine the time limit of the group of both ranks may end first.
+    assert "rank 1: pass" in text or "only ranks [1] answered" in text
 
 
 def test_the_sections_are_rendered(monkeypatch: Any) -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "RECIPES",
     "SECTIONS",
     "SIZE",
-    "TESTED",
     "Cell",
     "Feature",
     "cells",
@@ -67,6 +66,12 @@ SECTIONS: dict[str, list[Feature]] = {
         Feature("functional `broadcast`", collectives.functional_broadcast),
         Feature("functional `all_to_all_single`", collectives.functional_all_to_all),
         Feature("functional `all_reduce`", collectives.functional_reduce),
+        Feature("functional gather of several tensors", collectives.gathered_together),
+        Feature("`all_to_all`", collectives.all_to_all, modes=EAGER),
+        *(
+            Feature(name, collectives.reduction(call), modes=EAGER)
+            for name, call in collectives.REDUCTIONS.items()
+        ),
     ],
     "DTensor": [
         *(
@@ -89,13 +94,30 @@ SECTIONS: dict[str, list[Feature]] = {
         ),
         Feature("`linear`: weight Shard(0)", dtensors.linear),
         Feature("`matmul`: both Shard(1)", dtensors.matmul),
+        *(
+            Feature(
+                f"`linear`, gradient of the input: weight {p}",
+                dtensors.input_gradient(p),
+                modes=EAGER,
+            )
+            for p in (S0, S1)
+        ),
+        Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0), modes=EAGER),
         Feature("`embedding`: weight Shard(1)", dtensors.embedding(S1)),
+        *(Feature(f"views: {p}", dtensors.views(p), modes=EAGER) for p in (S0, S1)),
+        *(
+            Feature(f"3 dims, `full_tensor`: {p}", dtensors.three_dims(p), modes=EAGER)
+            for p in (S0, S1, Shard(2))
+        ),
+        Feature("mesh with 2 dims: S(0), S(1)", dtensors.two_meshes, modes=EAGER),
     ],
     "Weights that are stored quantized, in layers of torch": [
         Feature("DDP, frozen weight", training.ddp_frozen),
         Feature("`fully_shard`, frozen weight", training.fsdp_frozen),
         Feature("`ColwiseParallel`, `RowwiseParallel`", styles.styles_of_weights),
         Feature("quantized all-gather", training.fsdp_gather_format),
+        Feature("adapters of low rank on frozen weights", policies.adapters, modes=EAGER),
+        Feature("`parametrize` of a frozen weight", policies.parametrized, modes=EAGER),
         Feature(
             "`dcp.save`, `dcp.load`: Shard(0) to Shard(0)", training.checkpoint(S0, S0), modes=EAGER
         ),
@@ -120,13 +142,35 @@ SECTIONS: dict[str, list[Feature]] = {
             for reduced, where in ((False, ""), (True, ", maxima of all ranks"))
         ),
     ],
+    "Options of `fully_shard`": [
+        _by_recipe(name + what, policies.trains(kind, way))
+        for name, way in policies.WAYS.items()
+        for kind, what in policies.KINDS.items()
+    ],
+    "Optimizers and states": [
+        *(
+            _by_recipe(name + what, make(kind), EAGER)
+            for name, make in policies.AROUND.items()
+            for kind, what in policies.KINDS.items()
+        ),
+        *(
+            _by_recipe(f"step after {how}{what}", training.resume(stored, False, way), EAGER)
+            for way, how in training.KEPT.items()
+            for stored, what in ((False, ""), (True, ", `quantized_params`"))
+            if way != "dcp"
+        ),
+    ],
     "Tensor parallelism": [
         _by_recipe("torch's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of(parallel)),
         _by_recipe("qtensor's `ColwiseParallel`, `RowwiseParallel`", styles.styles_of(OURS)),
         _by_recipe("`parallel_mode` of the layers", styles.tp_of_modules),
         _by_recipe("torch's styles, rows split", styles.styles_of(parallel, True)),
         _by_recipe("qtensor's styles, rows split: codes gathered", styles.styles_of(OURS, True)),
+        _by_recipe("`PrepareModuleInput`", styles.prepared(False)),
         _by_recipe("`PrepareModuleInputOutput`", styles.prepared(True)),
+        _by_recipe("qtensor's `PrepareModuleInput`, three layers", styles.shared_input, EAGER),
+        _by_recipe("`SequenceParallel`", styles.sequence),
+        _by_recipe("`loss_parallel`", styles.loss),
         _by_recipe("qtensor's `ColwiseParallel` on `LayerNormLinear`", styles.norm_and_layer),
         _by_recipe("qtensor's `ColwiseParallel` on `LayerNormMLP`", styles.two_layers_in_one),
         *(
@@ -143,62 +187,11 @@ SECTIONS: dict[str, list[Feature]] = {
     ],
 }
 
-TESTED: list[Feature] = [
-    Feature("functional gather of several tensors", collectives.gathered_together),
-    Feature("`all_to_all`", collectives.all_to_all, modes=EAGER),
-    *(
-        Feature(name, collectives.reduction(call), modes=EAGER)
-        for name, call in collectives.REDUCTIONS.items()
-    ),
-    *(
-        Feature(
-            f"`linear`, gradient of the input: weight {p}", dtensors.input_gradient(p), modes=EAGER
-        )
-        for p in (S0, S1)
-    ),
-    Feature("`embedding`: weight Shard(0)", dtensors.embedding(S0), modes=EAGER),
-    *(Feature(f"views: {p}", dtensors.views(p), modes=EAGER) for p in (S0, S1)),
-    *(
-        Feature(f"3 dims, `full_tensor`: {p}", dtensors.three_dims(p), modes=EAGER)
-        for p in (S0, S1, Shard(2))
-    ),
-    Feature("mesh with 2 dims: S(0), S(1)", dtensors.two_meshes, modes=EAGER),
-    Feature("adapters of low rank on frozen weights", policies.adapters, modes=EAGER),
-    Feature("`parametrize` of a frozen weight", policies.parametrized, modes=EAGER),
-    *(
-        _by_recipe(name + what, policies.trains(kind, way), EAGER)
-        for name, way in policies.WAYS.items()
-        for kind, what in policies.KINDS.items()
-    ),
-    *(
-        _by_recipe(name + what, make(kind), EAGER)
-        for name, make in policies.AROUND.items()
-        for kind, what in policies.KINDS.items()
-    ),
-    *(
-        _by_recipe(f"step after {how}{what}", training.resume(stored, False, way), EAGER)
-        for way, how in training.KEPT.items()
-        for stored, what in ((False, ""), (True, ", `quantized_params`"))
-        if way != "dcp"
-    ),
-    _by_recipe("`PrepareModuleInput`", styles.prepared(False)),
-    _by_recipe("qtensor's `PrepareModuleInput`, three layers", styles.shared_input, EAGER),
-    _by_recipe("`SequenceParallel`", styles.sequence),
-    _by_recipe("`loss_parallel`", styles.loss),
-]
-"""Features that ``test_distributed_features.py`` runs, and the document does not list."""
-
 
 @functools.cache
 def features() -> dict[str, Feature]:
     """Return each feature of the document by its name."""
     return {feature.name: feature for rows in SECTIONS.values() for feature in rows}
-
-
-@functools.cache
-def tested() -> dict[str, Feature]:
-    """Return each of ``TESTED`` by its name."""
-    return {feature.name: feature for feature in TESTED}
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
@@ -218,7 +211,7 @@ def run_cell(feature: str, mode: str, column: str) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Dynamo about graph breaks, and of checkpoints
-            {**features(), **tested()}[feature].run(Cell(column, mode))
+            features()[feature].run(Cell(column, mode))
     except Exception as error:  # noqa: BLE001 - an outcome of the cell
         return verdict(error)
     finally:
