@@ -2,11 +2,11 @@
 
 ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``broadcast_from_rank0`` tell the
 other ranks the size and the dtype of each entry, and those ranks receive into a plain tensor: the
-bytes of a quantized tensor would land as numbers. torch has no hook for the entries, so two of its
-functions are replaced. Of a quantized entry, rank 0 gives torch two others: what it is, which
-torch sends with the names, and its bytes as a plain uint8 tensor. Each rank rebuilds the
-entry as soon as its bytes are there, so that one whole tensor is in memory at a time. Other
-entries, and programs without quantized tensors, go through torch's own code.
+codes of a quantized tensor would be read as numbers. torch has no hook for the entries, so two of
+its functions are replaced. In place of a quantized entry, rank 0 gives torch two entries: a
+description, which torch sends with the names, and the bytes as a plain uint8 tensor. Each rank
+rebuilds the entry as soon as its bytes arrive, so that one whole tensor is in memory at a time.
+Other entries, and programs without quantized tensors, go through torch's own code.
 """
 
 from __future__ import annotations
