@@ -49,7 +49,8 @@ def layers(**options: Any) -> nn.Sequential:
 
 
 def sharded(model: nn.Sequential, group: Any) -> nn.Sequential:
-    mesh = DeviceMesh.from_group(group, "cpu")
+    # A mesh without this name may equal one of an earlier test, whose group torch then takes.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
