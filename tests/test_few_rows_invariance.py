@@ -191,7 +191,7 @@ REASONS: dict[str, tuple[Callable[[], tuple[Any, Any, str]], str]] = {
             weight(fmt="mxfp8", rowwise=False, columnwise=True),
             "NN",
         ),
-        "do not lie together",
+        "are not adjacent in memory",
     ),
     "x by columns": (
         lambda: (weight(fmt="fp8", rowwise=False, columnwise=True), weight(fmt="fp8"), "TN"),
@@ -228,8 +228,8 @@ def test_codes_across_the_contraction():
     torch.manual_seed(8)
     w = qtensor.quantize(torch.randn(64, 96), "mxfp8", rowwise=False, columnwise=True)
     x = torch.randn(3, 64)
-    assert "do not lie together" in dict(qtensor.explain(x, w, "NN").reasons)["few_rows"]
-    with pytest.raises(qtensor.UnsupportedError, match="do not lie together"):
+    assert "are not adjacent in memory" in dict(qtensor.explain(x, w, "NN").reasons)["few_rows"]
+    with pytest.raises(qtensor.UnsupportedError, match="are not adjacent in memory"):
         qtensor.gemm(x, w, "NN", backend="few_rows")
     torch.testing.assert_close(x @ w, x @ w.dequantize())
 

@@ -63,3 +63,28 @@ def test_recipes_that_layers_cannot_share_are_refused() -> None:
     ):
         with pytest.raises(qtensor.UnsupportedError, match="share a quantizer of their input"):
             style(recipe=recipe, input_layouts=Shard(0))
+
+
+def errors_of_calls() -> list[str]:
+    """Return the errors of calls whose input is not a positional tensor."""
+    recipe: Any = RECIPES["Float8CurrentScaling"]()
+    made: Any = Projections(recipe)
+    kind: Any = qtensor.distributed
+    prepare = kind.PrepareModuleInput(recipe=recipe, input_layouts=Shard(0))
+    plan = {"": prepare, **dict.fromkeys("qkv", kind.ColwiseParallel())}
+    parallel.parallelize_module(made, mesh(), plan)
+    x, errors = values(ROWS // 2, K), []
+    for call in (lambda: made(x=x), lambda: made(None), lambda: made.q(input=x)):
+        with pytest.raises(qtensor.QTensorError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_an_input_by_name_is_refused(ranks: Ranks) -> None:
+    """Hooks of torch do not see keyword arguments here, so that the codes could not be gathered."""
+    for by_name, none, layer in ranks.run(errors_of_calls):
+        assert by_name.startswith("PrepareModuleInput of Projections (rank")
+        assert "got no positional argument. Call module(x), not module(name=x)" in by_name
+        assert "got a NoneType" in none
+        assert layer.startswith("ColwiseParallel of Linear (rank")

@@ -155,7 +155,7 @@ def compare(
     scores = Scores()
     with torch.no_grad(), _eager():
         for args, kwargs in calls:
-            # The random state after the first run is that of before, so that dropout is equal.
+            # The random state is restored after the first run, so that dropout is equal in both.
             with torch.random.fork_rng(devices=_devices()):
                 outputs, logits = _run_kept(a, {n: modules_a[n] for n in common}, args, kwargs)
             order |= dict.fromkeys(outputs)

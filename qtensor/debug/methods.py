@@ -25,7 +25,7 @@ class Site(NamedTuple):
     forward_token: Tensor
     """Number of the recorder, int64 (1,) on the CPU; forward graphs write to it."""
     backward_token: Tensor
-    """The same for backward graphs, which must not write what a forward graph saved."""
+    """Number of the recorder for backward graphs, which must not write what forward saved."""
     roles: tuple[str, ...]
     formats: dict[str, str] | None
     """Role -> canonical text of a quantizer to try; None for the quantizers of the layer."""

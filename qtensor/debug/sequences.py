@@ -295,7 +295,7 @@ def replace_fusers(owner: Any) -> tuple[list[RecordedFuser], Callable[[], None]]
 
 
 def _replace_forward(operation: Any) -> tuple[list[RecordedFuser], Callable[[], None]]:
-    """Do the same for an operation that is called alone."""
+    """Make an operation that is called alone run by a fuser that records, as ``replace_fusers``."""
     own = operation.__dict__
     if "_alone" not in own:
         own["_alone"] = _twin(OperationFuser([operation]), list(find_layers(operation)))

@@ -152,7 +152,8 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
         """Return the maxima of a shard; the ones that all rows share are those of all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
-        shared = [a for a, flag in zip(maxima, is_shared_by_rows(sent), strict=True) if flag]
+        flags = is_shared_by_rows(sent.canonical)
+        shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
         if not shared or len(shards.rows) == 1:
             return maxima or None
         if self._memory.valid_for == self._now(shards.group):
@@ -408,7 +409,7 @@ def reduce_amaxes(model: nn.Module) -> int:
             if not isinstance(local, MasterWeight):
                 continue
             sent = sent_quantizer(local._quantizer_of_weight)
-            flags = is_shared_by_rows(sent)
+            flags = is_shared_by_rows(sent.canonical)
             # A rotation mixes values, so that the maxima of rounded values are not known.
             if any(flags) and sent.factors_are_local:
                 maxima = AMAX(local._high_precision, sent.canonical)

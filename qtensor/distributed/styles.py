@@ -1,12 +1,13 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
 
 torch's own ``ColwiseParallel`` and ``RowwiseParallel`` take ``qtensor.Linear``, which is a
-``torch.nn.Linear``, but no other layer of qtensor. These styles have the same arguments and take
-all of them. They leave the exchange of activations to the layer, which knows the recipe: it gathers
-the codes of an input whose rows are split, and sums a row-wise output with one reduce-scatter where
-the output is split, also if the layer has a bias.
-``SequenceParallel``, ``PrepareModuleInput`` and the other styles of torch serve layers of qtensor
-as they are.
+``torch.nn.Linear``, but no other layer of qtensor. The styles of the same names here have the same
+arguments and take all of them. They leave the exchange of activations to the layer, which knows the
+recipe: it gathers the codes of an input whose rows are split, and sums a row-wise output with one
+reduce-scatter where the output is split, also if the layer has a bias.
+
+torch's other styles, such as ``SequenceParallel``, serve layers of qtensor as they are. The
+``PrepareModuleInput`` of this module gathers codes instead of values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -26,7 +27,7 @@ from torch.distributed.tensor import (
 )
 
 from qtensor.dtensor import local_part
-from qtensor.errors import UnsupportedError, fail
+from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.functional.sharded import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
@@ -36,6 +37,20 @@ from qtensor.recipes import Recipe, Role
 
 _MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
 """Placements of weights (N, K) and biases (N,)."""
+
+
+def _check_inputs(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse a call whose first positional argument is not a tensor.
+
+    Raises:
+        ArgumentTypeError: there is no positional argument, or the first one is not a tensor.
+    """
+    if not inputs or not isinstance(inputs[0], Tensor):
+        name = type(module).__name__
+        rule = "the input must be a tensor, passed as the first positional argument"
+        got = f"a {type(inputs[0]).__name__}" if inputs else "no positional argument"
+        fix = "Call module(x), not module(name=x)"
+        fail(f"{style} of {name}", rule, got, fix, ArgumentTypeError)
 
 
 class _Style(parallel.ParallelStyle):
@@ -86,6 +101,7 @@ class _Style(parallel.ParallelStyle):
             module.register_parameter(name, split)
 
     def _prepare_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        _check_inputs(type(self).__name__, module, inputs)
         first, *others = inputs
         if not isinstance(first, DTensor):
             first = DTensor.from_local(first, mesh, self.input_layouts, run_check=False)
@@ -169,7 +185,8 @@ class PrepareModuleInput(parallel.ParallelStyle):
         self.quantizer, self.input_layouts = quantizer, input_layouts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            _check_inputs("PrepareModuleInput", module, inputs)
             first, *others = inputs
             if not isinstance(first, DTensor):
                 first = DTensor.from_local(

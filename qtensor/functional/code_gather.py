@@ -30,7 +30,7 @@ from qtensor.library.same_rows import SAME_ROWS
 from qtensor.quantizers.sharded import block_sizes
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.maxima import amax_axes, max_over_ranks
+from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
 
 
 class Sent(NamedTuple):
@@ -100,7 +100,7 @@ def gather_plan(canonical: str, dtype: torch.dtype) -> GatherPlan | None:
         own.canonical,
         tuple(sent),
         tuple([i for i, slot in enumerate(whole.slots) if slot.name not in names]),
-        () if whole.needs_scale else tuple(["m" in axes for axes in amax_axes(own.canonical)]),
+        () if whole.needs_scale else is_shared_by_rows(own.canonical),
         block_sizes(own.canonical)[0],
         whole.returns_amax,
     )

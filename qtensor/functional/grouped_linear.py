@@ -263,7 +263,7 @@ def grouped_backward(
 ) -> tuple[list[Tensor | None], Tensor | None, list[Tensor | None]]:
     """Return (wgrads (N, K) each, dgrad (..., K), grad_biases (N,) each) of ``grad`` (..., N).
 
-    None stands for a gradient that nobody asked for.
+    None stands for a gradient that is not needed.
     """
     matrix, splits = as_matrix(grad), args.splits
     scale = _scales(args.delayed, 2, splits.groups) if args.plan.delayed[2] else None

@@ -47,12 +47,6 @@ def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor
     return reduced
 
 
-def is_shared_by_rows(quantizer: Any) -> list[bool]:
-    """Return for each maximum of the op ``amax`` whether it belongs to all rows of a tensor."""
-    shapes = zip(quantizer.amax_shapes((3, 128)), quantizer.amax_shapes((5, 128)), strict=True)
-    return [a == b for a, b in shapes]
-
-
 @compile_constant
 def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
     """Return, for each tensor of maxima, the axes over which one maximum goes: "m", "k" or both."""
@@ -60,6 +54,11 @@ def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
     shapes: Any = parse(canonical)
     found = [max(size, default=1) for size in shapes.amax_shapes((2, 3))]
     return tuple([axes.get(size, ("m", "k")) for size in found])
+
+
+def is_shared_by_rows(canonical: str) -> tuple[bool, ...]:
+    """Return for each tensor of maxima of the op ``amax`` whether all rows share its values."""
+    return tuple(["m" in axes for axes in amax_axes(canonical)])
 
 
 def maxima_of_whole(

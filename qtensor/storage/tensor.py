@@ -113,7 +113,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     """Rectangles that a distributed checkpoint has loaded so far."""
 
     _splits: tuple[Any, ...] | None = None
-    """How the ranks split the DTensor of which this is a part; None if nobody has told."""
+    """How the ranks split the DTensor of which this is a part; None if that is not known."""
 
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""

@@ -126,7 +126,7 @@ def hessians(
         model: in eval mode; the caller turns gradients off.
         name: of the layer.
         layer: the layer.
-        inputs: what the survey found.
+        inputs: the layer's inputs, from ``survey``.
         batches: inputs of the model.
         experts: the experts to return matrices of; ``range(1)`` for a layer without experts.
 

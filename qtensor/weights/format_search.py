@@ -71,8 +71,8 @@ def search(
     """Choose a format for the weight of each linear layer, so that the model's error is least.
 
     Each group of layers is quantized alone, to each format, and the metric compares the model's
-    outputs with those in high precision. The errors of the groups are taken to add up. The best
-    choice under that assumption is found exactly, and then measured. The model is unchanged.
+    outputs with those in high precision. The search assumes that the errors of the groups add up,
+    finds the best choice exactly under this assumption, and measures it. The model is unchanged.
 
     The layers are those of ``quantize_``, except layers of qtensor; with ``activations``, they are
     ``nn.Linear`` layers with weights of their own.
@@ -154,7 +154,7 @@ def _groups(
     layers, skipped = linear_layers("search", model, filter_fn, plain=True)
     if activations:
         layers = {name: layer for name, layer in layers.items() if layer.is_plain}
-    rule = "the model needs nn.Linear layers with weights in high precision"
+    rule = "the model needs linear layers with weights in high precision"
     why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
     check(bool(layers), "search", rule, why, "Check the model and filter_fn")
     if isinstance(formats, str) or not isinstance(formats, Iterable):

@@ -40,7 +40,7 @@ class LinearLayer:
             expert.
         transposed: whether the weight is stored as (K, N), as in ``Conv1D`` of transformers.
         stacked: whether the weight is (E, N, K), that of all experts of transformers.
-        note: what a report says about the layer.
+        note: text about the layer for a report.
     """
 
     modules: tuple[Any, ...]
@@ -187,8 +187,8 @@ def is_experts(module: nn.Module) -> bool:
 def _alike(sharing: Mapping[str, LinearLayer], reasons: Mapping[str, str]) -> bool:
     """Return whether layers that share a weight compute the same, and all may be quantized."""
     kinds = {(layer.transposed, plain_class(layer.modules[0])) for layer in sharing.values()}
-    own = any(isinstance(layer.modules[0], QuantizedModule) for layer in sharing.values())
-    return len(kinds) == 1 and not own and not any(reasons[name] for name in sharing)
+    is_ours = any(isinstance(layer.modules[0], QuantizedModule) for layer in sharing.values())
+    return len(kinds) == 1 and not is_ours and not any(reasons[name] for name in sharing)
 
 
 def _obstacle(layer: LinearLayer, plain: bool) -> str:

@@ -79,7 +79,7 @@ def quantize_(
     layers, skipped = linear_layers("quantize_", model, filter_fn)
     if not layers:
         why = "; ".join(f"{report.name}: {report.note}" for report in skipped[:3]) or "none"
-        rule = "the model needs an nn.Linear whose weight can be quantized"
+        rule = "the model needs a linear layer whose weight can be quantized"
         fail("quantize_", rule, why, "Check filter_fn, or quantize single tensors with quantize")
     if format is None:
         rule = "a format must be named; None leaves single layers in high precision"

@@ -223,8 +223,8 @@ def whole_copies(
         read: positions of the buffers that a kernel reads; the others are returned as they are.
 
     Returns:
-        None if a kernel cannot read such buffers, or if the elements of a line do not lie together,
-        as in a transpose: to copy those takes longer than other ways to read them.
+        None if a kernel cannot read such buffers, or if the elements of a line are not adjacent
+        in memory, as in a transpose: copying them takes longer than other ways to read them.
     """
     whole = list(buffers)
     if len(whole) < len(layout.slots):

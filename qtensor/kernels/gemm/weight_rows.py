@@ -20,8 +20,8 @@ from qtensor.kernels.gemm.stacks import stack_refusal
 from qtensor.layout import Shape
 from qtensor.registry import QuantizerLike, parse, transposed
 
-NOT_ADJACENT = "the codes of a row of the quantized operand do not lie together"
-"""Why few rows of x are not multiplied with a weight that lies like a transpose."""
+NOT_ADJACENT = "the codes of a row of the quantized operand are not adjacent in memory"
+"""The reason why few rows of x are not multiplied with a transposed view of a weight."""
 
 
 class GemmRows(NamedTuple):
@@ -77,7 +77,7 @@ def few_rows_refusal(problem: Problem) -> str | None:
 
 
 def with_strides(side: GemmSide, buffers: list[Tensor]) -> GemmSide:
-    """Return a quantized matrix with the note whether the codes of a sum lie together."""
+    """Return a quantized matrix; its ``strided`` says whether the codes of a sum are apart."""
     quantizer = side.quantizer
     if quantizer is None or len(side.shape) != 2:
         return side
