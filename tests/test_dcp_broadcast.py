@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._state_dict_utils as torch_functions
+import torch.distributed.checkpoint.state_dict as state_dict
 from formats import assert_same_bytes
 from fsdp_cases import RECIPES
 from ranks import Ranks
@@ -143,3 +144,24 @@ def test_the_functions_of_torch_are_replaced() -> None:
         assert tuple(inspect.signature(original).parameters)[: len(arguments)] == arguments
         assert getattr(torch_functions, name).__module__ == state_dict_broadcast.__name__
     assert hasattr(torch_functions, "_distribute_tensors")
+
+
+def test_other_arguments_of_torch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the functions of torch have other arguments, no codes are broadcast as numbers."""
+    plain, q = torch.ones(32, 32), qtensor.quantize(torch.ones(32, 32), "mxfp8")
+    calls: list[Any] = []
+
+    def other(full_state_dict: Any, group: Any) -> None:
+        calls.append((full_state_dict, group))
+
+    monkeypatch.setattr(state_dict_broadcast, "_ORIGINALS", {})
+    for module in (torch_functions, state_dict):
+        monkeypatch.setattr(module, "_broadcast_state_dict", other)
+    state_dict_broadcast.install()
+    assert not state_dict_broadcast._ORIGINALS
+    for module in (torch_functions, state_dict):
+        with pytest.raises(qtensor.UnsupportedError, match=r"must be plain.*got layer\.weight"):
+            module._broadcast_state_dict({"layer.weight": q, "layer.bias": plain}, None)
+    assert not calls
+    torch_functions._broadcast_state_dict({"layer.bias": plain}, "group")
+    assert calls == [({"layer.bias": plain}, "group")]

@@ -16,6 +16,8 @@ from qtensor.weights import measurement
 from qtensor.weights.metrics import noise
 
 GROUPS = [["0", "2"]]
+PROBES = 3
+"""Calls of a metric by which a file of measurements recognizes it."""
 
 
 def make_model():
@@ -90,7 +92,7 @@ import qtensor
 calls = []
 def metric(reference, output):
     calls.append(1)
-    if len(calls) == 6:
+    if len(calls) == t.PROBES + 6:
         os.kill(os.getpid(), signal.SIGKILL)
     return t.noise(reference, output)
 qtensor.search(t.make_model(), t.make_inputs(), metric=metric, resume=sys.argv[1],
@@ -116,7 +118,7 @@ def test_a_search_that_was_killed(tmp_path):
 
     options = {"formats": ["mxfp4", "mxfp8"], "groups": GROUPS, "budget_bits": 6}
     result = qtensor.search(make_model(), make_inputs(), metric=metric, resume=path, **options)
-    assert len(calls) == 2 * 2 + 2
+    assert len(calls) == PROBES + 2 * 2 + 2
     calls.clear()
     assert result == qtensor.search(make_model(), make_inputs(), metric=metric, **options)
     assert len(calls) == 4 * 2 + 2
@@ -140,8 +142,8 @@ def test_a_random_llama():
     result = qtensor.search(model, inputs, budget_bits=9.5, pinned={"lm_head": None})
     names = [tuple(name.rpartition(".")[2] for name in group.names) for group in result.groups]
     assert names == [
-        ("lm_head",), ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
-        ("down_proj",),
+        ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",),
+        ("lm_head",),
     ]  # fmt: skip
     result.apply(model)
     with torch.no_grad():
@@ -193,3 +195,51 @@ def test_experts_and_conv1d_are_searched():
             result.apply(model)
             after = qtensor.weights.metrics.kl(reference, model(inputs[0]).logits)
         assert after == pytest.approx(result.measured, rel=1e-6)
+
+
+def search_in(path):
+    return qtensor.search(make_model(), make_inputs(), budget_bits=7, metric="sqnr", resume=path)
+
+
+@pytest.mark.parametrize("content", [b'{"hidden_size": 64}', b"\xff\xfe", b"{}\n\xff"], ids=repr)
+def test_resume_leaves_files_of_others_as_they_are(tmp_path, content):
+    """Also one without the end of a line, which a search that was cut off could have left."""
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(qtensor.QTensorError, match="an earlier search wrote"):
+        search_in(str(path))
+    assert path.read_bytes() == content
+
+
+def test_resume_after_a_cut_in_the_first_line(tmp_path):
+    path = tmp_path / "search.jsonl"
+    found = search_in(path)
+    whole = path.read_bytes()
+    for size in (0, 1, whole.index(b"\n")):
+        path.write_bytes(whole[:size])
+        assert search_in(path) == found
+        assert path.read_bytes() == whole
+
+
+def test_resume_without_a_usable_path(tmp_path):
+    for path in (tmp_path / "missing" / "file", tmp_path):
+        with pytest.raises(qtensor.QTensorError, match="can be read and written; got"):
+            search_in(str(path))
+    with pytest.raises(qtensor.ArgumentTypeError, match="resume is the path of a file; got 3"):
+        search_in(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"groups": [[0]]}, "each pattern of groups is a string; got 0"),
+        ({"groups": [None]}, "each group is a list of names or patterns; got None"),
+        ({"groups": 5}, "groups is a list of lists of names; got 5"),
+        ({"pinned": {0: "mxfp8"}}, "each pattern of pinned is a string; got 0"),
+        ({"pinned": ["0"]}, r"pinned is a dict from names to formats; got \['0'\]"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_groups_and_pinned_of_other_types(arguments, message):
+    with pytest.raises(qtensor.ArgumentTypeError, match=message):
+        qtensor.search(make_model(), make_inputs(), budget_bits=7, metric="sqnr", **arguments)

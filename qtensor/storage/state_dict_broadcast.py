@@ -11,6 +11,7 @@ Other entries, and programs without quantized tensors, go through torch's own co
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from qtensor.dtensor import is_dtensor, local_part, part_of
-from qtensor.errors import QTensorError, UnsupportedError, fail
+from qtensor.errors import QTensorError, UnsupportedError, check, fail
 from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.checkpoint_part import serves
 from qtensor.storage.wire import pack, unpacked_buffers, wire_layout
+from qtensor.texts import some
 
 _TORCH = "torch.distributed._state_dict_utils"
 _HELPERS = "torch.distributed.checkpoint.state_dict"
@@ -59,24 +61,46 @@ _RECEIVERS: list[_Receiver] = []
 
 
 def install() -> None:
-    """Replace the functions of torch once, if they have the arguments of torch 2.11 to 2.14."""
+    """Replace the functions of torch once, if they have the arguments of torch 2.11 to 2.14.
+
+    If they have others, a broadcast of quantized entries raises an error instead.
+    """
     if _ORIGINALS:
         return
     module = importlib.import_module(_TORCH)
     found = {name: getattr(module, name, None) for name in _ARGUMENTS}
-    for name, function in found.items():
-        if function is None or _names(function)[: len(_ARGUMENTS[name])] != _ARGUMENTS[name]:
-            return
-    _ORIGINALS.update(found)  # type: ignore[arg-type]
-    own = {"_broadcast_state_dict": broadcast_state_dict, "_broadcast_tensors": broadcast_tensors}
+    own: dict[str, Callable[..., None]] = {
+        "_broadcast_state_dict": broadcast_state_dict,
+        "_broadcast_tensors": broadcast_tensors,
+    }
+    if all(f is not None and _takes(f, _ARGUMENTS[name]) for name, f in found.items()):
+        _ORIGINALS.update(found)  # type: ignore[arg-type]
+    else:
+        original: Any = found["_broadcast_state_dict"]
+        own = {"_broadcast_state_dict": _without_quantized(original)}
     for place in (module, sys.modules.get(_HELPERS)):
         for name, function in own.items():
             if hasattr(place, name):
                 setattr(place, name, function)
 
 
-def _names(function: Callable[..., None]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _takes(function: Callable[..., None], arguments: tuple[str, ...]) -> bool:
+    """Return whether the first parameters of a function have these names."""
+    return tuple(inspect.signature(function).parameters)[: len(arguments)] == arguments
+
+
+def _without_quantized(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``original`` for other versions of torch: it refuses quantized entries."""
+
+    @functools.wraps(original)
+    def run(full_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        quantized = [name for name, value in full_state_dict.items() if _is_quantized(value)]
+        rule = "entries of this version of torch must be plain: it would read codes as numbers"
+        fix = "Use another version of torch, or load the state dict on each rank"
+        check(not quantized, "broadcast_from_rank0", rule, some(quantized), fix, UnsupportedError)
+        original(full_state_dict, *args, **kwargs)
+
+    return run
 
 
 def broadcast_state_dict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def search(
     pinned: Mapping[str, Format | None] | None = None,
     filter_fn: Filter | None = None,
     progress: Progress | None = None,
-    resume: str | None = None,
+    resume: str | PathLike[str] | None = None,
 ) -> SearchResult:
     """Choose a format for the weight of each linear layer, so that the model's error is least.
 
@@ -161,6 +162,9 @@ def _groups(
         fail("search", rule, repr(formats), fix, ArgumentTypeError)
     choices = tuple(dict.fromkeys(as_quantizer("search", f) for f in formats))
     check(bool(choices), "search", "formats must hold at least one format", "none", "Pass some")
+    if not isinstance(pinned, Mapping):
+        rule, fix = "pinned is a dict from names to formats", 'Pass for example {"head": None}'
+        fail("search", rule, repr(pinned), fix, ArgumentTypeError)
     patterns = match("search", pinned, layers, "pinned")
     fixed = {name: as_quantizer("search", pinned[p]) for name, p in patterns.items()}
     parts = []

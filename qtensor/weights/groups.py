@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from qtensor.errors import fail
+from qtensor.errors import ArgumentTypeError, fail
 from qtensor.weights.layers import match
 
 TOGETHER = (
@@ -39,11 +39,15 @@ def layer_groups(
     keys: dict[str, str] = {}
     if groups is None:
         keys = {name: _key(name) for name in names}
+    elif not isinstance(groups, Iterable):
+        rule, fix = "groups is a list of lists of names", 'Pass for example [["*.q", "*.k"]]'
+        fail("search", rule, repr(groups), fix, ArgumentTypeError)
     else:
         for number, patterns in enumerate(groups):
-            if isinstance(patterns, str):
+            if isinstance(patterns, str) or not isinstance(patterns, Iterable):
                 rule = "each group is a list of names or patterns"
-                fail("search", rule, repr(patterns), f"Pass groups=[[{patterns!r}, ...]]")
+                fix = f"Pass groups=[[{patterns!r}, ...]]"
+                fail("search", rule, repr(patterns), fix, ArgumentTypeError)
             for name in match("search", patterns, names, "groups"):
                 if name in keys:
                     rule = "a layer is in one group only"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from qtensor.errors import fail
+from qtensor.errors import ArgumentTypeError, fail
 
 
 class Journal:
@@ -16,7 +17,7 @@ class Journal:
     measurement. A last line that was cut off is ignored and written again.
     """
 
-    def __init__(self, path: str | None, identity: dict[str, Any]) -> None:
+    def __init__(self, path: str | PathLike[str] | None, identity: dict[str, Any]) -> None:
         """Read the measurements of ``path``, if it exists.
 
         Args:
@@ -24,18 +25,35 @@ class Journal:
             identity: what the measurements depend on: JSON values.
 
         Raises:
-            QTensorError: the file belongs to another search, or is not such a file.
+            QTensorError: the file belongs to another search, is not such a file, or cannot be read
+                or written.
         """
+        if not (path is None or isinstance(path, str | PathLike)):
+            rule, fix = "resume is the path of a file", 'Pass for example "search.jsonl"'
+            fail("search", rule, repr(path), fix, ArgumentTypeError)
         self._path = None if path is None else Path(path)
         self._errors: dict[str, float] = {}
         if self._path is None:
             return
-        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        if whole:
-            self._read(whole, identity)
-        text = "".join(whole) or json.dumps(identity) + "\n"
-        self._path.write_text(text)
+        first = json.dumps(identity) + "\n"
+        try:
+            text = self._path.read_text() if self._path.exists() else ""
+            whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            if whole:
+                self._read(whole, identity)
+            elif not first.startswith(text):
+                self._refuse()
+            self._path.write_text("".join(whole) or first)
+        except UnicodeDecodeError:
+            self._refuse()
+        except OSError as error:
+            rule = "resume is the path of a file that can be read and written"
+            fix = "Create its folder, or pass another path"
+            fail("search", rule, f"{path!r} ({error.strerror})", fix)
+
+    def _refuse(self) -> NoReturn:
+        rule = "resume is a file that an earlier search wrote"
+        fail("search", rule, str(self._path), "Pass the path of a new file")
 
     def _read(self, lines: list[str], identity: dict[str, Any]) -> None:
         try:
@@ -43,8 +61,7 @@ class Journal:
             rows = [json.loads(line) for line in lines[1:]]
             self._errors = {row["key"]: float(row["error"]) for row in rows}
         except (ValueError, KeyError, TypeError):
-            rule = "resume is a file that an earlier search wrote"
-            fail("search", rule, str(self._path), "Pass the path of a new file")
+            self._refuse()
         for name, value in identity.items():
             if not isinstance(first, dict) or first.get(name) != value:
                 rule = f"resume belongs to a search with the same {name}"

@@ -254,9 +254,13 @@ def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> 
 
     Raises:
         QTensorError: a pattern matches no name.
+        ArgumentTypeError: a pattern is not a string.
     """
     patterns, names = list(patterns), list(names)
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            rule, fix = f"each pattern of {what} is a string", 'Pass names or patterns, like "*.q"'
+            fail(op, rule, repr(pattern), fix, ArgumentTypeError)
         if not any(fnmatchcase(name, pattern) for name in names):
             rule = f"each pattern of {what} must match a linear layer that can be quantized"
             fail(op, rule, repr(pattern), f"Choose among the layers: {some(names) or '(none)'}")
