@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -134,6 +135,23 @@ def test_entries_that_do_not_fit_are_refused_on_every_rank(ranks: Ranks, stored:
     for rank, message in enumerate(ranks.run(run_refused, stored)):
         assert message.startswith(f"0.weight: broadcast_from_rank0[mxfp8] (rank {rank} of 2)")
         assert re.search(got, message), message
+
+
+def run_unexpected() -> list[str]:
+    """Rank 0 has a quantized entry that the model lacks."""
+    source, _ = build("mxfp8", 0)
+    full = copy.deepcopy(get_model_state_dict(source, options=FULL))
+    if full:
+        full["9.weight"] = full["2.weight"].clone()
+    other, _ = build("mxfp8", 1)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*: "9.weight"'):
+        set_model_state_dict(other, dict(full), options=BROADCAST)
+    options = dataclasses.replace(BROADCAST, strict=False)
+    return set_model_state_dict(other, full, options=options).unexpected_keys
+
+
+def test_an_entry_that_the_model_lacks_has_its_own_name(ranks: Ranks) -> None:
+    assert ranks.run(run_unexpected) == [["9.weight"]] * 2
 
 
 def test_the_functions_of_torch_are_replaced() -> None:

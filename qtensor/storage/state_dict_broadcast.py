@@ -142,8 +142,10 @@ def broadcast_state_dict(
         )
     finally:
         _RECEIVERS.remove(receiver)
-    for name in places:
-        local_state_dict.pop(name, None)
+    for key in [key for key in local_state_dict if key.endswith(_BYTES)]:
+        received = local_state_dict.pop(key)
+        if key not in places:  # the caller reports it as an entry that the model lacks
+            local_state_dict[key.removesuffix(_BYTES)] = received
     local_state_dict.update(receiver.results)
     if receiver.errors:
         raise receiver.errors[0]
