@@ -235,9 +235,10 @@ def test_experts_without_inputs():
 
 def experts_of_mixtral():
     library = pytest.importorskip("transformers", reason="needs the extra transformers")
-    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    path = "transformers.models.mixtral.modeling_mixtral"
+    mixtral = pytest.importorskip(path, reason="this version of transformers lacks Mixtral")
     if not hasattr(mixtral, "MixtralExperts"):
-        pytest.skip("this version of transformers has a linear layer for each expert")
+        pytest.skip(reason="this version of transformers has a linear layer for each expert")
     config = library.MixtralConfig(
         hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2
     )

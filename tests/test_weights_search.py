@@ -8,7 +8,9 @@ import types
 
 import pytest
 import torch
+import weights_search_cases as cases
 from torch import nn
+from weights_search_cases import make_inputs
 
 import qtensor
 from benchmarks.memory import RESET, peak_mib
@@ -21,15 +23,7 @@ FORMATS = ("mxfp4", "nvfp4", "mxfp8")
 
 
 def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 32)
-    )
-
-
-def make_inputs():
-    torch.manual_seed(1)
-    return [torch.randn(16, 64) for _ in range(2)]
+    return cases.make_model(width=128)
 
 
 # ---- the exact choice

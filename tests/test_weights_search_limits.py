@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from weights_search_cases import make_inputs, make_model
 
 import qtensor
 from qtensor.storage.base import QuantizedTensorStorage
@@ -18,18 +19,6 @@ from qtensor.weights.metrics import noise
 GROUPS = [["0", "2"]]
 PROBES = 3
 """Calls of a metric by which a file of measurements recognizes it."""
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)
-    )
-
-
-def make_inputs():
-    torch.manual_seed(1)
-    return [torch.randn(16, 64) for _ in range(2)]
 
 
 def test_one_group_is_quantized_at_a_time(monkeypatch):
