@@ -467,7 +467,7 @@ static void multiply_format(const FewRows& f) {
 template <class X>
 static bool multiply_few_rows(const CQuantizer& p, const FewRows& f) {
     if (p.family != BLOCK)
-        multiply_format<X, Fp8Rows, Fp8RowsByTwo>(f);
+        multiply_format<X, Fp8Rows<1>, Fp8Rows<2>>(f);
     else if (p.block == 128)
         multiply_format<X, Fp8BlockRows>(f);
     else if (p.codes == 4)

@@ -91,30 +91,25 @@ struct ByteCodes {
         d[0] = _mm512_unpacklo_epi8(lo, top), d[1] = _mm512_unpackhi_epi8(lo, top);
     }
 };
-struct Fp8Rows : ByteCodes, LanesArePart<16, 64> {
-    static constexpr int LOADS = 1, BYTES = 64, SCALES = 0;
-    static constexpr bool SCALED = false;
+// E4M3 or E5M2, as many lines of memory at a time.
+template <int LINES>
+struct Fp8Lines : ByteCodes, LanesArePart<16, 64 * LINES> {
+    static constexpr int LOADS = LINES, BYTES = 64 * LINES, SCALES = 0;
     using ByteCodes::ByteCodes;
-    INLINE void load(const u8* p, __m512i t[1]) { t[0] = _mm512_loadu_si512(p); }
-    INLINE __m512 factors(const FewRows&, const u8*, i64) { return _mm512_setzero_ps(); }
-};
-// Two spans at once, in the same order: two lines of memory of a row at a time.
-struct Fp8RowsByTwo : ByteCodes, LanesArePart<16, 128> {
-    static constexpr int LOADS = 2, BYTES = 128, SCALES = 0;
-    static constexpr bool SCALED = false;
-    using ByteCodes::ByteCodes;
-    INLINE void load(const u8* p, __m512i t[2]) {
-        t[0] = _mm512_loadu_si512(p), t[1] = _mm512_loadu_si512(p + 64);
+    INLINE void load(const u8* p, __m512i t[LINES]) {
+        for (int i = 0; i < LINES; i++) t[i] = _mm512_loadu_si512(p + 64 * i);
     }
+};
+// Factors that follow the sums. The order of sums is the same for any number of lines.
+template <int LINES>
+struct Fp8Rows : Fp8Lines<LINES> {
+    static constexpr bool SCALED = false;
+    using Fp8Lines<LINES>::Fp8Lines;
     INLINE __m512 factors(const FewRows&, const u8*, i64) { return _mm512_setzero_ps(); }
 };
-struct Fp8BlockRows : ByteCodes, LanesArePart<16, 128> {
-    static constexpr int LOADS = 2, BYTES = 128, SCALES = 0;
+struct Fp8BlockRows : Fp8Lines<2> {
     static constexpr bool SCALED = true;
-    using ByteCodes::ByteCodes;
-    INLINE void load(const u8* p, __m512i t[2]) {
-        t[0] = _mm512_loadu_si512(p), t[1] = _mm512_loadu_si512(p + 64);
-    }
+    using Fp8Lines<2>::Fp8Lines;
     INLINE __m512 factors(const FewRows& f, const u8* s, i64 span) {
         return _mm512_set1_ps(((const float*)s)[span * f.scales.block_stride]);
     }
