@@ -126,7 +126,7 @@ def within(context: Any) -> Any:
 
 
 def profiler() -> AbstractContextManager[Any]:
-    return torch.profiler.profile()
+    return torch.profiler.profile(acc_events=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
