@@ -1,0 +1,164 @@
+// few_rows_lanes.h with AVX2: codes of each format to float32 in registers, in the order of the sums.
+#pragma once
+#include "few_rows.h"
+
+namespace QT_NAMESPACE {
+
+#if QT_ISA == 2
+// E8M0 codes of eight dwords to factors: 0 is 2^-127, 255 NaN.
+INLINE VF e8m0_factors(__m256i c) {
+    const __m256i v = _mm256_max_epu32(_mm256_slli_epi32(c, 23), _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_cmpeq_epi32(c, _mm256_set1_epi32(255));
+    return (VF)_mm256_or_si256(v, _mm256_and_si256(nan, _mm256_set1_epi32(0x400000)));
+}
+
+// ---- 4-bit codes
+struct NibbleCodes {
+    static constexpr bool SCALED = true, NAN_IS_LEFT = false;
+    static constexpr float POWER = 1;
+    __m256i low, high;  // bytes of the values as bfloat16
+    explicit NibbleCodes(const FewRows& f)
+        : low(_mm256_broadcastsi128_si256(load<__m128i>(f.low))),
+          high(_mm256_broadcastsi128_si256(load<__m128i>(f.high))) {}
+    INLINE VF first(__m256i w) {  // of the two bfloat16 in a dword
+        return (VF)_mm256_and_si256(w, _mm256_set1_epi32(i32(0xffff0000)));
+    }
+    INLINE VF second(__m256i w) { return (VF)_mm256_slli_epi32(w, 16); }
+    // Eight elements of each lane, a dword, in the order 4 0 5 1 6 2 7 3, from step j on.
+    template <class Sink>
+    ALWAYS_INLINE void eights(__m256i t, int j, int h, const Sink& sink) const {
+        const __m256i nibble = _mm256_set1_epi8(15), even = _mm256_set1_epi16(255);
+        const __m256i codes[2] = {_mm256_and_si256(t, nibble),
+                                  _mm256_and_si256(_mm256_srli_epi16(t, 4), nibble)};
+        __m256i pairs[4];  // of elements (4, 0), (5, 1), (6, 2), (7, 3)
+        for (int i = 0; i < 2; i++) {
+            const __m256i lo = _mm256_shuffle_epi8(low, codes[i]), hi = _mm256_shuffle_epi8(high, codes[i]);
+            pairs[i] = _mm256_or_si256(_mm256_slli_epi16(hi, 8), _mm256_and_si256(lo, even));
+            pairs[2 + i] = _mm256_or_si256(_mm256_andnot_si256(even, hi), _mm256_srli_epi16(lo, 8));
+        }
+        for (int i = 0; i < 4; i++) sink(j + 2 * i, h, first(pairs[i])), sink(j + 2 * i + 1, h, second(pairs[i]));
+    }
+};
+struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
+    static constexpr int BYTES = 256, SCALES = 16;
+    using NibbleCodes::NibbleCodes;
+    static constexpr int lane_of(int i) { return i / 8 * 8 + i % 4 * 2 + i / 4 % 2; }
+    // Dword i of each of eight blocks comes to vector i.
+    template <class Sink>
+    ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+        for (int h = 0; h < 2; h++, p += 128) {
+            __m256i v[4];
+            for (int i = 0; i < 4; i++) v[i] = load<__m256i>(p + 32 * i);
+            const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+            const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+            eights(_mm256_unpacklo_epi64(a, b), 0, h, sink), eights(_mm256_unpackhi_epi64(a, b), 8, h, sink);
+            eights(_mm256_unpacklo_epi64(c, d), 16, h, sink), eights(_mm256_unpackhi_epi64(c, d), 24, h, sink);
+        }
+    }
+    INLINE void factors(const u8* s, VF to[2]) {
+        const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+        const __m128i c = _mm_shuffle_epi8(load<__m128i>(s), order);
+        to[0] = e8m0_factors(_mm256_cvtepu8_epi32(c));
+        to[1] = e8m0_factors(_mm256_cvtepu8_epi32(_mm_srli_si128(c, 8)));
+    }
+};
+struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
+    static constexpr int BYTES = 128, SCALES = 16;
+    using NibbleCodes::NibbleCodes;
+    static constexpr int lane_of(int i) { return i / 8 * 8 + i % 4 / 2 * 4 + i / 4 % 2 * 2 + i % 2; }
+    template <class Sink>
+    ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+        for (int h = 0; h < 2; h++, p += 64) {
+            const __m256 a = load<__m256>(p), b = load<__m256>(p + 32);
+            eights(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), 0, h, sink);
+            eights(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), 8, h, sink);
+        }
+    }
+    // float16 has the codes of E4M3 as 2^-8 of their values.
+    INLINE void factors(const u8* s, VF to[2]) {
+        const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+        const __m128i c = _mm_shuffle_epi8(load<__m128i>(s), order), magnitude = _mm_set1_epi8(127);
+        const __m256i nan = _mm256_cvtepi8_epi16(_mm_cmpeq_epi8(_mm_and_si128(c, magnitude), magnitude));
+        const __m256i half =
+            _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(c), 7), _mm256_set1_epi16(short(0xbfff)));
+        const __m256i known = _mm256_or_si256(half, nan);
+        to[0] = (VF)_mm256_cvtph_ps(_mm256_castsi256_si128(known)) * all(256.0f);
+        to[1] = (VF)_mm256_cvtph_ps(_mm256_extracti128_si256(known, 1)) * all(256.0f);
+    }
+};
+
+// ---- codes of a byte, and MXFP6 packed
+// float16 holds them as fractions 1 / POWER of their values, by a shift.
+template <class E>
+struct ByteCodes {
+    // The most of magnitudes tells: float16 has a number for the code of NaN. Those of E5M2 are its own.
+    static constexpr bool NAN_IS_LEFT = std::is_same<E, FE4M3>::value;
+    static constexpr float POWER = float(1 << (E::min_exponent - (127 - 14)));
+    static constexpr int TOP = 8 - E::width;  // free bits above the sign
+    explicit ByteCodes(const FewRows&) {}
+    // 32 codes: each word has two of a lane, for steps j and j + 1, in the upper half for `next` and next + 1.
+    template <class Sink>
+    INLINE void two_eights(__m256i c, int j, int next, int h, VB& most, const Sink& sink) {
+        // Without the sign: 0x7f is NaN in E4M3.
+        if (NAN_IS_LEFT) most = (VB)_mm256_max_epu8((__m256i)most, _mm256_and_si256(c, _mm256_set1_epi8(0x7f)));
+        constexpr int right = 5 - (E::width - 1 - E::mantissa);  // float16 has 5 bits of exponents
+        const __m256i keep =
+            _mm256_set1_epi16(short(0x8000 | ((1 << (15 - right)) - (1 << (10 - E::mantissa)))));
+        const __m256i words[2] = {TOP ? _mm256_slli_epi16(c, TOP) : c, _mm256_slli_epi16(c, 8 + TOP)};
+        for (int i = 0; i < 2; i++) {
+            const __m256i v = _mm256_and_si256(_mm256_srai_epi16(words[i], right), keep);
+            sink(j + i, h, (VF)_mm256_cvtph_ps(_mm256_castsi256_si128(v)));
+            sink(next + i, h, (VF)_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));
+        }
+    }
+};
+template <class E, int Span>
+struct Fp8Lines : ByteCodes<E>, LanesArePart<16, Span> {
+    static constexpr int BYTES = Span, SCALES = 0;
+    using ByteCodes<E>::ByteCodes;
+    template <class Sink>
+    INLINE void span(const u8* p, VB& most, const Sink& sink) {
+        for (int i = 0; i < Span / 32; i++)
+            ByteCodes<E>::two_eights(_mm256_permute4x64_epi64(load<__m256i>(p + 32 * i), 0xd8), i / 2 * 4,
+                                     i / 2 * 4 + 2, i % 2, most, sink);
+    }
+};
+// Factors that follow the sums.
+template <class E>
+struct Fp8Rows : Fp8Lines<E, 64> {
+    static constexpr bool SCALED = false;
+    using Fp8Lines<E, 64>::Fp8Lines;
+    INLINE void factors(const u8*, VF*) {}
+};
+template <class E>
+struct Fp8BlockRows : Fp8Lines<E, 128> {
+    static constexpr bool SCALED = true;
+    using Fp8Lines<E, 128>::Fp8Lines;
+    INLINE void factors(const u8* s, VF to[2]) { to[0] = to[1] = all(load<float>(s)); }
+};
+// Four blocks of 32 codes, four lanes each. Codes: in a group of bytes.
+template <class E, int Codes>
+struct MxRows : ByteCodes<E>, LanesArePart<32, 128> {
+    static constexpr int BYTES = Codes == 4 ? 96 : 128, SCALES = 4;
+    static constexpr bool SCALED = true;
+    using ByteCodes<E>::ByteCodes;
+    INLINE __m256i block(const u8* p) { return (__m256i)(Codes == 4 ? load_quads(p) : load<VB>(p)); }
+    template <class Sink>
+    INLINE void span(const u8* p, VB& most, const Sink& sink) {
+        for (int h = 0; h < 2; h++, p += BYTES / 2) {
+            const __m256i a = block(p), b = block(p + BYTES / 4);
+            ByteCodes<E>::two_eights(_mm256_unpacklo_epi64(a, b), 0, 4, h, most, sink);
+            ByteCodes<E>::two_eights(_mm256_unpackhi_epi64(a, b), 2, 6, h, most, sink);
+        }
+    }
+    INLINE void factors(const u8* s, VF to[2]) {
+        const __m128i c = _mm_cvtsi32_si128(load<i32>(s));
+        for (int h = 0; h < 2; h++) {
+            const __m128i spread = _mm_add_epi8(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1), _mm_set1_epi8(char(2 * h)));
+            to[h] = e8m0_factors(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(c, spread)));
+        }
+    }
+};
+#endif
+
+}  // namespace QT_NAMESPACE
