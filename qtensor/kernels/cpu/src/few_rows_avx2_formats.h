@@ -46,6 +46,7 @@ struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
     // Dword i of each of eight blocks comes to vector i.
     template <class Sink>
     ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+#pragma GCC unroll 2
         for (int h = 0; h < 2; h++, p += 128) {
             __m256i v[4];
             for (int i = 0; i < 4; i++) v[i] = load<__m256i>(p + 32 * i);
@@ -68,6 +69,7 @@ struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
     static constexpr int lane_of(int i) { return i / 8 * 8 + i % 4 / 2 * 4 + i / 4 % 2 * 2 + i % 2; }
     template <class Sink>
     ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+#pragma GCC unroll 2
         for (int h = 0; h < 2; h++, p += 64) {
             const __m256 a = load<__m256>(p), b = load<__m256>(p + 32);
             eights(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), 0, h, sink);
@@ -96,20 +98,20 @@ struct ByteCodes {
     static constexpr float POWER = float(1 << (E::min_exponent - (127 - 14)));
     static constexpr int TOP = 8 - E::width;  // free bits above the sign
     explicit ByteCodes(const FewRows&) {}
-    // 32 codes: each word has two of a lane, for steps j and j + 1, in the upper half for `next` and next + 1.
-    template <class Sink>
-    INLINE void two_eights(__m256i c, int j, int next, int h, VB& most, const Sink& sink) {
-        // Without the sign: 0x7f is NaN in E4M3.
+    // 32 codes as float16: the second of each two, then the first.
+    INLINE void halves(__m256i c, VB& most, __m256i v[2]) {
         if (NAN_IS_LEFT) most = (VB)_mm256_max_epu8((__m256i)most, _mm256_and_si256(c, _mm256_set1_epi8(0x7f)));
         constexpr int right = 5 - (E::width - 1 - E::mantissa);  // float16 has 5 bits of exponents
         const __m256i keep =
             _mm256_set1_epi16(short(0x8000 | ((1 << (15 - right)) - (1 << (10 - E::mantissa)))));
         const __m256i words[2] = {TOP ? _mm256_slli_epi16(c, TOP) : c, _mm256_slli_epi16(c, 8 + TOP)};
-        for (int i = 0; i < 2; i++) {
-            const __m256i v = _mm256_and_si256(_mm256_srai_epi16(words[i], right), keep);
-            sink(j + i, h, (VF)_mm256_cvtph_ps(_mm256_castsi256_si128(v)));
-            sink(next + i, h, (VF)_mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));
-        }
+        for (int i = 0; i < 2; i++) v[i] = _mm256_and_si256(_mm256_srai_epi16(words[i], right), keep);
+    }
+    // Steps j and j + 1 from the lower or the upper half of `v`.
+    template <int Upper, class Sink>
+    INLINE void eight(const __m256i v[2], int j, int h, const Sink& sink) {
+        for (int i = 0; i < 2; i++)
+            sink(j + i, h, (VF)_mm256_cvtph_ps(Upper ? _mm256_extracti128_si256(v[i], 1) : _mm256_castsi256_si128(v[i])));
     }
 };
 template <class E, int Span>
@@ -118,9 +120,13 @@ struct Fp8Lines : ByteCodes<E>, LanesArePart<16, Span> {
     using ByteCodes<E>::ByteCodes;
     template <class Sink>
     INLINE void span(const u8* p, VB& most, const Sink& sink) {
-        for (int i = 0; i < Span / 32; i++)
-            ByteCodes<E>::two_eights(_mm256_permute4x64_epi64(load<__m256i>(p + 32 * i), 0xd8), i / 2 * 4,
-                                     i / 2 * 4 + 2, i % 2, most, sink);
+#pragma GCC unroll 4
+        for (int i = 0; i < Span / 32; i++) {
+            __m256i v[2];
+            ByteCodes<E>::halves(_mm256_permute4x64_epi64(load<__m256i>(p + 32 * i), 0xd8), most, v);
+            ByteCodes<E>::template eight<0>(v, i / 2 * 4, i % 2, sink);
+            ByteCodes<E>::template eight<1>(v, i / 2 * 4 + 2, i % 2, sink);
+        }
     }
 };
 // Factors that follow the sums.
@@ -145,10 +151,14 @@ struct MxRows : ByteCodes<E>, LanesArePart<32, 128> {
     INLINE __m256i block(const u8* p) { return (__m256i)(Codes == 4 ? load_quads(p) : load<VB>(p)); }
     template <class Sink>
     INLINE void span(const u8* p, VB& most, const Sink& sink) {
+#pragma GCC unroll 2
         for (int h = 0; h < 2; h++, p += BYTES / 2) {
             const __m256i a = block(p), b = block(p + BYTES / 4);
-            ByteCodes<E>::two_eights(_mm256_unpacklo_epi64(a, b), 0, 4, h, most, sink);
-            ByteCodes<E>::two_eights(_mm256_unpackhi_epi64(a, b), 2, 6, h, most, sink);
+            __m256i even[2], odd[2];  // eights
+            ByteCodes<E>::halves(_mm256_unpacklo_epi64(a, b), most, even);
+            ByteCodes<E>::halves(_mm256_unpackhi_epi64(a, b), most, odd);
+            ByteCodes<E>::template eight<0>(even, 0, h, sink), ByteCodes<E>::template eight<0>(odd, 2, h, sink);
+            ByteCodes<E>::template eight<1>(even, 4, h, sink), ByteCodes<E>::template eight<1>(odd, 6, h, sink);
         }
     }
     INLINE void factors(const u8* s, VF to[2]) {

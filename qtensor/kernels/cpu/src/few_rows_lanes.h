@@ -110,38 +110,29 @@ struct Stage {
     alignas(64) float factors[SET][SPANS][SUMS];
     alignas(64) float sums[MOST_ROWS][SET][SUMS];
 };
-// R rows of the weight times T rows of x.
-template <class F, int R, int T>
-INLINE void multiply_stage(Stage<F>& stage, const float* x, int spans, i64 m0, int r0) {
-    VF p[T][R][HALVES];
-    for (int i = 0; i < spans; i++) {
-        for (int m = 0; m < T; m++)
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < HALVES; h++)
-                    p[m][r][h] = F::SCALED ? VF{}
-                                 : i    ? p[m][r][h]
-                                        : load<VF>(stage.sums[m0 + m][r0 + r] + h * W);
-        const float* values = stage.values[r0] + i * F::SPAN;
-        const float* from = x + m0 * STAGE + i * F::SPAN;
-        for (int j = 0; j < F::SPAN; j += SUMS)
-            for (int h = 0; h < HALVES; h++)
-                for (int r = 0; r < R; r++) {
-                    const VF w = load<VF>(values + r * STAGE + j + h * W);
-                    for (int m = 0; m < T; m++)
-                        p[m][r][h] = fused(load<VF>(from + m * STAGE + j + h * W), w, p[m][r][h]);
-                }
-        for (int m = 0; m < T; m++)
-            for (int r = 0; r < R; r++)
-                for (int h = 0; h < HALVES; h++) {
-                    float* sum = stage.sums[m0 + m][r0 + r] + h * W;
-                    if (F::SCALED)
-                        store(sum,
-                              fused(p[m][r][h], load<VF>(stage.factors[r0 + r][i] + h * W), load<VF>(sum)));
-                    else if (i == spans - 1)
-                        store(sum, p[m][r][h]);
-                }
+// All rows of a stage times T rows of x from m0 on, half of the lanes.
+#define QT_EACH_SUM \
+    _Pragma("GCC unroll 4") for (int m = 0; m < T; m++) _Pragma("GCC unroll 4") for (int r = 0; r < SET; r++)
+template <class F, int T>
+__attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const float* x, int spans, i64 m0, int h) {
+    VF a[T][SET], p[T][SET];
+    QT_EACH_SUM a[m][r] = load<VF>(stage.sums[m0 + m][r] + h * W);
+    for (int i = 0; i < spans; i++, x += F::SPAN) {
+        QT_EACH_SUM p[m][r] = F::SCALED ? VF{} : a[m][r];
+        const float* values = stage.values[0] + i * F::SPAN + h * W;
+        for (int j = 0; j < F::SPAN; j += SUMS) {
+            VF v[T];
+            for (int m = 0; m < T; m++) v[m] = load<VF>(x + m * STAGE + j + h * W);
+            for (int r = 0; r < SET; r++) {
+                const VF w = load<VF>(values + r * STAGE + j);
+                for (int m = 0; m < T; m++) p[m][r] = fused(v[m], w, p[m][r]);
+            }
+        }
+        QT_EACH_SUM a[m][r] = F::SCALED ? fused(p[m][r], load<VF>(stage.factors[r][i] + h * W), a[m][r]) : p[m][r];
     }
+    QT_EACH_SUM store(stage.sums[m0 + m][r] + h * W, a[m][r]);
 }
+#undef QT_EACH_SUM
 // The sum of the lanes, which are those of a format.
 template <class F>
 INLINE float by_halves(const float* lanes) {
@@ -182,26 +173,42 @@ static void finish_rows(const FewRows& f, const Chunk& chunk, i64 n, VB most, co
             finish(f, m, n + r, all_nan ? bits<float>(0x7fc00000) : by_halves<F>(sums + (m * SET + r) * SUMS));
     }
 }
-// One row of x: xs times 1 / POWER of the values.
-template <class F>
+// Up to four rows of x: xs times 1 / POWER of the values.
+template <class F, int M>
 static void rows_in_registers(const FewRows& f, const F& format, const float* xs, const Chunk& chunk, u8* own) {
+    constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;  // rows of the weight in registers
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
         const WeightRows<F> rows(f, format, n, chunk.end, own);
         Fetch<F, SET> fetch(f, chunk, n);
         VB most{};
-        VF sums[SET][HALVES] = {}, factors[HALVES];
-        for (i64 i = 0; i * F::SPAN < f.k; i++) {
-            fetch.template piece<F::SPAN>(i);
-            const float* x = xs + i * F::SPAN;
+        alignas(64) VF sums[M][SET][HALVES] = {};
+        for (i64 e = 0; e < f.k; e += STAGE) {
+            fetch.template begin<int(STAGE)>(e / STAGE);
+            const i64 end = smaller((e + STAGE) / F::SPAN, (f.k + F::SPAN - 1) / F::SPAN);
+            for (int r0 = 0; r0 < SET; r0 += R) {
+                VF a[R][M][HALVES];
+                for (int r = 0; r < R; r++)
+                    for (int m = 0; m < M; m++)
+                        for (int h = 0; h < HALVES; h++) a[r][m][h] = sums[m][r0 + r][h];
+                const float* x = xs + e * M;
+                for (i64 i = e / F::SPAN; i < end; i++, x += F::SPAN)
 #pragma GCC unroll 4
-            for (int r = 0; r < SET; r++) {
-                VF p[HALVES];
-                for (int h = 0; h < HALVES; h++) p[h] = F::SCALED ? VF{} : sums[r][h];
-                rows.span(r, i, most, factors, [&](int j, int h, VF w) {
-                    p[h] = fused(load<VF>(x + j * SUMS + h * W), w, p[h]);
-                });
-                for (int h = 0; h < HALVES; h++)
-                    sums[r][h] = F::SCALED ? fused(p[h], factors[h], sums[r][h]) : p[h];
+                    for (int r = 0; r < R; r++) {
+                        VF p[M][HALVES], factors[HALVES];
+                        for (int m = 0; m < M; m++)
+                            for (int h = 0; h < HALVES; h++) p[m][h] = F::SCALED ? VF{} : a[r][m][h];
+                        fetch.lines((F::BYTES + 63) / 64);
+                        rows.span(r0 + r, i, most, factors, [&](int j, int h, VF w) {
+                            for (int m = 0; m < M; m++)
+                                p[m][h] = fused(load<VF>(x + m * STAGE + j * SUMS + h * W), w, p[m][h]);
+                        });
+                        for (int m = 0; m < M; m++)
+                            for (int h = 0; h < HALVES; h++)
+                                a[r][m][h] = F::SCALED ? fused(p[m][h], factors[h], a[r][m][h]) : p[m][h];
+                    }
+                for (int r = 0; r < R; r++)
+                    for (int m = 0; m < M; m++)
+                        for (int h = 0; h < HALVES; h++) sums[m][r0 + r][h] = a[r][m][h];
             }
         }
         finish_rows<F>(f, chunk, n, most, (const float*)sums);
@@ -230,10 +237,12 @@ static void rows_by_stages(const FewRows& f, const F& format, const float* xs, c
                         store(stage.factors[r][i] + h * W, factors[h]);
                 }
             const float* x = xs + e * f.m;
-            i64 m = 0;
-            for (; m + 2 <= f.m; m += 2)
-                for (int r = 0; r < SET; r += 2) multiply_stage<F, 2, 2>(stage, x, spans, m, r);
-            if (m < f.m) multiply_stage<F, SET, 1>(stage, x, spans, m, 0);
+            for (int h = 0; h < HALVES; h++) {
+                i64 m = 0;
+                for (; f.m - m >= TT; m += TT) multiply_stage<F, TT>(stage, x + m * STAGE, spans, m, h);
+                if (f.m - m == 2) multiply_stage<F, 2>(stage, x + m * STAGE, spans, m, h);
+                if (f.m - m == 1) multiply_stage<F, 1>(stage, x + m * STAGE, spans, m, h);
+            }
         }
         finish_rows<F>(f, chunk, n, most, stage.sums[0][0]);
     }
@@ -252,10 +261,15 @@ static void multiply_format(const FewRows& f) {
     const i64 padded = up(f.k, STAGE) * f.m;
     const Array<float> xs(padded);
     arrange_rows<float>(f, xs, [](const float* from, float* to) { arrange<F>(from, to); });
-    const bool one = f.m == 1 && (F::POWER == 1 || scale_up(xs, padded, F::POWER));
+    const bool few = f.m <= 4 && (F::POWER == 1 || scale_up(xs, padded, F::POWER));
+    const auto rows = !few       ? rows_by_stages<F>
+                      : f.m == 1 ? rows_in_registers<F, 1>
+                      : f.m == 2 ? rows_in_registers<F, 2>
+                      : f.m == 3 ? rows_in_registers<F, 3>
+                                 : rows_in_registers<F, 4>;
     by_chunks(f, [&](const Chunk& chunk) {
         const Array<u8> own(f.scales.tiles ? SET * f.scale_bytes : 0);
-        (one ? rows_in_registers<F> : rows_by_stages<F>)(f, format, xs, chunk, own);
+        rows(f, format, xs, chunk, own);
     });
 }
 #if QT_ISA == 2
