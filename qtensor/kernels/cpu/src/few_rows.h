@@ -166,8 +166,7 @@ struct Fetch {
         }
     }
     ALWAYS_INLINE void lines(int count) {
-        for (; count > 0 && next < piece_end; count--, next += 64)
-            __builtin_prefetch(next, 0, 2);
+        for (; count > 0 && next < piece_end; count--, next += 64) __builtin_prefetch(next, 0, 2);
     }
 };
 

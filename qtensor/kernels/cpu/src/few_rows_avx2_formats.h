@@ -5,11 +5,14 @@
 namespace QT_NAMESPACE {
 
 #if QT_ISA == 2
-// E8M0 codes of eight dwords to factors: 0 is 2^-127, 255 NaN.
-INLINE VF e8m0_factors(__m256i c) {
-    const __m256i v = _mm256_max_epu32(_mm256_slli_epi32(c, 23), _mm256_set1_epi32(0x400000));
-    const __m256i nan = _mm256_cmpeq_epi32(c, _mm256_set1_epi32(255));
-    return (VF)_mm256_or_si256(v, _mm256_and_si256(nan, _mm256_set1_epi32(0x400000)));
+// 16 E8M0 codes to factors: 0 is 2^-127, 255 NaN.
+INLINE void e8m0_factors(__m128i codes, VF to[2]) {
+    const __m256i wide[2] = {_mm256_cvtepu8_epi32(codes), _mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))};
+    for (int h = 0; h < 2; h++) {
+        const __m256i v = _mm256_max_epu32(_mm256_slli_epi32(wide[h], 23), _mm256_set1_epi32(0x400000));
+        const __m256i nan = _mm256_cmpeq_epi32(wide[h], _mm256_set1_epi32(255));
+        to[h] = (VF)_mm256_or_si256(v, _mm256_and_si256(nan, _mm256_set1_epi32(0x400000)));
+    }
 }
 
 // ---- 4-bit codes
@@ -36,7 +39,8 @@ struct NibbleCodes {
             pairs[i] = _mm256_or_si256(_mm256_slli_epi16(hi, 8), _mm256_and_si256(lo, even));
             pairs[2 + i] = _mm256_or_si256(_mm256_andnot_si256(even, hi), _mm256_srli_epi16(lo, 8));
         }
-        for (int i = 0; i < 4; i++) sink(j + 2 * i, h, first(pairs[i])), sink(j + 2 * i + 1, h, second(pairs[i]));
+        for (int i = 0; i < 4; i++)
+            sink(j + 2 * i, h, first(pairs[i])), sink(j + 2 * i + 1, h, second(pairs[i]));
     }
 };
 struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
@@ -53,14 +57,13 @@ struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
             const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
             const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
             eights(_mm256_unpacklo_epi64(a, b), 0, h, sink), eights(_mm256_unpackhi_epi64(a, b), 8, h, sink);
-            eights(_mm256_unpacklo_epi64(c, d), 16, h, sink), eights(_mm256_unpackhi_epi64(c, d), 24, h, sink);
+            eights(_mm256_unpacklo_epi64(c, d), 16, h, sink),
+                eights(_mm256_unpackhi_epi64(c, d), 24, h, sink);
         }
     }
     INLINE void factors(const u8* s, VF to[2]) {
         const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-        const __m128i c = _mm_shuffle_epi8(load<__m128i>(s), order);
-        to[0] = e8m0_factors(_mm256_cvtepu8_epi32(c));
-        to[1] = e8m0_factors(_mm256_cvtepu8_epi32(_mm_srli_si128(c, 8)));
+        e8m0_factors(_mm_shuffle_epi8(load<__m128i>(s), order), to);
     }
 };
 struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
@@ -90,28 +93,32 @@ struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
 };
 
 // ---- codes of a byte, and MXFP6 packed
-// float16 holds them as fractions 1 / POWER of their values, by a shift.
+// float16 holds their values divided by POWER: sign, exponent and mantissa are those of the code, shifted.
 template <class E>
 struct ByteCodes {
-    // The most of magnitudes tells: float16 has a number for the code of NaN. Those of E5M2 are its own.
+    // The code of NaN of E4M3 becomes a number; other formats have none or those of float16.
     static constexpr bool NAN_IS_LEFT = std::is_same<E, FE4M3>::value;
     static constexpr float POWER = float(1 << (E::min_exponent - (127 - 14)));
-    static constexpr int TOP = 8 - E::width;  // free bits above the sign
     explicit ByteCodes(const FewRows&) {}
-    // 32 codes as float16: the second of each two, then the first.
+    // 32 codes, two in each word, as float16: the second of each two, then the first. They come to the top of
+    // the word by shifts of Second and First bits.
+    template <int Second, int First>
     INLINE void halves(__m256i c, VB& most, __m256i v[2]) {
-        if (NAN_IS_LEFT) most = (VB)_mm256_max_epu8((__m256i)most, _mm256_and_si256(c, _mm256_set1_epi8(0x7f)));
-        constexpr int right = 5 - (E::width - 1 - E::mantissa);  // float16 has 5 bits of exponents
+        if (NAN_IS_LEFT)
+            most = (VB)_mm256_max_epu8((__m256i)most, _mm256_and_si256(c, _mm256_set1_epi8(0x7f)));
+        constexpr int exponent = E::width - 1 - E::mantissa, right = 5 - exponent;
         const __m256i keep =
-            _mm256_set1_epi16(short(0x8000 | ((1 << (15 - right)) - (1 << (10 - E::mantissa)))));
-        const __m256i words[2] = {TOP ? _mm256_slli_epi16(c, TOP) : c, _mm256_slli_epi16(c, 8 + TOP)};
-        for (int i = 0; i < 2; i++) v[i] = _mm256_and_si256(_mm256_srai_epi16(words[i], right), keep);
+            _mm256_set1_epi16(short(0x8000 | ((1 << (10 + exponent)) - (1 << (10 - E::mantissa)))));
+        v[0] = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(c, Second), right), keep);
+        v[1] = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(c, First), right), keep);
     }
     // Steps j and j + 1 from the lower or the upper half of `v`.
     template <int Upper, class Sink>
     INLINE void eight(const __m256i v[2], int j, int h, const Sink& sink) {
         for (int i = 0; i < 2; i++)
-            sink(j + i, h, (VF)_mm256_cvtph_ps(Upper ? _mm256_extracti128_si256(v[i], 1) : _mm256_castsi256_si128(v[i])));
+            sink(j + i, h,
+                 (VF)_mm256_cvtph_ps(Upper ? _mm256_extracti128_si256(v[i], 1)
+                                           : _mm256_castsi256_si128(v[i])));
     }
 };
 template <class E, int Span>
@@ -123,7 +130,8 @@ struct Fp8Lines : ByteCodes<E>, LanesArePart<16, Span> {
 #pragma GCC unroll 4
         for (int i = 0; i < Span / 32; i++) {
             __m256i v[2];
-            ByteCodes<E>::halves(_mm256_permute4x64_epi64(load<__m256i>(p + 32 * i), 0xd8), most, v);
+            ByteCodes<E>::template halves<0, 8>(_mm256_permute4x64_epi64(load<__m256i>(p + 32 * i), 0xd8),
+                                                most, v);
             ByteCodes<E>::template eight<0>(v, i / 2 * 4, i % 2, sink);
             ByteCodes<E>::template eight<1>(v, i / 2 * 4 + 2, i % 2, sink);
         }
@@ -146,27 +154,35 @@ struct Fp8BlockRows : Fp8Lines<E, 128> {
 template <class E, int Codes>
 struct MxRows : ByteCodes<E>, LanesArePart<32, 128> {
     static constexpr int BYTES = Codes == 4 ? 96 : 128, SCALES = 4;
+    static constexpr int SECOND = Codes == 4 ? 0 : 8 - E::width, FIRST = Codes == 4 ? 6 : SECOND + 8;
     static constexpr bool SCALED = true;
     using ByteCodes<E>::ByteCodes;
-    INLINE __m256i block(const u8* p) { return (__m256i)(Codes == 4 ? load_quads(p) : load<VB>(p)); }
+    INLINE __m256i block(const u8* p) {
+        if (Codes == 1) return load<__m256i>(p);
+        // Two codes are 12 bits. Words get the bytes in which these lie; every second word is 4 bits too low.
+        const __m256i loaded =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(p)), load<__m128i>(p + 8), 1);
+        const __m256i spread = _mm256_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11, 4, 5, 5, 6,
+                                                7, 8, 8, 9, 10, 11, 11, 12, 13, 14, 14, 15);
+        return _mm256_mullo_epi16(_mm256_shuffle_epi8(loaded, spread), _mm256_set1_epi32(0x00010010));
+    }
     template <class Sink>
     INLINE void span(const u8* p, VB& most, const Sink& sink) {
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++, p += BYTES / 2) {
             const __m256i a = block(p), b = block(p + BYTES / 4);
             __m256i even[2], odd[2];  // eights
-            ByteCodes<E>::halves(_mm256_unpacklo_epi64(a, b), most, even);
-            ByteCodes<E>::halves(_mm256_unpackhi_epi64(a, b), most, odd);
-            ByteCodes<E>::template eight<0>(even, 0, h, sink), ByteCodes<E>::template eight<0>(odd, 2, h, sink);
-            ByteCodes<E>::template eight<1>(even, 4, h, sink), ByteCodes<E>::template eight<1>(odd, 6, h, sink);
+            ByteCodes<E>::template halves<SECOND, FIRST>(_mm256_unpacklo_epi64(a, b), most, even);
+            ByteCodes<E>::template halves<SECOND, FIRST>(_mm256_unpackhi_epi64(a, b), most, odd);
+            ByteCodes<E>::template eight<0>(even, 0, h, sink),
+                ByteCodes<E>::template eight<0>(odd, 2, h, sink);
+            ByteCodes<E>::template eight<1>(even, 4, h, sink),
+                ByteCodes<E>::template eight<1>(odd, 6, h, sink);
         }
     }
     INLINE void factors(const u8* s, VF to[2]) {
-        const __m128i c = _mm_cvtsi32_si128(load<i32>(s));
-        for (int h = 0; h < 2; h++) {
-            const __m128i spread = _mm_add_epi8(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1), _mm_set1_epi8(char(2 * h)));
-            to[h] = e8m0_factors(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(c, spread)));
-        }
+        const __m128i spread = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        e8m0_factors(_mm_shuffle_epi8(_mm_cvtsi32_si128(load<i32>(s)), spread), to);
     }
 };
 #endif

@@ -1,5 +1,5 @@
-// few_rows.h without AVX-512: four rows of the weight are decoded to float32 in the order of the sums. One row
-// of x multiplies them in registers, more rows a stage at a time from memory.
+// few_rows.h without AVX-512: four rows of the weight are decoded to float32 in the order of the sums. One
+// row of x multiplies them in registers, more rows a stage at a time from memory.
 #pragma once
 #include "few_rows_avx2_formats.h"
 
@@ -51,7 +51,9 @@ struct LookedUp : Lanes {
         memcpy(padded, p, BYTES);
         for (int i = 0; i < SPAN; i += GROUP) {
             const u8* from = padded + (Codes == 4 ? i / 4 * 3 : i / Codes);
-            store(codes + i, Codes == 1 ? load<VB>(from) : Codes == 2 ? load_nibbles(from) : load_quads(from));
+            store(codes + i, Codes == 1   ? load<VB>(from)
+                             : Codes == 2 ? load_nibbles(from)
+                                          : load_quads(from));
         }
         for (int j = 0; j < SPAN; j += W) {
             VF w;
@@ -81,6 +83,7 @@ struct WeightRows {
         for (int r = 0; r < SET; r++) {
             const i64 at = smaller(n + r, end - 1);
             code[r] = f.codes + at * f.code_stride;
+            scale[r] = nullptr;
             if (F::SCALES)
                 scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
             else if (F::SCALED)
@@ -95,9 +98,11 @@ struct WeightRows {
         if ((i + 1) * F::SPAN > f.k) {
             memset(last, 0, sizeof last), memset(last_scales, 0, sizeof last_scales);
             memcpy(last, codes, size_t(f.code_stride - i * F::BYTES));
-            memcpy(last_scales, s, F::SCALES ? size_t((f.k - i * F::SPAN + f.block - 1) / f.block) : 0);
             codes = last;
-            if (F::SCALES) s = last_scales;
+            if (F::SCALES) {
+                memcpy(last_scales, s, size_t((f.k - i * F::SPAN + f.block - 1) / f.block));
+                s = last_scales;
+            }
         }
         format.span(codes, most, sink);
         if (F::SCALED) format.factors(F::SCALES ? s : s + 4 * i * f.scales.block_stride, factors);
@@ -114,7 +119,8 @@ struct Stage {
 #define QT_EACH_SUM \
     _Pragma("GCC unroll 4") for (int m = 0; m < T; m++) _Pragma("GCC unroll 4") for (int r = 0; r < SET; r++)
 template <class F, int T>
-__attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const float* x, int spans, i64 m0, int h) {
+__attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const float* x, int spans, i64 m0,
+                                                     int h) {
     VF a[T][SET], p[T][SET];
     QT_EACH_SUM a[m][r] = load<VF>(stage.sums[m0 + m][r] + h * W);
     for (int i = 0; i < spans; i++, x += F::SPAN) {
@@ -128,7 +134,8 @@ __attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const floa
                 for (int m = 0; m < T; m++) p[m][r] = fused(v[m], w, p[m][r]);
             }
         }
-        QT_EACH_SUM a[m][r] = F::SCALED ? fused(p[m][r], load<VF>(stage.factors[r][i] + h * W), a[m][r]) : p[m][r];
+        QT_EACH_SUM a[m][r] =
+            F::SCALED ? fused(p[m][r], load<VF>(stage.factors[r][i] + h * W), a[m][r]) : p[m][r];
     }
     QT_EACH_SUM store(stage.sums[m0 + m][r] + h * W, a[m][r]);
 }
@@ -157,7 +164,7 @@ INLINE void finish(const FewRows& f, i64 m, i64 n, float v) {
     else
         ((u16*)c.y)[at] = float_to_half(v);
 }
-// Whether a row of E4M3 has a NaN, which makes all its sums NaN.
+// Whether a row of E4M3 has a NaN, which makes all its products NaN.
 static bool row_has_nan(const FewRows& f, i64 n) {
     const u8* codes = f.codes + n * f.code_stride;
     return std::any_of(codes, codes + f.code_stride, [](u8 c) { return (c & 0x7f) == 0x7f; });
@@ -170,12 +177,14 @@ static void finish_rows(const FewRows& f, const Chunk& chunk, i64 n, VB most, co
     for (i64 r = 0; r < SET && n + r < chunk.end; r++) {
         const bool all_nan = nan && row_has_nan(f, n + r);
         for (i64 m = 0; m < f.m; m++)
-            finish(f, m, n + r, all_nan ? bits<float>(0x7fc00000) : by_halves<F>(sums + (m * SET + r) * SUMS));
+            finish(f, m, n + r,
+                   all_nan ? bits<float>(0x7fc00000) : by_halves<F>(sums + (m * SET + r) * SUMS));
     }
 }
-// Up to four rows of x: xs times 1 / POWER of the values.
+// Up to four rows of x, which are POWER times those of the call.
 template <class F, int M>
-static void rows_in_registers(const FewRows& f, const F& format, const float* xs, const Chunk& chunk, u8* own) {
+static void rows_in_registers(const FewRows& f, const F& format, const float* xs, const Chunk& chunk,
+                              u8* own) {
     constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;  // rows of the weight in registers
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
         const WeightRows<F> rows(f, format, n, chunk.end, own);
@@ -239,7 +248,7 @@ static void rows_by_stages(const FewRows& f, const F& format, const float* xs, c
             const float* x = xs + e * f.m;
             for (int h = 0; h < HALVES; h++) {
                 i64 m = 0;
-                for (; f.m - m >= TT; m += TT) multiply_stage<F, TT>(stage, x + m * STAGE, spans, m, h);
+                for (; f.m - m >= 3; m += 3) multiply_stage<F, 3>(stage, x + m * STAGE, spans, m, h);
                 if (f.m - m == 2) multiply_stage<F, 2>(stage, x + m * STAGE, spans, m, h);
                 if (f.m - m == 1) multiply_stage<F, 1>(stage, x + m * STAGE, spans, m, h);
             }
