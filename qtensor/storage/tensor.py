@@ -200,7 +200,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         return {slot.name: getattr(self, slot.name) for slot in sent.slots}
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        return [slot.name for slot in self._quantizer.slots], self._context
+        # Guards of a compiled graph come here twice a call.
+        return [*self._quantizer.slot_names], self._context
 
     @staticmethod
     def __tensor_unflatten__(
