@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import qtensor
-from benchmarks import bandwidth, decode, decode_peers
+from benchmarks import bandwidth, decode, decode_llama_cpp, decode_peers, machine
 from benchmarks.settings import Settings
 from benchmarks.timer import summary
 
-SMALL = (128, 128)
+SMALL = (128, 256)
 
 
 @pytest.mark.parametrize("count", [0, 255, 256, 4096, (1 << 20) + 1000, (3 << 20) + 256])
@@ -55,6 +55,11 @@ def test_peers_multiply(way, rows):
     if way.name.startswith("onnxruntime"):
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
         pytest.importorskip("onnx", reason="onnx is not installed")
+    if way.name.startswith("llama.cpp"):
+        try:
+            decode_llama_cpp.library()
+        except ImportError as error:
+            pytest.skip(f"the library of llama.cpp is not installed: {error}")
     weight = way.make(*SMALL, torch.Generator().manual_seed(1))
     x = torch.randn(rows, SMALL[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     y = weight.bind(x, 1)().float()
@@ -103,7 +108,7 @@ def test_a_quick_run(tmp_path, monkeypatch):
     both = {f"{weight}, x in {left}" for weight, left in decode.BOTH}
     assert set(cases) == ours | both | set(ways)
     assert cases[0] == "fp8", "whose codes `read` takes"
-    assert "## 128x128, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
+    assert "## 128x256, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
 
 
 def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
@@ -122,6 +127,62 @@ def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
         r for r in before if r["tokens"] == "M = 1"
     ]
     assert len(after) == len(before) // 2 * 3
+
+
+def test_tables_of_another_machine_are_not_kept(tmp_path, monkeypatch):
+    """A heading names one machine; tables that another one measured are in its own file."""
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]
+    monkeypatch.setattr(machine, "cpu_name", lambda: "One Processor")
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.setattr(machine, "instructions", lambda: "AVX2")
+    decode.main([*words, "--rows", "1"])
+    first = (tmp_path / "decode_cpu_quick.json").read_text()
+    monkeypatch.setattr(machine, "cpu_name", lambda: "Another Processor")
+    for rows in ("2", "3"):
+        decode.main([*words, "--rows", rows])
+    assert (tmp_path / "decode_cpu_quick.json").read_text() == first
+    other = json.loads((tmp_path / "decode_cpu_another_3_cores_avx2_quick.json").read_text())
+    assert other["environment"]["cpu"] == "Another Processor"
+    assert list(dict.fromkeys(row["tokens"] for row in other["rows"])) == ["M = 2", "M = 3"]
+
+
+def test_tables_of_other_versions_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]
+    decode.main([*words, "--rows", "1"])
+    monkeypatch.setattr(decode, "collect", lambda *_: pytest.fail("it measured first"))
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    with pytest.raises(SystemExit, match=r"was measured with torch .*, not 1\.0: measure all rows"):
+        decode.main([*words, "--rows", "2"])
+
+
+def test_the_copies_of_a_weight_do_not_fit_into_the_last_cache_level(monkeypatch):
+    for cache, megabytes in ((0, 256), (32, 256), (260, 520)):
+        monkeypatch.setattr(decode, "last_cache_bytes", lambda cache=cache: cache << 20)
+        assert decode.copies_bytes(quick=False) == megabytes << 20
+        text = decode.document([], Settings(threads=1)).text
+        assert f"together {megabytes} MB or more" in text
+        assert (f"the last cache level holds {cache} MB" in text) == (cache > 0)
+
+
+def test_llama_cpp_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv(decode_llama_cpp.FOLDER, str(tmp_path))
+    decode_llama_cpp.library.cache_clear()
+    try:
+        ways, versions, absent = decode_peers.ways()
+        missing = decode.document([], Settings(threads=1)).absent
+    finally:
+        decode_llama_cpp.library.cache_clear()
+    names = {f"llama.cpp {name}" for name in decode_peers.LLAMA_CPP}
+    assert names <= set(absent)
+    assert not names & {way.name for way in ways}
+    assert "ggml" not in versions
+    (line,) = (text for text in missing if "llama.cpp" in text)
+    assert line.startswith("llama.cpp q8_0, llama.cpp q6_K")
+    assert "ImportError" in line
 
 
 def test_no_table_begins_when_time_is_over(monkeypatch):
