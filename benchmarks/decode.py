@@ -171,10 +171,20 @@ def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
 
 
 def tables(
-    shape: tuple[int, int], settings: Settings, chosen: Sequence[int] = ()
+    shape: tuple[int, int],
+    settings: Settings,
+    chosen: Sequence[int] = (),
+    one_thread: bool = True,
 ) -> Iterator[Table]:
-    """Yield the tables of a size: one thread, then all; few rows first, or the chosen numbers."""
-    for threads in dict.fromkeys((1, settings.threads)):
+    """Yield the tables of a size.
+
+    Args:
+        shape: (N, K).
+        settings: of the run.
+        chosen: numbers of rows, instead of all.
+        one_thread: whether tables with one thread come before those with all.
+    """
+    for threads in dict.fromkeys((1, settings.threads) if one_thread else (settings.threads,)):
         for rows in chosen or ROWS[settings.quick]:
             yield Table(shape, rows, threads)
 
@@ -240,7 +250,12 @@ def columns(peers: Sequence[Way]) -> list[Column]:
     ]
 
 
-def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()) -> list[Row]:
+def collect(
+    settings: Settings,
+    peers: Sequence[Way],
+    chosen: Sequence[int] = (),
+    one_thread: bool = True,
+) -> list[Row]:
     """Measure all sizes; the weights of one size are in memory at a time."""
     rows = []
     total = COPIES_BYTES[settings.quick]
@@ -254,7 +269,7 @@ def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()
             our_weights(qtensor.quantizer(right), shape, total, left)[0] for right, left in BOTH
         ]
         weights += [peer_weights(way, shape, total) for way in peers]
-        for table in tables(shape, settings, chosen):
+        for table in tables(shape, settings, chosen, one_thread):
             if not settings.out_of_time():
                 rows += measure_table(table, weights, bandwidth.read_call(codes), settings.quick)
     return rows
@@ -325,11 +340,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write the results."""
     words = parser("decode", __doc__)
     words.add_argument("--rows", default="", help="measure these alone, comma-separated: 1,16")
+    words.add_argument(
+        "--all-threads-only", action="store_true", help="leave out the tables with one thread"
+    )
     options = words.parse_args(arguments)
     run = settings_of(options)
     chosen = [int(number) for number in peer_names(options.rows)]
     old = earlier(run) if chosen else None
-    new = document(collect(run, decode_peers.ways()[0], chosen), run)
+    measured = collect(run, decode_peers.ways()[0], chosen, not options.all_threads_only)
+    new = document(measured, run)
     return suite.finish(merged(old, new) if old else new, run)
 
 

@@ -190,6 +190,17 @@ def test_llama_cpp_is_named_where_it_is_missing(tmp_path, monkeypatch):
     assert "ImportError" in line
 
 
+def test_the_tables_of_a_size():
+    def named(*words, **options):
+        made = decode.tables(SMALL, Settings(threads=2), *words, **options)
+        return [(table.threads, table.rows) for table in made]
+
+    assert named() == [(threads, rows) for threads in (1, 2) for rows in decode.ROWS[False]]
+    assert named([3, 5]) == [(1, 3), (1, 5), (2, 3), (2, 5)]
+    assert named([3], one_thread=False) == [(2, 3)]
+    assert [table.threads for table in decode.tables(SMALL, Settings(threads=1), [3])] == [1]
+
+
 def test_no_table_begins_when_time_is_over(monkeypatch):
     monkeypatch.setitem(decode.SIZES, True, (SMALL,))
     assert decode.collect(Settings(quick=True, seconds=-1.0), []) == []
