@@ -299,7 +299,7 @@ def document(rows: Sequence[Row], settings: Settings, name: str = "decode") -> R
 
 
 def earlier(settings: Settings) -> Report | None:
-    """Return this machine's results, with tables that a run of chosen rows keeps; None if none.
+    """Return this machine's results, whose tables a run of chosen tables keeps; None if none.
 
     Raises:
         SystemExit: they were measured with another version or setting, so that one heading cannot
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = words.parse_args(arguments)
     run = settings_of(options)
     chosen = [int(number) for number in peer_names(options.rows)]
-    old = earlier(run) if chosen else None
+    old = earlier(run) if chosen or options.all_threads_only else None
     measured = collect(run, decode_peers.ways()[0], chosen, not options.all_threads_only)
     new = document(measured, run)
     return suite.finish(merged(old, new) if old else new, run)
