@@ -33,7 +33,7 @@ TITLE = "Few rows times a quantized weight on a CPU"
 TEXT = (
     "`F.linear(x, w)` with x (M, K) in bfloat16 and a weight (N, K), as decoding text one token at "
     "a time computes it. The heading of a table names N x K, the threads and M. Each call takes "
-    "the next of several weights, together {megabytes} MB or more{cache}. Median "
+    "the next of several weights, together {megabytes} MB or more.{cache} Median "
     "microseconds, all rows of a table in turns; a run may measure some tables alone. "
     "*read GB/s*: a loop that adds up the words of the same fp8 weights. *share*: the time of "
     "reading the codes and factors at that bandwidth / the time of the call. *x bf16* and others: "
@@ -50,7 +50,7 @@ BOTH = (("mxfp8", "mxfp8"), ("nvfp4", "mxfp8"), ("mxfp4", "mxfp4"))
 COPIES_BYTES = {False: 256 << 20, True: 8 << 20}
 """Least bytes of all copies of a weight together."""
 CACHES = 2
-"""Last cache levels that all copies of a weight fill, unless the run is quick."""
+"""Last cache levels that other weights must fill before a copy is certain to have left them."""
 COMPARED = ("torch", "qtensor", "peers", "variables")
 """Parts of the environment that are those of all tables of a file."""
 SECONDS = {False: 0.2, True: 0.02}
@@ -89,9 +89,33 @@ class Weights:
     """``bind(x, threads)`` returns the call that takes the next copy each time."""
 
 
-def copies_bytes(quick: bool) -> int:
-    """Return the bytes of all copies of a weight: more than stays in the cache, unless quick."""
-    return COPIES_BYTES[quick] if quick else max(COPIES_BYTES[quick], CACHES * last_cache_bytes())
+def copies_count(nbytes: int, total: int) -> int:
+    """Return the number of copies of a weight that are together ``total`` bytes; at least two."""
+    return max(2, -(-total // nbytes))
+
+
+def read_between(rows: Sequence[Row], total: int) -> int:
+    """Return the least bytes that a table's calls read between two calls with one copy.
+
+    Args:
+        rows: measured rows; those of a table are measured in turns.
+        total: bytes of all copies of a weight.
+    """
+    tables: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        tables.setdefault((row["size"], row["threads"], row["tokens"]), []).append(row["bytes"])
+    return min(
+        (sum(sizes) * copies_count(max(sizes), total) for sizes in tables.values()), default=0
+    )
+
+
+def cache_text(between: int, cache: int) -> str:
+    """Return what the report says about the cache of ``cache`` bytes; 0 if unknown."""
+    text = f" Between two calls with one weight, the other rows read {between >> 20} MB or more"
+    if not cache:
+        return f"{text}."
+    left = "none is in it" if between >= CACHES * cache else "some may be in it"
+    return f"{text}; the last cache level holds {cache >> 20} MB, so that {left}."
 
 
 def quantizers(quick: bool) -> list[Any]:
@@ -117,7 +141,7 @@ def our_weights(
     """
     dense = cases.random_input(shape, torch.bfloat16)
     first = qtensor.quantize(dense, quantizer)
-    count = max(2, -(-total // first.nbytes))
+    count = copies_count(first.nbytes, total)
     copies: list[Any] = [first, *(qtensor.quantize(dense, quantizer) for _ in range(count - 1))]
 
     both = qtensor.quantizer(left) if left else None
@@ -137,7 +161,7 @@ def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
     """Return copies of a random weight of a peer; the arguments are those of ``our_weights``."""
     generator = torch.Generator().manual_seed(0)
     first = way.make(*shape, generator)
-    count = max(2, -(-total // first.nbytes))
+    count = copies_count(first.nbytes, total)
     copies = [first, *(way.make(*shape, generator) for _ in range(count - 1))]
 
     def bind(x: Tensor, threads: int) -> Call:
@@ -147,10 +171,20 @@ def peer_weights(way: Way, shape: tuple[int, int], total: int) -> Weights:
 
 
 def tables(
-    shape: tuple[int, int], settings: Settings, chosen: Sequence[int] = ()
+    shape: tuple[int, int],
+    settings: Settings,
+    chosen: Sequence[int] = (),
+    one_thread: bool = True,
 ) -> Iterator[Table]:
-    """Yield the tables of a size: one thread, then all; few rows first, or the chosen numbers."""
-    for threads in dict.fromkeys((1, settings.threads)):
+    """Yield the tables of a size.
+
+    Args:
+        shape: (N, K).
+        settings: of the run.
+        chosen: numbers of rows, instead of all.
+        one_thread: whether tables with one thread come before those with all.
+    """
+    for threads in dict.fromkeys((1, settings.threads) if one_thread else (settings.threads,)):
         for rows in chosen or ROWS[settings.quick]:
             yield Table(shape, rows, threads)
 
@@ -216,10 +250,15 @@ def columns(peers: Sequence[Way]) -> list[Column]:
     ]
 
 
-def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()) -> list[Row]:
+def collect(
+    settings: Settings,
+    peers: Sequence[Way],
+    chosen: Sequence[int] = (),
+    one_thread: bool = True,
+) -> list[Row]:
     """Measure all sizes; the weights of one size are in memory at a time."""
     rows = []
-    total = copies_bytes(settings.quick)
+    total = COPIES_BYTES[settings.quick]
     for shape in SIZES[settings.quick]:
         if settings.sizes and cases.size_name(shape) not in settings.sizes:
             continue
@@ -230,7 +269,7 @@ def collect(settings: Settings, peers: Sequence[Way], chosen: Sequence[int] = ()
             our_weights(qtensor.quantizer(right), shape, total, left)[0] for right, left in BOTH
         ]
         weights += [peer_weights(way, shape, total) for way in peers]
-        for table in tables(shape, settings, chosen):
+        for table in tables(shape, settings, chosen, one_thread):
             if not settings.out_of_time():
                 rows += measure_table(table, weights, bandwidth.read_call(codes), settings.quick)
     return rows
@@ -240,12 +279,9 @@ def document(rows: Sequence[Row], settings: Settings, name: str = "decode") -> R
     """Return the report of measured rows."""
     peers, versions, absent = decode_peers.ways()
     named = "; ".join(f"*{way.name}*: {way.text}" for way in peers)
-    cache = last_cache_bytes() >> 20
-    text = TEXT.format(
-        megabytes=copies_bytes(settings.quick) >> 20,
-        cache=f"; the last cache level holds {cache} MB" if cache else "",
-        peers=named,
-    )
+    total = COPIES_BYTES[settings.quick]
+    cache = cache_text(read_between(rows, total), last_cache_bytes())
+    text = TEXT.format(megabytes=total >> 20, cache=cache, peers=named)
     mode = " Quick run: few repeats, for orientation only." if settings.quick else ""
     reasons: dict[str, list[str]] = {}
     for way, reason in absent.items():
@@ -263,7 +299,7 @@ def document(rows: Sequence[Row], settings: Settings, name: str = "decode") -> R
 
 
 def earlier(settings: Settings) -> Report | None:
-    """Return this machine's results, with tables that a run of chosen rows keeps; None if none.
+    """Return this machine's results, whose tables a run of chosen tables keeps; None if none.
 
     Raises:
         SystemExit: they were measured with another version or setting, so that one heading cannot
@@ -304,11 +340,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and write the results."""
     words = parser("decode", __doc__)
     words.add_argument("--rows", default="", help="measure these alone, comma-separated: 1,16")
+    words.add_argument(
+        "--all-threads-only", action="store_true", help="leave out the tables with one thread"
+    )
     options = words.parse_args(arguments)
     run = settings_of(options)
     chosen = [int(number) for number in peer_names(options.rows)]
-    old = earlier(run) if chosen else None
-    new = document(collect(run, decode_peers.ways()[0], chosen), run)
+    old = earlier(run) if chosen or options.all_threads_only else None
+    measured = collect(run, decode_peers.ways()[0], chosen, not options.all_threads_only)
+    new = document(measured, run)
     return suite.finish(merged(old, new) if old else new, run)
 
 

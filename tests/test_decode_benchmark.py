@@ -159,13 +159,18 @@ def test_tables_of_other_versions_are_not_kept(tmp_path, monkeypatch):
         decode.main([*words, "--rows", "2"])
 
 
-def test_the_copies_of_a_weight_do_not_fit_into_the_last_cache_level(monkeypatch):
-    for cache, megabytes in ((0, 256), (32, 256), (260, 520)):
-        monkeypatch.setattr(decode, "last_cache_bytes", lambda cache=cache: cache << 20)
-        assert decode.copies_bytes(quick=False) == megabytes << 20
-        text = decode.document([], Settings(threads=1)).text
-        assert f"together {megabytes} MB or more" in text
-        assert (f"the last cache level holds {cache} MB" in text) == (cache > 0)
+def test_the_text_says_whether_a_weight_may_be_in_the_cache():
+    """Rows of a table are measured in turns: each copy waits for all of its row's other copies."""
+    row = {"size": "1x1", "threads": "1 thread", "tokens": "M = 1"}
+    rows = [row | {"bytes": nbytes << 20} for nbytes in (10, 30, 60)]
+    assert decode.read_between(rows, 100 << 20) == 2 * 100 << 20
+    assert decode.read_between(rows, 200 << 20) == 4 * 100 << 20
+    small = [row | {"tokens": "M = 2", "bytes": 50 << 20}]
+    assert decode.read_between(rows + small, 100 << 20) == 2 * 50 << 20
+    for megabytes, said in ((50, "so that none is in it"), (51, "so that some may be in it")):
+        text = decode.cache_text(100 << 20, megabytes << 20)
+        assert f"read 100 MB or more; the last cache level holds {megabytes} MB, {said}" in text
+    assert decode.cache_text(100 << 20, 0).endswith("read 100 MB or more.")
 
 
 def test_llama_cpp_is_named_where_it_is_missing(tmp_path, monkeypatch):
@@ -183,6 +188,17 @@ def test_llama_cpp_is_named_where_it_is_missing(tmp_path, monkeypatch):
     (line,) = (text for text in missing if "llama.cpp" in text)
     assert line.startswith("llama.cpp q8_0, llama.cpp q6_K")
     assert "ImportError" in line
+
+
+def test_the_tables_of_a_size():
+    def named(*words, **options):
+        made = decode.tables(SMALL, Settings(threads=2), *words, **options)
+        return [(table.threads, table.rows) for table in made]
+
+    assert named() == [(threads, rows) for threads in (1, 2) for rows in decode.ROWS[False]]
+    assert named([3, 5]) == [(1, 3), (1, 5), (2, 3), (2, 5)]
+    assert named([3], one_thread=False) == [(2, 3)]
+    assert [table.threads for table in decode.tables(SMALL, Settings(threads=1), [3])] == [1]
 
 
 def test_no_table_begins_when_time_is_over(monkeypatch):
