@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     data = {"environment": here, "bursts": bursts, "not_on_cpu": notes}
     data["rows"] = [dataclasses.asdict(row) for row in rows]
-    path = options.json or chosen.output / f"{report.stem('overhead', chosen.quick)}.json"
+    path = options.json or report.data_path(chosen.output, "overhead", chosen.quick, here)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     path.with_suffix(".md").write_text(text)
