@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
-from native_cases import ISAS, library_of, loaded, threads
+from native_cases import DOTS_HERE, ISAS, library_of, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -28,7 +28,7 @@ N, K = 67, 1031
 """Ragged for each block, set of rows and stage."""
 
 
-@pytest.fixture(scope="session", params=ISAS)
+@pytest.fixture(scope="session", params=[*ISAS, *DOTS_HERE])
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels of one instruction set."""
     with loaded(library_of(request.param)):
