@@ -9,18 +9,21 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import decode_llama_cpp
+
 GROUP = 32
 """Elements that share a factor in the 4-bit and 8-bit weights with blocks."""
-LLAMA_CPP = (
-    "llama.cpp: its Python package is published as source and brings no prebuilt library; not built"
-)
+LEAST_K = 256
+"""Columns of a weight are a multiple of this: a block of some types of ggml."""
+LLAMA_CPP = {"q8_0": 8, "q6_K": 6, "q4_0": 4, "q4_K": 4, "mxfp4": 4, "nvfp4": 4}
+"""Type of ggml -> bits of a code, without factors."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Weight:
     """Returns (N, K) float32: the values of its codes, for a test."""
     bind: Callable[[Tensor, int], Callable[[], Any]]
     """``bind(x, threads)`` takes (M, K) bfloat16 and returns the call that multiplies."""
+    note: str = ""
+    """How the library stores the weight, where it can choose."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +144,24 @@ def _run(session: Any, x: Tensor, n: int) -> Callable[[], Tensor]:
     return call
 
 
+def _llama_cpp(name: str) -> Callable[[int, int, torch.Generator], Weight]:
+    def make(n: int, k: int, generator: torch.Generator) -> Weight:
+        matrix = decode_llama_cpp.Matrix(name, n, k, generator)
+        return Weight(matrix.nbytes, matrix.values, matrix.bind, f"stored in `{matrix.memory}`")
+
+    return make
+
+
 WAYS = (
     Way("bf16", 16, _dense, "`F.linear`"),
     Way("torch int8", 8, _torch_int8, "`_weight_int8pack_mm`, a factor for each row"),
     Way("torch int4", 4, _torch_int4, f"`_weight_int4pack_mm_for_cpu`, groups of {GROUP}"),
     Way("onnxruntime 8", 8, _onnxruntime(8), "`MatMulNBits`, accuracy_level 4, float32 x"),
     Way("onnxruntime 4", 4, _onnxruntime(4), "`MatMulNBits`, accuracy_level 4, float32 x"),
+    *(
+        Way(f"llama.cpp {name}", bits, _llama_cpp(name), "`ggml_mul_mat`, float32 x")
+        for name, bits in LLAMA_CPP.items()
+    ),
 )
 
 
@@ -157,10 +174,13 @@ def ways() -> tuple[list[Way], dict[str, str], dict[str, str]]:
                 importlib.import_module("onnx")
                 runtime: Any = importlib.import_module("onnxruntime")
                 versions["onnxruntime"] = runtime.__version__
-            generator = torch.Generator().manual_seed(0)
-            way.make(64, 2 * GROUP, generator).bind(torch.zeros(1, 2 * GROUP).bfloat16(), 1)()
+            if way.name.startswith("llama.cpp"):
+                versions["ggml"] = decode_llama_cpp.library().version().decode()
+            weight = way.make(64, LEAST_K, torch.Generator().manual_seed(0))
+            weight.bind(torch.zeros(1, LEAST_K).bfloat16(), 1)()
         except (ImportError, AttributeError, RuntimeError) as error:
             absent[way.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
         else:
-            found.append(way)
+            text = f"{way.text}, {weight.note}" if weight.note else way.text
+            found.append(replace(way, text=text))
     return found, versions, absent

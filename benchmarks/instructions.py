@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.instructions needs valgrind: apt install valgrind", file=sys.stderr)
         return 1
     text = TEXT.format(calls=CALLS, tokens=training.SIZE)
-    here = machine.environment(1, {})
+    here = machine.environment(1, {}) | {"instructions": "AVX2"}
     table_rows = tuple(rows(count()))
     result = Report("instructions", TITLE, text, here, COLUMNS, ("table",), table_rows)
     report.write(result, options.output, quick=False)

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks import report
+from benchmarks import machine, report
 from benchmarks.report import Report, Row
 from benchmarks.settings import RESULTS
 
@@ -70,26 +70,30 @@ def draw(panel: Any, results: Report, title: str, label: str) -> None:
 
 
 def make(folder: Path, quick: bool) -> list[Path]:
-    """Write a PNG and an SVG of the available results.
+    """Write a PNG and an SVG of this machine's results.
 
     Raises:
         FileNotFoundError: there are no results of either benchmark.
     """
-    names = [
-        panel for panel in PANELS if (folder / f"{report.stem(panel[0], quick)}.json").exists()
-    ]
-    if not names:
-        raise FileNotFoundError(f"no results in {folder}: run benchmarks.quantize first")
-    figure = Figure(figsize=(6 * len(names), 4.5), layout="constrained")
-    reports = [report.read(folder, name, quick) for name, _, _ in names]
-    for position, (results, (_, title, label)) in enumerate(zip(reports, names, strict=True)):
-        draw(figure.add_subplot(1, len(names), position + 1), results, title, label)
+    machine_here = machine.identity()
+    found = {panel: report.data_path(folder, panel[0], quick, machine_here) for panel in PANELS}
+    found = {panel: path for panel, path in found.items() if path.exists()}
+    if not found:
+        raise FileNotFoundError(
+            f"no results of this machine in {folder}: run benchmarks.quantize first"
+        )
+    figure = Figure(figsize=(6 * len(found), 4.5), layout="constrained")
+    reports = [report.read(path) for path in found.values()]
+    for position, (results, (_, title, label)) in enumerate(zip(reports, found, strict=True)):
+        draw(figure.add_subplot(1, len(found), position + 1), results, title, label)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     here = reports[0].environment
     note = f"{here['cpu']}, {here['threads']} threads, torch {here['torch']}, {here['date']}"
     figure.suptitle(f"{note}, quick run" if quick else note, fontsize=9)
-    paths = [folder / f"{report.stem('throughput', quick)}.{kind}" for kind in ("png", "svg")]
+    (name, _, _), path = next(iter(found.items()))
+    stem = path.stem.replace(name, "throughput", 1)
+    paths = [folder / f"{stem}.{kind}" for kind in ("png", "svg")]
     with mpl.rc_context({"svg.hashsalt": "qtensor"}):
         # Opaque, so that the text can be read on a dark page as well.
         figure.savefig(paths[0], dpi=120, facecolor="white")

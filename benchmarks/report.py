@@ -104,20 +104,37 @@ def _grouped(report: Report) -> Iterator[tuple[str, list[Row]]]:
     yield from tables.items()
 
 
-def stem(name: str, quick: bool) -> str:
-    """Return the stem of a report's files; a quick run never overwrites a full one."""
-    return f"{name}_cpu_quick" if quick else f"{name}_cpu"
+def data_path(folder: Path, name: str, quick: bool, here: Mapping[str, Any]) -> Path:
+    """Return the JSON file of a machine's results; the Markdown is beside it.
+
+    Args:
+        folder: of the results.
+        name: of the benchmark.
+        quick: a quick run never overwrites a full one.
+        here: an environment. ``NAME_cpu`` has the results of the first machine; every other one has
+            a file that ends in the machine, so that no file mixes or loses results.
+    """
+    end = "_quick.json" if quick else ".json"
+    first = folder / f"{name}_cpu{end}"
+    if not first.exists() or machine.is_same(_environment(first), here):
+        return first
+    return folder / f"{name}_cpu_{machine.slug(here)}{end}"
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())["environment"]
+    return found
 
 
 def write(report: Report, folder: Path, quick: bool) -> Path:
     """Write JSON and Markdown files, and return the path of the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem(report.name, quick)}.md"
-    path.with_suffix(".json").write_text(to_json(report))
-    path.write_text(markdown(report))
-    return path
+    path = data_path(folder, report.name, quick, report.environment)
+    path.write_text(to_json(report))
+    path.with_suffix(".md").write_text(markdown(report))
+    return path.with_suffix(".md")
 
 
-def read(folder: Path, name: str, quick: bool) -> Report:
-    """Read a report that ``write`` wrote."""
-    return from_json((folder / f"{stem(name, quick)}.json").read_text())
+def read(path: Path) -> Report:
+    """Read a JSON file that ``write`` wrote."""
+    return from_json(path.read_text())

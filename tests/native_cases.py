@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from qtensor.kernels.cpu import native, sources
 from qtensor.layout import has_padding
 from qtensor.registry import alloc_slots, by_name
 
+DOTS_HEADER = Path(__file__).parent / "bfloat16_dots.h"
 SHAPES = [
     (),
     (1,),
@@ -55,26 +57,36 @@ INPUTS = {
 
 _BEST = sources.usable_isas()[0]
 _MINUTES = pytest.mark.nightly(reason="it compiles for a minute or two, and is not the best here")
-QUICK = "avx2 -O1"
-"""The kernels for AVX2 with fewer optimizations, which compile in half the time."""
+QUICK = "avx2 -Og"
+"""The kernels for AVX2 with fewer optimizations, which compile in a third of the time."""
 ISAS = [
     *(pytest.param(isa, marks=() if isa == _BEST else _MINUTES) for isa in sources.ISAS),
     *([QUICK] if _BEST == "avx512" else []),
 ]
 """Instruction sets, as parameters of a fixture: the default tier has the best of this CPU."""
 
+DOTS = "avx512 -Og, dots in software"
+"""The kernels for AVX-512 as on a CPU with dot products of bfloat16, which software computes."""
+_HAS_DOTS = bool(sources.capabilities().get("avx512_bf16"))
+DOTS_HERE = [
+    pytest.param(DOTS, marks=pytest.mark.nightly(reason="compiles for a minute"))
+    for _ in range(_BEST == "avx512" and not _HAS_DOTS)
+]
+"""One more parameter for products of few rows, where no test would run these instructions."""
+
 
 def spec_of(parameter: str) -> BuildSpec:
     """Return how to build the kernels of one of `ISAS`."""
-    isa, _, level = parameter.partition(" ")
+    isa, _, change = parameter.partition(" ")
     spec = sources.build_spec(isa)
-    if not level:
+    if not change:
         return spec
+    extra = ("-include", str(DOTS_HEADER)) if parameter == DOTS else ()
     units = [
-        dataclasses.replace(u, flags=tuple(level if f == "-O3" else f for f in u.flags))
+        dataclasses.replace(u, flags=(*("-Og" if f == "-O3" else f for f in u.flags), *extra))
         for u in spec.units
     ]
-    return dataclasses.replace(spec, units=tuple(units))
+    return dataclasses.replace(spec, units=tuple(units), headers=(*spec.headers, DOTS_HEADER))
 
 
 def library_of(parameter: str) -> native.Library:

@@ -15,6 +15,7 @@ from benchmarks import (
     dequantize,
     floor,
     linear,
+    machine,
     peer,
     quantize,
     report,
@@ -28,6 +29,7 @@ from benchmarks.peer import Job, Peer
 from benchmarks.report import Column, Report
 from benchmarks.settings import Settings
 from benchmarks.timer import measure, summary
+from qtensor.kernels.cpu import sources
 
 TWO_READS = {"fp8", "nvfp4"}
 MXFP8 = Spec(qtensor.quantizer("mxfp8"), cases.TINY, torch.bfloat16)
@@ -35,6 +37,7 @@ HERE = {
     "date": "2001-02-03",
     "cpu": "Some CPU",
     "cores": 4,
+    "instructions": "AVX2",
     "threads": 2,
     "machine": "m",
     "system": "s",
@@ -171,7 +174,7 @@ def test_the_document_names_device_versions_date_and_absences():
     text = report.markdown(MADE)
     for part in (
         "2001-02-03",
-        "Some CPU, 4 cores, 2 threads",
+        "Some CPU, 4 cores, AVX2, 2 threads",
         "other 1.2",
         "OMP_WAIT_POLICY=passive",
     ):
@@ -185,7 +188,73 @@ def test_a_quick_run_does_not_overwrite(tmp_path):
         f"quantize_cpu{suffix}{kind}" for suffix in ("", "_quick") for kind in (".md", ".json")
     }
     assert (full.name, quick.name) == ("quantize_cpu.md", "quantize_cpu_quick.md")
-    assert report.read(tmp_path, "quantize", quick=True) == MADE
+    assert report.read(tmp_path / "quantize_cpu_quick.json") == MADE
+
+
+def test_every_machine_has_its_own_file(tmp_path):
+    others = [
+        HERE | {"cpu": "AMD EPYC 9454P 48-Core Processor @ 2.75GHz"},
+        HERE | {"cores": 2},
+        HERE | {"instructions": "AVX-512 with BF16"},
+    ]
+    names = [
+        report.write(dataclasses.replace(MADE, environment=here), tmp_path, quick=False).name
+        for here in (HERE, *others, HERE)
+    ]
+    assert names == [
+        "quantize_cpu.md",
+        "quantize_cpu_amd_epyc_9454p_48_core_4_cores_avx2.md",
+        "quantize_cpu_some_2_cores_avx2.md",
+        "quantize_cpu_some_4_cores_avx512_with_bf16.md",
+        "quantize_cpu.md",
+    ]
+    quick = report.data_path(tmp_path, "quantize", True, others[1])
+    assert quick.name == "quantize_cpu_quick.json", "there is no other machine's quick run"
+    report.write(MADE, tmp_path, quick=True)
+    quick = report.data_path(tmp_path, "quantize", True, others[1])
+    assert quick.name == "quantize_cpu_some_2_cores_avx2_quick.json"
+
+
+def test_a_file_from_before_instruction_sets_is_of_the_same_machine(tmp_path):
+    old = {key: value for key, value in HERE.items() if key != "instructions"}
+    report.write(dataclasses.replace(MADE, environment=old), tmp_path, quick=False)
+    assert report.data_path(tmp_path, "quantize", False, HERE).stem == "quantize_cpu"
+    assert report.data_path(tmp_path, "quantize", False, HERE | {"cores": 5}).stem != "quantize_cpu"
+
+
+def test_the_heading_names_the_instructions(monkeypatch):
+    def named(isa, found):
+        monkeypatch.setattr(sources, "choose_isa", lambda: isa)
+        monkeypatch.setattr(sources, "capabilities", lambda: found)
+        return machine.instructions()
+
+    monkeypatch.setattr(machine.native, "library", object)
+    assert named("avx512", {"avx512_bf16": True}) == "AVX-512 with BF16"
+    assert named("avx512", {"avx512_bf16": False}) == "AVX-512"
+    assert named("avx2", {"avx512_bf16": True}) == "AVX2", "QTENSOR_CPU_ISA may choose less"
+    assert named("baseline", {}) == "portable C++"
+    monkeypatch.setattr(machine.native, "library", lambda: "switched off")
+    assert machine.instructions() == "no native kernels"
+
+
+def test_the_last_cache_level_of_the_cores_of_this_process(tmp_path, monkeypatch):
+    """Four cores, in two groups that share a third level each; the other levels do not count."""
+    assert machine.last_cache_bytes(tmp_path) == 0
+    for core in range(4):
+        group = "0-1" if core < 2 else "2-3"
+        for index, (level, shared, size) in enumerate([
+            (1, core, "48K"),
+            (1, core, "32K"),
+            (2, core, "2048K"),
+            (3, group, "32768K"),
+        ]):
+            folder = tmp_path / f"cpu{core}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("shared_cpu_list", shared), ("size", size)):
+                (folder / name).write_text(f"{text}\n")
+    for cores, megabytes in (([0, 1], 32), ([1, 2], 64), ([3], 32)):
+        monkeypatch.setattr(machine, "core_numbers", lambda cores=cores: cores)
+        assert machine.last_cache_bytes(tmp_path) == megabytes << 20
 
 
 def test_missing_rows_are_grouped_by_reason():
@@ -361,10 +430,15 @@ def test_the_plot_takes_the_largest_size(tmp_path):
         for n in (64, 1024, 128)
         for case in ("fp8", "mxfp8", "mxfp8(columnwise=True)")
     )
-    made = dataclasses.replace(MADE, rows=rows)
+    made = dataclasses.replace(MADE, rows=rows, environment=HERE | machine.identity())
     assert plot.chosen(made)[0] == "1024x1024"
     assert [row["case"] for row in plot.chosen(made)[1]] == ["fp8", "mxfp8"]
     with pytest.raises(FileNotFoundError, match=r"run benchmarks.quantize first"):
         plot.make(tmp_path, quick=False)
-    report.write(made, tmp_path, quick=False)
-    assert [path.suffix for path in plot.make(tmp_path, quick=False)] == [".png", ".svg"]
+    report.write(MADE, tmp_path, quick=False)
+    with pytest.raises(FileNotFoundError, match=r"no results of this machine"):
+        plot.make(tmp_path, quick=False)
+    stem = report.write(made, tmp_path, quick=False).stem.replace("quantize", "throughput")
+    assert stem.startswith("throughput_cpu_"), "the first file is another machine's"
+    drawn = plot.make(tmp_path, quick=False)
+    assert [path.name for path in drawn] == [f"{stem}.png", f"{stem}.svg"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import qtensor
-from benchmarks import bandwidth, decode, decode_peers
+from benchmarks import bandwidth, decode, decode_llama_cpp, decode_peers, machine
 from benchmarks.settings import Settings
 from benchmarks.timer import summary
 
-SMALL = (128, 128)
+SMALL = (128, 256)
 
 
 @pytest.mark.parametrize("count", [0, 255, 256, 4096, (1 << 20) + 1000, (3 << 20) + 256])
@@ -55,6 +55,11 @@ def test_peers_multiply(way, rows):
     if way.name.startswith("onnxruntime"):
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
         pytest.importorskip("onnx", reason="onnx is not installed")
+    if way.name.startswith("llama.cpp"):
+        try:
+            decode_llama_cpp.library()
+        except ImportError as error:
+            pytest.skip(f"the library of llama.cpp is not installed: {error}")
     weight = way.make(*SMALL, torch.Generator().manual_seed(1))
     x = torch.randn(rows, SMALL[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     y = weight.bind(x, 1)().float()
@@ -103,7 +108,7 @@ def test_a_quick_run(tmp_path, monkeypatch):
     both = {f"{weight}, x in {left}" for weight, left in decode.BOTH}
     assert set(cases) == ours | both | set(ways)
     assert cases[0] == "fp8", "whose codes `read` takes"
-    assert "## 128x128, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
+    assert "## 128x256, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
 
 
 def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
@@ -122,6 +127,78 @@ def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
         r for r in before if r["tokens"] == "M = 1"
     ]
     assert len(after) == len(before) // 2 * 3
+
+
+def test_tables_of_another_machine_are_not_kept(tmp_path, monkeypatch):
+    """A heading names one machine; tables that another one measured are in its own file."""
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]
+    monkeypatch.setattr(machine, "cpu_name", lambda: "One Processor")
+    monkeypatch.setattr(machine, "cores", lambda: 3)
+    monkeypatch.setattr(machine, "instructions", lambda: "AVX2")
+    decode.main([*words, "--rows", "1"])
+    first = (tmp_path / "decode_cpu_quick.json").read_text()
+    monkeypatch.setattr(machine, "cpu_name", lambda: "Another Processor")
+    for rows in ("2", "3"):
+        decode.main([*words, "--rows", rows])
+    assert (tmp_path / "decode_cpu_quick.json").read_text() == first
+    other = json.loads((tmp_path / "decode_cpu_another_3_cores_avx2_quick.json").read_text())
+    assert other["environment"]["cpu"] == "Another Processor"
+    assert list(dict.fromkeys(row["tokens"] for row in other["rows"])) == ["M = 2", "M = 3"]
+
+
+def test_tables_of_other_versions_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(decode.SIZES, True, (SMALL,))
+    monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
+    words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]
+    decode.main([*words, "--rows", "1"])
+    monkeypatch.setattr(decode, "collect", lambda *_: pytest.fail("it measured first"))
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    with pytest.raises(SystemExit, match=r"was measured with torch .*, not 1\.0: measure all rows"):
+        decode.main([*words, "--rows", "2"])
+
+
+def test_the_text_says_whether_a_weight_may_be_in_the_cache():
+    """Rows of a table are measured in turns: each copy waits for all of its row's other copies."""
+    row = {"size": "1x1", "threads": "1 thread", "tokens": "M = 1"}
+    rows = [row | {"bytes": nbytes << 20} for nbytes in (10, 30, 60)]
+    assert decode.read_between(rows, 100 << 20) == 2 * 100 << 20
+    assert decode.read_between(rows, 200 << 20) == 4 * 100 << 20
+    small = [row | {"tokens": "M = 2", "bytes": 50 << 20}]
+    assert decode.read_between(rows + small, 100 << 20) == 2 * 50 << 20
+    for megabytes, said in ((50, "so that none is in it"), (51, "so that some may be in it")):
+        text = decode.cache_text(100 << 20, megabytes << 20)
+        assert f"read 100 MB or more; the last cache level holds {megabytes} MB, {said}" in text
+    assert decode.cache_text(100 << 20, 0).endswith("read 100 MB or more.")
+
+
+def test_llama_cpp_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv(decode_llama_cpp.FOLDER, str(tmp_path))
+    decode_llama_cpp.library.cache_clear()
+    try:
+        ways, versions, absent = decode_peers.ways()
+        missing = decode.document([], Settings(threads=1)).absent
+    finally:
+        decode_llama_cpp.library.cache_clear()
+    names = {f"llama.cpp {name}" for name in decode_peers.LLAMA_CPP}
+    assert names <= set(absent)
+    assert not names & {way.name for way in ways}
+    assert "ggml" not in versions
+    (line,) = (text for text in missing if "llama.cpp" in text)
+    assert line.startswith("llama.cpp q8_0, llama.cpp q6_K")
+    assert "ImportError" in line
+
+
+def test_the_tables_of_a_size():
+    def named(*words, **options):
+        made = decode.tables(SMALL, Settings(threads=2), *words, **options)
+        return [(table.threads, table.rows) for table in made]
+
+    assert named() == [(threads, rows) for threads in (1, 2) for rows in decode.ROWS[False]]
+    assert named([3, 5]) == [(1, 3), (1, 5), (2, 3), (2, 5)]
+    assert named([3], one_thread=False) == [(2, 3)]
+    assert [table.threads for table in decode.tables(SMALL, Settings(threads=1), [3])] == [1]
 
 
 def test_no_table_begins_when_time_is_over(monkeypatch):

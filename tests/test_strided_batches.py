@@ -6,6 +6,8 @@ weight has plain values.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.nn import Parameter
 
 import qtensor
 from qtensor.storage import views
+from qtensor.storage.rebuild import WHOLE_PRODUCTS
 
 formats = pytest.mark.parametrize(
     "fmt", ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4"]
@@ -110,6 +113,30 @@ def test_other_usages_have_one_order_of_sums(fmt: str, usages: tuple[bool, bool]
         same_bits(F.linear(x, w), want)
 
 
+ORIGINS: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda w: w.detach(),
+    "a parameter": lambda w: Parameter(w, requires_grad=False),
+    "clone": lambda w: w.clone(),
+    "deepcopy": copy.deepcopy,
+    "another dtype": lambda w: w.bfloat16(),
+    "twice transposed": lambda w: w.t().t(),
+    "rows": lambda w: torch.cat([w, w])[N:],
+    "a matrix of a stack": lambda w: w.view(1, N, K)[0],
+    "unbind": lambda w: w.view(1, N, K).unbind()[0],
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS.values(), ids=ORIGINS)
+def test_every_weight_has_the_dispatch_key(origin: Callable[[Any], Any]) -> None:
+    """However it was made."""
+    torch.manual_seed(7)
+    w, x = quantized(N, K, "mxfp8", {}), hidden()[:, -2:]
+    for made in (origin(w), origin(w).view(1, N, K).mT):
+        assert WHOLE_PRODUCTS in repr(torch._C._dispatch_keys(made))
+    same_bits(F.linear(x, origin(w)), F.linear(x.contiguous(), w))
+
+
 def losses(x: Tensor, w: Any) -> Tensor:
     """Return one number that depends on every product of ``CALLS`` that has a gradient."""
     return sum(
@@ -188,7 +215,7 @@ def test_fake_tensors() -> None:
     assert fake == layouts(h, w)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_what_a_single_op_would_lose() -> None:
     """Transforms, tangents and the dtype of autocast."""
     w, x = quantized(N, K, "fp8", {}, spread=0.1), torch.randn(4, 6, K)[:, -2:]

@@ -51,7 +51,7 @@ _OPENMP = ("-fopenmp",) if platform.system() == "Linux" else ()
 
 
 @functools.cache
-def _capabilities() -> dict[str, bool]:
+def capabilities() -> dict[str, bool]:
     """Return what the CPU can do, under the names of `torch.cpu.get_capabilities`."""
     probe = getattr(torch.cpu, "get_capabilities", None)  # torch 2.12 and later
     if probe is not None:
@@ -66,8 +66,8 @@ def _capabilities() -> dict[str, bool]:
 
 def usable_isas() -> tuple[str, ...]:
     """Return the instruction sets of this CPU, the best first."""
-    capabilities = _capabilities()
-    return tuple(isa for isa in ISAS if all(capabilities.get(part) for part in _NEEDS[isa]))
+    found = capabilities()
+    return tuple(isa for isa in ISAS if all(found.get(part) for part in _NEEDS[isa]))
 
 
 def choose_isa() -> str:
