@@ -3,8 +3,8 @@
 torch computes these two from other ops. For a batch whose rows are not evenly spaced, such as
 ``hidden[:, -1:]``, it expands the weight, and an expanded weight is decoded. The functions below
 are registered under a dispatch key that only quantized tensors have, so calls with other tensors
-never reach them. The key comes before the keys of autograd and autocast, so that the op that torch
-decomposes, if it has to, has a batch that is contiguous.
+never reach them. The key comes before those of autograd and autocast. A call that needs these goes
+on as ``mm`` or ``addmm`` of all rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIBRARY, _ALL_OPS = torch.library.Library("aten", "IMPL"), torch.library.Librar
 
 
 def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
-    """Return True if nothing but the product is asked for: no gradient, no rounding, no record.
+    """Return True if a call asks for the product alone: no gradient, no autocast, no record.
 
     The product is then one op instead of several, which takes two thirds of the time.
     """
