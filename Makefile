@@ -15,6 +15,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # One thread a process: tests run in parallel already, and spinning OpenMP threads stall tiny
 # operators by milliseconds. Inductor compiles in the process that asks, without a pool of its own.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
+# The tests start hundreds of processes. Each compiles all modules again if a variable of the shell
+# forbids Python to write its bytecode; an empty variable allows it.
+BYTECODE := PYTHONDONTWRITEBYTECODE=
 
 CPP_SOURCES = $(wildcard qtensor/kernels/cpu/src/*.h qtensor/kernels/cpu/src/*.cpp)
 
@@ -38,7 +41,7 @@ help:
 demo: $(VENV)/.demo.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/qtensor demo
 
-PYTEST := $(QUIET_CORES) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
+PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.dev.stamp
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ class QuantizerLike(Protocol):
     spec: FormatSpec
     canonical: str
     slots: tuple[Slot, ...]
+    slot_names: tuple[str, ...]
     keywords: tuple[str, ...]
     """Keyword of each slot's buffer in the constructor of the tensor class."""
     attributes: tuple[tuple[str, str], ...]

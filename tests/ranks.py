@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch.distributed as dist
-from torch_process import SERVER
+from torch_process import SERVER, CompilerProcess
 
 PATIENCE = 60
 """Seconds that a collective waits for the other rank; after a failure nobody waits so long."""
@@ -80,7 +80,7 @@ class Ranks:
             ours, theirs = SERVER.Pipe()
             store = str(self.folder / f"store{self.starts}")
             args = (rank, self.size, store, self.patience, theirs, dict(os.environ))
-            process = SERVER.Process(target=_serve, args=args, daemon=True)
+            process = CompilerProcess(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -55,6 +55,7 @@ def run(path, folder, cache=None):
         environment=environment,
         folder=folder,
         check=False,
+        compiles=True,
     )
 
 

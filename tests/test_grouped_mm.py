@@ -1,11 +1,16 @@
 """``aten._grouped_mm`` of a quantized weight (groups, K, N): the products that experts need."""
 
+import copy
+import pickle
+
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import qtensor
 from qtensor.library.define import FILLS
+from qtensor.storage import geometry
 
 FORMATS = ["fp8", "fp8_rowwise", "fp8_blockwise", "mxfp4", "mxfp6", "mxfp8", "nvfp4"]
 OFFS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)  # the second group has no rows
@@ -44,6 +49,70 @@ def test_a_transposed_weight_and_the_gradient(fmt):
     values = weight.dequantize()
     assert (y.double() - by_hand(x.detach(), values.mT)).abs().max() < 1e-4
     assert (x.grad.double() - by_hand(gradient, values)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "fp8"])
+def test_a_transposed_stack_is_not_copied(fmt, monkeypatch):
+    """``weight.mT`` reads the experts that have rows, and has the bits of their own products."""
+    weight = qtensor.quantize(torch.randn(4, 256, 128), fmt)
+    x = torch.randn(12, 128)
+    experts = [F.linear(rows, weight[e]) for e, rows in enumerate(x.split([3, 0, 6, 3]))]
+
+    def refuse(*args):
+        raise AssertionError("the stack was copied")
+
+    monkeypatch.setattr(geometry, "transpose_each", refuse)
+    turned = weight.mT
+    assert torch.equal(F.grouped_mm(x, turned, offs=OFFS), torch.cat(experts))
+    batch = x.view(4, 3, 128)
+    products = torch.stack([F.linear(rows, weight[e]) for e, rows in enumerate(batch)])
+    assert torch.equal(torch.bmm(batch, turned), products)
+    assert torch.equal(torch.matmul(batch, turned.detach()), products)
+    assert torch.equal(qtensor.gemm(batch, turned.mT, "TN"), products)
+    gradient = torch.randn(4, 3, 256)
+    assert torch.equal(qtensor.gemm(gradient, turned, "TN"), torch.bmm(gradient, weight))
+    assert turned.nbytes == weight.nbytes
+    with pytest.raises(AssertionError, match="was copied"):
+        turned.buffers()
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_blockwise", "nvfp4"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_graph_reads_the_stack(fmt):
+    weight = qtensor.quantize(torch.randn(4, 256, 128), fmt)
+    x = torch.randn(12, 128)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def step(x, weight):
+        return F.grouped_mm(x, weight.mT, offs=OFFS)
+
+    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    with torch.no_grad():
+        assert torch.equal(compiled(x, weight), step(x, weight))
+    (graph,) = graphs
+    names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    assert "qtensor.grouped_gemm.default" in names
+    copies = ("aten.permute", "aten.clone", "aten.copy.")
+    assert not {name for name in names if name.startswith(copies)}
+
+    turn = torch.compile(lambda w: w.mT * 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(turn(weight), weight.dequantize().mT)
+
+
+def test_a_transposed_stack_gets_its_own_bytes_when_they_are_read():
+    weight = qtensor.quantize(torch.randn(4, 256, 128), "mxfp4")
+    turned = weight.mT
+    saved = pickle.loads(pickle.dumps(turned))
+    assert torch.equal(saved.dequantize(), weight.dequantize().mT)
+    assert turned.get_usages() == {"rowwise": False, "columnwise": True}
+    assert [b.shape for b in turned.buffers()] == [b.shape for b in saved.buffers()]
+    with pytest.raises(qtensor.UnsupportedError, match="copy"):
+        turned.copy_(torch.zeros(4, 128, 256))
+    assert copy.deepcopy(weight.mT).dequantize().equal(weight.dequantize().mT)
 
 
 def test_a_group_without_rows_is_not_decoded(monkeypatch):

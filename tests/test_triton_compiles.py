@@ -3,11 +3,11 @@ as written.
 """
 
 import concurrent.futures
-import multiprocessing
 
 import pytest
 import torch
 import triton_compiler
+from torch_process import SERVER
 from triton_checks import needs_triton
 
 pytestmark = needs_triton
@@ -48,9 +48,8 @@ ROWS = [
 def run(tmp_path_factory):
     """Call a function in a process whose kernels compile."""
     folder = str(tmp_path_factory.mktemp("triton"))
-    spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
-        1, spawn, triton_compiler.compile_only, (folder,)
+        1, SERVER, triton_compiler.compile_only, (folder,)
     ) as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=300)
 

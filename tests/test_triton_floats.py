@@ -3,7 +3,6 @@ interpreter or on a GPU.
 """
 
 import concurrent.futures
-import multiprocessing
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import triton_float_checks as checks
 import triton_float_compiler as compiler
 from float_cases import ACTIVATIONS, GATED
 from formats import FORMATS
+from torch_process import SERVER
 from triton_checks import needs_triton
 
 pytestmark = needs_triton
@@ -72,9 +72,8 @@ def test_what_is_not_fused(run):
 def compile_run(tmp_path_factory):
     """Call a function in a process whose kernels compile."""
     folder = str(tmp_path_factory.mktemp("triton"))
-    spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(
-        1, spawn, triton_compiler.compile_only, (folder,)
+        1, SERVER, triton_compiler.compile_only, (folder,)
     ) as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=600)
 

@@ -4,11 +4,16 @@ Importing torch takes two seconds. A server process imports it once, and each pr
 fork of the server: torch is there, but neither qtensor nor any state of a test. Start a Python of
 its own instead (``subprocess``) where a program needs options of the interpreter, another PATH to
 Python, or measures imports or memory.
+
+The modules of torch that compile, and those of distributed training, take three seconds more. A
+second server has them too (``compiles=True``, and the processes of `ranks`).
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
 import multiprocessing.util
 import os
 import subprocess
@@ -19,12 +24,37 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SECONDS = 300
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch"])
 # The server's socket lies here. Tests change TMPDIR to folders whose names are too long for one.
 multiprocessing.util.get_temp_dir()
+
+_COMPILER_SERVER = multiprocessing.forkserver.ForkServer()
+_COMPILER_SERVER.set_forkserver_preload([
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+])
+
+
+class _CompilerPopen(multiprocessing.popen_forkserver.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        # multiprocessing itself has one server, which it asks through this name.
+        connect = _COMPILER_SERVER.connect_to_new_process
+        with mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
+            super()._launch(process_obj)
+
+
+class CompilerProcess(SERVER.Process):  # type: ignore[name-defined, misc]
+    """A ``multiprocessing.Process`` that starts with torch's compilers imported."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _CompilerPopen:
+        return _CompilerPopen(process_obj)
 
 
 def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, output: str) -> None:
@@ -58,6 +88,7 @@ class TorchProcess:
         name: str = "<program>",
         environment: Mapping[str, str] | None = None,
         folder: str | os.PathLike[str] | None = None,
+        compiles: bool = False,
     ) -> None:
         """Start ``code`` as ``__main__``.
 
@@ -67,11 +98,13 @@ class TorchProcess:
             name: file name in tracebacks, and ``sys.argv[0]``.
             environment: all variables; None: those of this process.
             folder: working directory; None: that of this process.
+            compiles: start with torch's compilers and distributed training imported.
         """
         self._output = tempfile.TemporaryDirectory(prefix="torch-process-")
         variables = dict(os.environ if environment is None else environment)
         where = os.fspath(folder or Path.cwd())
-        self._process = SERVER.Process(
+        kind = CompilerProcess if compiles else SERVER.Process
+        self._process = kind(
             target=_run, args=(code, [name, *arguments], variables, where, self._output.name)
         )
         self._process.start()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import importlib.util
-import multiprocessing
 import os
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ import torch
 from adversarial import SEED, make, mixed
 from formats import BY_NAME, DTYPES, USAGES, assert_same_bytes
 from torch import Tensor
+from torch_process import SERVER
 
 import qtensor
 from qtensor.kernels import table
@@ -67,7 +67,7 @@ def child() -> concurrent.futures.ProcessPoolExecutor:
     """Return a process whose kernels run in the interpreter, or on a GPU if there is one."""
     return concurrent.futures.ProcessPoolExecutor(
         1,
-        multiprocessing.get_context("spawn"),
+        SERVER,
         initializer=None if torch.cuda.is_available() else _interpret,
     )
 

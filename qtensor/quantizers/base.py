@@ -81,6 +81,8 @@ class Quantizer(FormatMethods):
     """The canonical string, ``format(option=value,...)``, which is an argument of ops."""
     slots: ClassVar[tuple[Slot, ...]]
     """The buffers that this quantizer fills, in slot order."""
+    slot_names: ClassVar[tuple[str, ...]]
+    """Names of the slots."""
     keywords: ClassVar[tuple[str, ...]]
     """Constructor keywords of the slots."""
     attributes: ClassVar[tuple[tuple[str, str], ...]]
@@ -123,6 +125,7 @@ class Quantizer(FormatMethods):
         if self.columnwise_value and not (self.rowwise and self.columnwise):
             object.__setattr__(self, "columnwise_value", False)
         object.__setattr__(self, "slots", resolve_slots(self.spec, self))
+        object.__setattr__(self, "slot_names", tuple(slot.name for slot in self.slots))
         object.__setattr__(self, "keywords", tuple(slot.keyword for slot in self.slots))
         object.__setattr__(self, "attributes", tuple((s.name, s.keyword) for s in self.slots))
         object.__setattr__(self, "canonical", self._canonical())

@@ -77,6 +77,7 @@ class QuantizedTensorStorage:
         ndim: Any
         _scale_inv: Any
         _view_note: Any
+        _stack: Any
         _splits: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...

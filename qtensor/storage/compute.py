@@ -175,6 +175,8 @@ def operands(
             "Move one with .to(device)",
         )
     check_operands(left, a.shape, right, b.shape, layout)
+    if layout != "NT" and (stack := getattr(b, "_stack", None)) is not None:
+        b, right, layout = stack, stack._quantizer, "NN" if layout == "TN" else "TN"
     if bias is not None:
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
     a_buffers = [a] if left is None else a.buffers()

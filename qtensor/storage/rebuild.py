@@ -46,12 +46,24 @@ def wrap(
     return t
 
 
+def make_wrapper(t: Any, shape: Shape, quantizer: Any) -> Any:
+    """Return a tensor of the class, dtype and device of ``t`` without buffers."""
+    name, dtype = t._context[:2]
+    other = _make(type(t), shape, None, None, None, dtype, _STRIDED, t.device)
+    other._quantizer = quantizer
+    other._context = (name, dtype, quantizer, quantizer.scale_layout)
+    return other
+
+
 def same(t: Any) -> Any:
     """Return another tensor with the buffers, quantizer and view note of ``t``."""
     quantizer, context = t._quantizer, t._context
     other = _make(type(t), t.shape, None, None, None, context[1], _STRIDED, t.device)
-    for name, _ in quantizer.attributes:
-        setattr(other, name, getattr(t, name))
+    if t._stack is not None:
+        other._stack = t._stack
+    else:
+        for name, _ in quantizer.attributes:
+            setattr(other, name, getattr(t, name))
     other._quantizer, other._context = quantizer, context
     if t._view_note is not None:
         other._view_note = t._view_note

@@ -86,7 +86,7 @@ def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
 def _own_names(t: Any) -> set[str]:
     """Return the names of the attributes that make up a tensor."""
     inner = {attribute for attribute, _ in t._FLATTEN_TENSOR_BUFFERS}
-    notes = {"_view_note", "_is_gathered", "_is_scattered", "_is_zeros", "_loaded_areas"}
+    notes = {"_stack", "_view_note", "_is_gathered", "_is_scattered", "_is_zeros", "_loaded_areas"}
     return (
         inner | notes | {"_shards", "_splits", "_shard_dim", "_quantizer", "_context", "_is_param"}
     )

@@ -29,6 +29,7 @@ from qtensor.storage.export import record_construction
 from qtensor.storage.indexing import is_element, read_element
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.shards import GatheredWeight, Shards
+from qtensor.storage.transposed_stack import MissingBuffer
 from qtensor.storage.write import plain
 from qtensor.version import fingerprint
 
@@ -109,6 +110,9 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     fully_shard pads shards so, and keeps the rows before the padding.
     """
 
+    _stack: QuantizedTensor | None = None
+    """The stack of which this is the transpose, while it has no buffers of its own."""
+
     _loaded_areas: tuple[Any, ...] | None = None
     """Rectangles that a distributed checkpoint has loaded so far."""
 
@@ -124,8 +128,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         own: Any = cls.__torch_dispatch__
         cls._dispatches_here = own.__func__ is inherited.__func__
         for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
-            # The buffer of an absent usage reads as None; __new__ sets only existing buffers.
-            setattr(cls, attribute, None)
+            # __new__ sets only existing buffers, which hide these.
+            setattr(cls, attribute, MissingBuffer(attribute))
 
     @staticmethod
     def __new__(
@@ -200,7 +204,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         return {slot.name: getattr(self, slot.name) for slot in sent.slots}
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        return [slot.name for slot in self._quantizer.slots], self._context
+        # Guards of a compiled graph come here twice a call.
+        return [*self._quantizer.slot_names], self._context
 
     @staticmethod
     def __tensor_unflatten__(
@@ -238,6 +243,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the total number of bytes of all buffers, whatever the nominal dtype."""
+        if self._stack is not None:
+            return self._stack.nbytes
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property

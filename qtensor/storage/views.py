@@ -15,7 +15,8 @@ from qtensor.storage.base import ViewNote
 from qtensor.storage.flat import FlatView
 from qtensor.storage.padding import drop_padding, part_of_zeros
 from qtensor.storage.parameter_names import name_parameter
-from qtensor.storage.rebuild import Handler, with_buffers, wrap
+from qtensor.storage.rebuild import Handler, same, with_buffers, wrap
+from qtensor.storage.transposed_stack import transpose_stack
 from qtensor.storage.write import inherit_note, note_part, plain
 
 
@@ -160,6 +161,8 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
             f"{tuple(t.shape)} to {shape}",
             "Choose another shape",
         )
+    if t._stack is not None and shape == tuple(t.shape):
+        return same(t)
     quantizer = t._quantizer
     if quantizer.two_dimensional and rows_cols(shape)[1] != rows_cols(t.shape)[1]:
         quantizer = quantizer.without_square_blocks()
@@ -274,20 +277,21 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
             "Fix the order",
         )
     if order == sorted(order):
-        return inherit_note(with_buffers(t, t.buffers()), t)
+        return same(t)
     shape = tuple(t.shape[i] for i in order)
     if t.ndim == 2:
         return transpose_tensor(t)
     if t._quantizer.per_tensor:
         return inherit_note(with_buffers(t, geometry.permute_buffers(t, order), shape), t)
     if order[:-2] == list(range(t.ndim - 2)):
+        if t._stack is not None:
+            return same(t._stack)
         quantizer = t._quantizer.transposed()
         if quantizer.two_dimensional and (
             t.shape[-2] % quantizer.spec.block[1] or t.shape[-1] % quantizer.spec.block[1]
         ):
             quantizer = quantizer.without_square_blocks()
-        turned = with_buffers(t, geometry.transpose_each(t, quantizer), shape, quantizer=quantizer)
-        return inherit_note(turned, t, ViewNote(is_copy=True))
+        return transpose_stack(t, quantizer)
     rule = "only the last two dims may be swapped, because factors run along the last"
     fail(
         f"{op}[{t._quantizer.format}]",
@@ -307,7 +311,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     sizes = args[1]
     if len(sizes) == t.ndim and all(s in (-1, n) for s, n in zip(sizes, t.shape, strict=True)):
-        return inherit_note(with_buffers(t, t.buffers()), t)
+        return same(t)
     return plain(t).expand(sizes)
 
 

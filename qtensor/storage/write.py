@@ -30,6 +30,8 @@ def plain(t: Any, dtype: torch.dtype | None = None) -> Tensor:
     Returns:
         A plain tensor of the logical shape.
     """
+    if (stack := getattr(t, "_stack", None)) is not None:
+        return plain(stack, dtype).transpose(-2, -1).contiguous()
     return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
