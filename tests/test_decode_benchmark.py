@@ -244,17 +244,16 @@ def test_a_row_is_the_median_of_its_runs():
 PEER_COLUMNS = ("bf16", "torch", "onnxruntime", "llama.cpp")
 
 
-@pytest.mark.parametrize("threads", ["1 thread", "2 threads"])
-def test_the_documents_have_the_measured_ratios(threads):
+def test_the_documents_have_the_measured_ratios():
     """docs/kernels.md repeats ratios of the results; of llama.cpp, those to its fastest type."""
     results = ROOT / "benchmarks/results/decode_cpu_intel_xeon_2_cores_avx512.json"
     measured = {
-        (row["case"], row["tokens"]): row
+        (row["case"], row["tokens"].removeprefix("M = ")): row
         for row in json.loads(results.read_text())["rows"]
-        if row["threads"] == threads and row["size"] == "14336x4096"
+        if row["threads"] == "2 threads" and row["size"] == "14336x4096"
     }
     document = (ROOT / "docs/kernels.md").read_text()
-    rows = re.findall(rf"^\| `(.*)` \| {threads} \| (M = \d+) \| (.*) \|$", document, re.MULTILINE)
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (.*) \|$", document, re.MULTILINE)
     assert len(rows) > 10
     for case, tokens, cells in rows:
         row = measured[case, tokens]
