@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--wide-part",
         metavar="INDEX/PARTS",
         type=nightly.read_part,
-        help="run this part of the wide tier alone, such as 3/8 (a hash of the test's id decides)",
+        help="run this part of the wide tier alone, such as 3/16 (a hash of the test's id decides)",
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from qtensor.kernels.cpu import native, sources
 from qtensor.layout import has_padding
 from qtensor.registry import alloc_slots, by_name
 
+DOTS_HEADER = Path(__file__).parent / "bfloat16_dots.h"
 SHAPES = [
     (),
     (1,),
@@ -63,18 +65,28 @@ ISAS = [
 ]
 """Instruction sets, as parameters of a fixture: the default tier has the best of this CPU."""
 
+DOTS = "avx512 -Og, dots in software"
+"""The kernels for AVX-512 as on a CPU with dot products of bfloat16, which software computes."""
+_HAS_DOTS = bool(sources.capabilities().get("avx512_bf16"))
+DOTS_HERE = [
+    pytest.param(DOTS, marks=pytest.mark.nightly(reason="compiles for a minute"))
+    for _ in range(_BEST == "avx512" and not _HAS_DOTS)
+]
+"""One more parameter for products of few rows, where no test would run these instructions."""
+
 
 def spec_of(parameter: str) -> BuildSpec:
     """Return how to build the kernels of one of `ISAS`."""
-    isa, _, level = parameter.partition(" ")
+    isa, _, change = parameter.partition(" ")
     spec = sources.build_spec(isa)
-    if not level:
+    if not change:
         return spec
+    extra = ("-include", str(DOTS_HEADER)) if parameter == DOTS else ()
     units = [
-        dataclasses.replace(u, flags=tuple(level if f == "-O3" else f for f in u.flags))
+        dataclasses.replace(u, flags=(*("-Og" if f == "-O3" else f for f in u.flags), *extra))
         for u in spec.units
     ]
-    return dataclasses.replace(spec, units=tuple(units))
+    return dataclasses.replace(spec, units=tuple(units), headers=(*spec.headers, DOTS_HEADER))
 
 
 def library_of(parameter: str) -> native.Library:

@@ -23,6 +23,9 @@ Value = tuple[str, ...]
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
+SLOW = ("aot_eager", "inductor", "compiled")
+"""Words in the values of cells that compile, for a second or more."""
+
 _BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
 EVERY_CELL = dict.fromkeys(
     ("test_dequantize.py", "test_gemm.py", "test_golden.py", "test_swizzle.py", "test_usage.py"),
@@ -61,6 +64,7 @@ SHARED: dict[str, tuple[str, ...]] = {
             "test_fsdp_quantized.py",
             "test_ops_parallel.py",
             "test_parallel_quantized.py",
+            "test_parallel_sequences.py",
             "test_parallel_styles.py",
             "test_proto.py",
             "test_tensor_parallel.py",
@@ -130,16 +134,18 @@ def marks_of(item: pytest.Item) -> list[list[str]]:
 def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     """Return the indices of a few cells that together hold every value of all cells.
 
-    Each step takes the cell with the most new values; among equals, the one whose values have been
-    taken least often, then the first. So the choice depends on the cells alone.
+    Each step takes the cell with the most new values; among equals, one that does not compile, then
+    the one whose values have been taken least often, then the first. So the choice depends on the
+    cells alone.
     """
     taken: Counter[Value] = Counter()
     kept: list[int] = []
     values = [set(cell) for cell in cells]
     missing = set().union(*values)
+    compiling = [sum(word in text for v in cell for text in v for word in SLOW) for cell in values]
 
-    def rank(i: int) -> tuple[int, int, int]:
-        return -len(values[i] & missing), sum(taken[v] for v in values[i]), i
+    def rank(i: int) -> tuple[int, int, int, int]:
+        return -len(values[i] & missing), compiling[i], sum(taken[v] for v in values[i]), i
 
     # A cell's rank never falls, so that the first of the heap is the best if its rank is current.
     heap = [rank(i) for i in range(len(cells))]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
-from native_cases import ISAS, library_of, loaded, threads
+from native_cases import DOTS_HERE, ISAS, library_of, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -28,7 +28,7 @@ N, K = 67, 1031
 """Ragged for each block, set of rows and stage."""
 
 
-@pytest.fixture(scope="session", params=ISAS)
+@pytest.fixture(scope="session", params=[*ISAS, *DOTS_HERE])
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels of one instruction set."""
     with loaded(library_of(request.param)):
@@ -106,6 +106,25 @@ def test_compiled_is_eager(fmt: str):
         x = torch.randn(rows, K).bfloat16()
         same_bits(step(x, w, bias), F.linear(x, w, bias))
     assert counter.frame_count <= 2  # one row is a graph of its own
+
+
+@pytest.mark.nightly(reason="g++ compiles the graph for half a minute")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_calls_that_inductor_writes_in_cpp():
+    """The option ``cpp_wrapper`` calls the op without Python."""
+    torch.manual_seed(4)
+    weights = [quantized(K, K, fmt, {}) for fmt in ("mxfp4", "fp8_rowwise", "nvfp4")]
+
+    def step(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = F.linear(x, weight)
+        return x
+
+    compiled = torch.compile(step, fullgraph=True, options={"cpp_wrapper": True})
+    for rows in (1, 3):
+        x = torch.randn(rows, K).bfloat16()
+        for _ in range(3):  # the third call is answered in C++ alone
+            same_bits(compiled(x), step(x))
 
 
 @weights
@@ -217,8 +236,11 @@ def test_non_finite_values(isa: None, fmt: str, options: dict[str, Any]):
         b for b in w.buffers() if b.dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
     )
     raw.view(torch.uint8).random_(0, 64 if fmt == "mxfp6" else 256)
-    got = qtensor.gemm(x, w, "TN", dtype=torch.float32)
-    same_bits(got, rounded(oracle.product(x, w), torch.float32))
+    raw.view(torch.uint8)[: N // 2] &= 0x3F  # rows of FP8 without NaN beside rows with NaN
+    want = rounded(oracle.product(x, w), torch.float32)
+    for first, count in ((0, 6), (4, 1), (4, 2), (0, 3), (0, 4)):
+        got = qtensor.gemm(x[first : first + count], w, "TN", dtype=torch.float32)
+        same_bits(got, want[first : first + count])
 
 
 @pytest.mark.parametrize(

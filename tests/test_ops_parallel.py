@@ -95,7 +95,16 @@ def test_a_sequence_parallel_block(ranks: Ranks, recipe: str, way: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["high_precision", "delayed", "current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "high_precision",
+        "delayed",
+        pytest.param("current", marks=pytest.mark.nightly(reason="mxfp8 has no state either")),
+        "mxfp8",
+        "nvfp4",
+    ],
+)
 def test_compiled_is_eager_bit_for_bit(ranks: Ranks, recipe: str) -> None:
     for sequence_parallel in (False, True):
         eager = ranks.run(sharded_block, sequence_parallel, recipe, "eager")

@@ -1,5 +1,6 @@
 """`make test` holds every test and every value of every axis; the wide tier holds the rest."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import nightly
@@ -111,6 +112,12 @@ def test_the_marks_of_a_cell(request, letter, digit, square):
     assert nightly.marks_of(request.node) == [["digit", "square"], ["letter"]]
     cells = nightly.tests(request.config.stash[CELLS])[request.node.nodeid.partition("[")[0]]
     assert len([cell for cell in cells if cell.get_closest_marker("nightly") is None]) == 2
+
+
+def test_of_equal_cells_one_compiles_once():
+    backends = (("backend",), [("inductor",), ("eager",), ("aot_eager",)])
+    taken = Counter(cell["backend"] for cell in kept(backends, (("n",), [(n,) for n in range(9)])))
+    assert taken == {"eager": 7, "aot_eager": 1, "inductor": 1}
 
 
 def test_values_that_are_equal_but_not_the_same_count_each():

@@ -114,54 +114,6 @@ INLINE void finish_eight(const FewRows& f, i64 m, i64 n, i64 count, __m512 v[8])
     finish_vector(f, m, n, count, _mm512_permutexvar_ps(order, d));
 }
 
-// Memory is fetched in order, to the second cache level, some sets of rows ahead of their use: several rows
-// at a time, each read from its start, are too many streams for the prefetcher of a CPU.
-template <class F, int R>
-struct Fetch {
-    const u8 *next, *next_scale;
-    bool on;
-    Fetch(const FewRows& f, const Chunk& chunk, i64 n) {  // while rows n .. n + R are used
-        i64 to = n + R * i64(8192 / double(R * f.code_stride) + 1.75);
-        if (to >= chunk.end) to = chunk.following < 0 ? -1 : chunk.following + to - chunk.end;
-        on = to >= 0 && to < f.n;
-        if (!on) to = 0;
-        next = f.codes + to * f.code_stride;
-        next_scale = F::SCALES && !f.scales.tiles ? f.scales.base + f.scales.at(to, 0) : next;
-    }
-    // A piece of `Elements` of each of the R rows, the `at`-th such piece.
-    template <int Elements>
-    ALWAYS_INLINE void piece(i64 at) {
-        if (!on) return;
-        constexpr i64 bytes = i64(R) * Elements / F::SPAN * F::BYTES;
-#pragma GCC unroll 16
-        for (i64 line = 0; line < bytes; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
-        next += bytes;
-        if constexpr (F::SCALES > 0) {
-            constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES,
-                          every = scales < 64 ? 64 / scales : 1;
-            if (at % every == 0)
-                for (i64 line = 0; line < (scales < 64 ? 64 : scales); line += 64)
-                    _mm_prefetch((const char*)next_scale + at * scales + line, _MM_HINT_T1);
-        }
-    }
-    // The same in smaller parts: a piece begins, and `count` lines of it at a time.
-    const u8* piece_end = nullptr;
-    template <int Elements>
-    void begin(i64 at) {
-        if (!on) return;
-        piece_end = next + i64(R) * Elements / F::SPAN * F::BYTES;
-        if constexpr (F::SCALES > 0) {
-            constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES;
-            for (i64 line = 0; line < scales; line += 64)
-                _mm_prefetch((const char*)next_scale + at * scales + line, _MM_HINT_T1);
-        }
-    }
-    ALWAYS_INLINE void lines(int count) {
-        for (; count > 0 && next < piece_end; count--, next += 64)
-            _mm_prefetch((const char*)next, _MM_HINT_T1);
-    }
-};
-
 // R rows of the weight.
 template <class F, int R>
 struct WeightRows {
