@@ -39,11 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[CELLS] = list(items)
     if (wanted := config.getoption("--wide-part")) is not None:
         index, parts = wanted
-        chosen = [
-            item
-            for item in items
-            if item.get_closest_marker("nightly") and nightly.part(item.nodeid, parts) == index
-        ]
+        keys = [(item, nightly.key(item)) for item in items]
+        chosen = [item for item, key in keys if key and nightly.part(key, parts) == index]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
 

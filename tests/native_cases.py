@@ -56,11 +56,17 @@ INPUTS = {
 
 
 _BEST = sources.usable_isas()[0]
-_MINUTES = pytest.mark.nightly(reason="it compiles for a minute or two, and is not the best here")
+
+
+def _minutes(library: str) -> pytest.MarkDecorator:
+    """Put the cells of a library, which is not the best here, into one part of the wide tier."""
+    return pytest.mark.nightly(reason="it compiles for a minute or two", together=library)
+
+
 QUICK = "avx2 -Og"
 """The kernels for AVX2 with fewer optimizations, which compile in a third of the time."""
 ISAS = [
-    *(pytest.param(isa, marks=() if isa == _BEST else _MINUTES) for isa in sources.ISAS),
+    *(pytest.param(isa, marks=() if isa == _BEST else _minutes(isa)) for isa in sources.ISAS),
     *([QUICK] if _BEST == "avx512" else []),
 ]
 """Instruction sets, as parameters of a fixture: the default tier has the best of this CPU."""
@@ -69,8 +75,7 @@ DOTS = "avx512 -Og, dots in software"
 """The kernels for AVX-512 as on a CPU with dot products of bfloat16, which software computes."""
 _HAS_DOTS = bool(sources.capabilities().get("avx512_bf16"))
 DOTS_HERE = [
-    pytest.param(DOTS, marks=pytest.mark.nightly(reason="compiles for a minute"))
-    for _ in range(_BEST == "avx512" and not _HAS_DOTS)
+    pytest.param(DOTS, marks=_minutes(DOTS)) for _ in range(_BEST == "avx512" and not _HAS_DOTS)
 ]
 """One more parameter for products of few rows, where no test would run these instructions."""
 

@@ -192,9 +192,18 @@ def mark(items: Iterable[pytest.Item]) -> None:
                 cell.add_marker(pytest.mark.nightly(reason=SAMPLED))
 
 
-def part(nodeid: str, parts: int) -> int:
-    """Return which part of the wide tier a cell is in, from 0 to ``parts - 1``."""
-    return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % parts
+def part(key: str, parts: int) -> int:
+    """Return which part of the wide tier a key is in, from 0 to ``parts - 1``."""
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % parts
+
+
+def key(item: pytest.Item) -> str | None:
+    """Return the text that decides the part of a cell, or None in the default tier.
+
+    It is the id of the cell, or ``together`` of its mark: cells of the same set-up are in one part.
+    """
+    mark = item.get_closest_marker("nightly")
+    return None if mark is None else mark.kwargs.get("together", item.nodeid)
 
 
 def read_part(text: str) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -12,6 +14,7 @@ from benchmarks import bandwidth, decode, decode_llama_cpp, decode_peers, machin
 from benchmarks.settings import Settings
 from benchmarks.timer import summary
 
+ROOT = Path(__file__).parents[1]
 SMALL = (128, 256)
 
 
@@ -233,3 +236,30 @@ def test_a_row_is_the_median_of_its_runs():
     }
     (base, row) = generation.rows_of(runs)
     assert (base["tokens_s"], row["ratio"], row["mb_ratio"]) == (2.0, 2.5, 0.3)
+
+
+# ---- the documents
+# -------------------------------------------------------------------------------------------------
+
+PEER_COLUMNS = ("bf16", "torch", "onnxruntime", "llama.cpp")
+
+
+def test_the_documents_have_the_measured_ratios():
+    """docs/kernels.md repeats ratios of the results; of llama.cpp, those to its fastest type."""
+    results = ROOT / "benchmarks/results/decode_cpu_intel_xeon_2_cores_avx512.json"
+    measured = {
+        (row["case"], row["tokens"].removeprefix("M = ")): row
+        for row in json.loads(results.read_text())["rows"]
+        if row["threads"] == "2 threads" and row["size"] == "14336x4096"
+    }
+    document = (ROOT / "docs/kernels.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (.*) \|$", document, re.MULTILINE)
+    assert len(rows) > 10
+    for case, tokens, cells in rows:
+        row = measured[case, tokens]
+        ratios = {
+            peer: [value for key, value in row.items() if re.match(rf"{peer}.*_ratio$", key)]
+            for peer in PEER_COLUMNS
+        }
+        texts = [f"{min(found):.2f}" if found else "" for found in ratios.values()]
+        assert cells.split(" | ") == texts, (case, tokens)

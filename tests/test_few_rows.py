@@ -108,6 +108,25 @@ def test_compiled_is_eager(fmt: str):
     assert counter.frame_count <= 2  # one row is a graph of its own
 
 
+@pytest.mark.nightly(reason="g++ compiles the graph for half a minute")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_calls_that_inductor_writes_in_cpp():
+    """The option ``cpp_wrapper`` calls the op without Python."""
+    torch.manual_seed(4)
+    weights = [quantized(K, K, fmt, {}) for fmt in ("mxfp4", "fp8_rowwise", "nvfp4")]
+
+    def step(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = F.linear(x, weight)
+        return x
+
+    compiled = torch.compile(step, fullgraph=True, options={"cpp_wrapper": True})
+    for rows in (1, 3):
+        x = torch.randn(rows, K).bfloat16()
+        for _ in range(3):  # the third call is answered in C++ alone
+            same_bits(compiled(x), step(x))
+
+
 @weights
 def test_the_weight_on_the_left(fmt: str, options: dict[str, Any]):
     """``w @ x.T`` and ``w @ vector`` have the sums of ``x @ w.T``."""

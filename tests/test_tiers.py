@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import nightly
 import pytest
 from conftest import CELLS
+from native_cases import ISAS
+
+from qtensor.kernels.cpu import sources
 
 
 def rows_of(*marks):
@@ -153,6 +156,19 @@ def test_each_cell_of_the_wide_tier_is_in_one_part():
     assert max(parts.count(part) for part in range(8)) < 150
     # Pinned: a commit's part holds the same cells on every machine.
     assert parts[:4] == [3, 7, 1, 2]
+
+
+def test_cells_that_share_a_library_are_in_one_part(request):
+    """Each part would compile it otherwise. The id decides the part of other cells."""
+    best, *others = sources.usable_isas()
+    marks = {row.values[0]: row.marks for row in ISAS if not isinstance(row, str)}
+    assert marks[best] == ()
+    for isa in others:
+        cell = SimpleNamespace(nodeid="x", get_closest_marker=lambda name, isa=isa: marks[isa][0])
+        assert nightly.key(cell) == isa
+    assert nightly.key(request.node) is None
+    alone = pytest.mark.nightly(reason="slow").mark
+    assert nightly.key(SimpleNamespace(nodeid="x", get_closest_marker=lambda name: alone)) == "x"
 
 
 @pytest.mark.parametrize("text", ["8/8", "1", "a/8", "-1/8", "1/", ""])

@@ -2,12 +2,10 @@
 as written.
 """
 
-import concurrent.futures
-
 import pytest
 import torch
+import torch_process
 import triton_compiler
-from torch_process import SERVER
 from triton_checks import needs_triton
 
 pytestmark = needs_triton
@@ -48,9 +46,7 @@ ROWS = [
 def run(tmp_path_factory):
     """Call a function in a process whose kernels compile."""
     folder = str(tmp_path_factory.mktemp("triton"))
-    with concurrent.futures.ProcessPoolExecutor(
-        1, SERVER, triton_compiler.compile_only, (folder,)
-    ) as executor:
+    with torch_process.pool(triton_compiler.compile_only, folder) as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=300)
 
 

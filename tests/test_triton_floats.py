@@ -2,17 +2,15 @@
 interpreter or on a GPU.
 """
 
-import concurrent.futures
-
 import pytest
 import torch
+import torch_process
 import triton_checks
 import triton_compiler
 import triton_float_checks as checks
 import triton_float_compiler as compiler
 from float_cases import ACTIVATIONS, GATED
 from formats import FORMATS
-from torch_process import SERVER
 from triton_checks import needs_triton
 
 pytestmark = needs_triton
@@ -72,9 +70,7 @@ def test_what_is_not_fused(run):
 def compile_run(tmp_path_factory):
     """Call a function in a process whose kernels compile."""
     folder = str(tmp_path_factory.mktemp("triton"))
-    with concurrent.futures.ProcessPoolExecutor(
-        1, SERVER, triton_compiler.compile_only, (folder,)
-    ) as executor:
+    with torch_process.pool(triton_compiler.compile_only, folder) as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=600)
 
 

@@ -21,7 +21,8 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,24 @@ _COMPILER_SERVER.set_forkserver_preload([
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 ])
+
+
+def pool(initializer: Callable[..., None] | None = None, *arguments: Any) -> ProcessPoolExecutor:
+    """Return one process with torch and the variables of this process; it runs the functions sent.
+
+    It calls ``initializer(*arguments)`` first.
+    """
+    start = (dict(os.environ), initializer, *arguments)
+    return ProcessPoolExecutor(1, SERVER, initializer=_begin, initargs=start)
+
+
+def _begin(
+    environment: dict[str, str], initializer: Callable[..., None] | None, *args: Any
+) -> None:
+    os.environ.clear()  # of the server, which may have started while a test changed its own
+    os.environ.update(environment)
+    if initializer is not None:
+        initializer(*args)
 
 
 class _CompilerPopen(multiprocessing.popen_forkserver.Popen):

@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch_process
 from adversarial import SEED, make, mixed
 from formats import BY_NAME, DTYPES, USAGES, assert_same_bytes
 from torch import Tensor
-from torch_process import SERVER
 
 import qtensor
 from qtensor.kernels import table
@@ -65,11 +65,7 @@ def patch_once_a_launch() -> None:
 
 def child() -> concurrent.futures.ProcessPoolExecutor:
     """Return a process whose kernels run in the interpreter, or on a GPU if there is one."""
-    return concurrent.futures.ProcessPoolExecutor(
-        1,
-        SERVER,
-        initializer=None if torch.cuda.is_available() else _interpret,
-    )
+    return torch_process.pool(None if torch.cuda.is_available() else _interpret)
 
 
 def backend() -> Any:

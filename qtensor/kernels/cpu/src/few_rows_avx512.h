@@ -65,6 +65,10 @@ INLINE __m512 multiply(__m512 p, const float* x, __m512i d) {
     p = _mm512_fmadd_ps(_mm512_load_ps(x), _mm512_castsi512_ps(high), p);
     return _mm512_fmadd_ps(_mm512_load_ps(x + SUMS), _mm512_castsi512_ps(_mm512_slli_epi32(d, 16)), p);
 }
+INLINE __m512 multiply(__m512 p, const float* x, FloatPair d) {
+    p = _mm512_fmadd_ps(_mm512_load_ps(x), d.second, p);
+    return _mm512_fmadd_ps(_mm512_load_ps(x + SUMS), d.first, p);
+}
 template <class F>
 struct LaneOrder {
     alignas(64) int at[SUMS];
@@ -155,6 +159,7 @@ struct WeightRows {
     }
 };
 
+constexpr int SET = 4, SETS = 2;  // rows of the weight
 // 1. R rows of the weight times M rows of x, with everything in registers.
 template <class F, int R, int M, class X>
 INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512 s[R], const X* x,
@@ -167,7 +172,7 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         if constexpr (F::PER == 4) {
 #define QT_STEP(S)                                                                                    \
     for (int r = 0; r < R; r++) {                                                                     \
-        const __m512i d = F::template decode<S>(codes, t[r][i]);                                      \
+        const auto d = F::template decode<S, X>(codes, t[r][i]);                                      \
         for (int m = 0; m < M; m++) p[r][m] = multiply(p[r][m], x + m * STAGE + (i * 4 + S) * 32, d); \
     }
             QT_STEP(0) QT_STEP(1) QT_STEP(2) QT_STEP(3)
@@ -214,8 +219,44 @@ static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, con
     }
 }
 
+// The same in float32: few rows of x are larger than the first cache level, so they are read a stage at a
+// time for two sets of rows of the weight.
+template <class F, int M>
+static void float_rows_in_registers(const FewRows& f, const F& codes, const float* xs, const Chunk& chunk,
+                                    u8* own) {
+    constexpr int ROWS = SET * SETS, R = 2;
+    for (i64 n = chunk.first; n < chunk.end; n += ROWS) {
+        const WeightRows<F, ROWS> rows(f, n, chunk.end, own);
+        Fetch<F, ROWS> fetch(f, chunk, n);
+        __m512 sums[M][ROWS] = {};
+        for (i64 e = 0; e < f.k; e += STAGE) {
+            fetch.template begin<int(STAGE)>(e / STAGE);
+            const i64 end = smaller(e + STAGE, f.k);
+            for (int r0 = 0; r0 < ROWS; r0 += R) {
+                __m512 acc[R][M], s[R];
+                __m512i t[R][F::LOADS];
+                for (int r = 0; r < R; r++)
+                    for (int m = 0; m < M; m++) acc[r][m] = sums[m][r0 + r];
+                const float* x = xs + e * M;
+                i64 i = e / F::SPAN;
+                for (; (i + 1) * F::SPAN <= end; i++, x += F::SPAN) {
+                    fetch.lines(R * F::BYTES / 64);
+                    for (int r = 0; r < R; r++) rows.whole(r0 + r, i, t[r], s[r]);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc);
+                }
+                if (i * F::SPAN < end) {
+                    for (int r = 0; r < R; r++) rows.part(r0 + r, i, t[r], s[r]);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc);
+                }
+                for (int r = 0; r < R; r++)
+                    for (int m = 0; m < M; m++) sums[m][r0 + r] = acc[r][m];
+            }
+        }
+        for (int m = 0; m < M; m++) finish_eight<F>(f, m, n, smaller(ROWS, chunk.end - n), sums[m]);
+    }
+}
+
 // 2. More rows of x: two sets of four rows of the weight, a stage at a time, with tiles of T rows of x.
-constexpr int SET = 4, SETS = 2;
 template <class F>
 struct Stage {
     static constexpr int SPANS = int(STAGE) / F::SPAN;
@@ -283,8 +324,8 @@ __attribute__((noinline)) static void tile(const F& codes, const X* x, Stage<F>&
                 const X* from = x + l * F::PER * 32;
 #define QT_STEP(S)                                                                                    \
     {                                                                                                 \
-        __m512i d[R];                                                                                 \
-        for (int r = 0; r < R; r++) d[r] = F::template decode<S>(codes, stored[l][r0 + r]);           \
+        decltype(F::template decode<S, X>(codes, __m512i{})) d[R];                                    \
+        for (int r = 0; r < R; r++) d[r] = F::template decode<S, X>(codes, stored[l][r0 + r]);        \
         for (int m = 0; m < T; m++)                                                                   \
             for (int r = 0; r < R; r++) p[m][r] = multiply(p[m][r], from + m * STAGE + S * 32, d[r]); \
     }
@@ -387,18 +428,25 @@ static void rows_by_tiles(const FewRows& f, const F& codes, const X* xs, const C
 template <class F, class Few, class X>
 static void multiply_chunk(const FewRows& f, const X* xs, const Chunk& chunk, u8* own) {
     const Few few(f);
-    switch (f.m) {
-        case 1:
-            return rows_in_registers<Few, 4, 1>(f, few, xs, chunk, own);
-        case 2:
-            return rows_in_registers<Few, F::PER == 4 ? 4 : 2, 2>(f, few, xs, chunk, own);
-        case 3:
-            return rows_in_registers<Few, 2, 3>(f, few, xs, chunk, own);
-        case 4:
-            // Four rows of x fill the first cache level: four rows of the weight read them half as often.
-            return rows_in_registers<Few, F::SCALED ? 2 : 4, 4>(f, few, xs, chunk, own);
-        default:
-            break;
+    if constexpr (std::is_same<X, float>::value) {
+        if (f.m == 1) return float_rows_in_registers<Few, 1>(f, few, xs, chunk, own);
+        if (f.m == 2) return float_rows_in_registers<Few, 2>(f, few, xs, chunk, own);
+        if (f.m == 3) return float_rows_in_registers<Few, 3>(f, few, xs, chunk, own);
+        if (f.m == 4) return float_rows_in_registers<Few, 4>(f, few, xs, chunk, own);
+    } else {
+        switch (f.m) {
+            case 1:
+                return rows_in_registers<Few, 4, 1>(f, few, xs, chunk, own);
+            case 2:
+                return rows_in_registers<Few, F::PER == 4 ? 4 : 2, 2>(f, few, xs, chunk, own);
+            case 3:
+                return rows_in_registers<Few, 2, 3>(f, few, xs, chunk, own);
+            case 4:
+                // Four rows of x fill the first cache level: four rows of the weight read them half as often.
+                return rows_in_registers<Few, F::SCALED ? 2 : 4, 4>(f, few, xs, chunk, own);
+            default:
+                break;
+        }
     }
     const F codes(f);
     Stage<F> stage;
