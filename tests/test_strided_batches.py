@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -271,3 +273,23 @@ def test_a_weight_that_user_code_repeats_is_decoded(fmt: str, decoded: list[Any]
     assert decoded == [(N, K)]
     assert torch.equal(torch.bmm(x, repeated.mT), torch.bmm(x, w.dequantize().expand(4, N, K).mT))
     assert "the right operand is not quantized" in qtensor.explain(x, repeated)
+
+
+def test_a_torch_without_the_key():
+    """The library loads and multiplies as before: torch decomposes the calls."""
+    program = """
+import torch
+
+def refuse(name):
+    raise RuntimeError(f"no key {name}")
+
+torch._C._dispatch_key_parse = refuse
+import qtensor
+from qtensor.storage.rebuild import OWN_KEY
+
+assert OWN_KEY is None
+x, w = torch.randn(2, 3, 64), qtensor.quantize(torch.randn(32, 64), "mxfp4")
+y = torch.nn.functional.linear(x, w)
+assert torch.equal(y, qtensor.gemm(x, w, "TN")), "another product"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

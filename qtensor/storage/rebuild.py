@@ -18,8 +18,18 @@ WHOLE_PRODUCTS = "DeferredInit"
 
 torch reserves it for a library that is no longer developed, and gives it no meaning of its own.
 """
-_OWN_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
-KEYS = (None, False, False, _OWN_KEYS)
+
+
+def _own_key() -> Any:
+    """Return the set of this key; None for a torch without it, which then repeats some weights."""
+    try:
+        return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
+    except (AttributeError, RuntimeError):
+        return None
+
+
+OWN_KEY = _own_key()
+KEYS: tuple[Any, ...] = () if OWN_KEY is None else (None, False, False, OWN_KEY)
 """The last positional arguments of ``_make_wrapper_subclass`` for a quantized tensor."""
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -19,12 +19,11 @@ from torch.nn import Parameter
 from qtensor.library.define import watched
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.compute import COMPUTE
-from qtensor.storage.rebuild import WHOLE_PRODUCTS
+from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 
 _LINEAR, _MATMUL = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
 _MATMUL_OUT = torch.ops.aten.matmul.out
 _compute_linear, _compute_matmul = COMPUTE["linear"], COMPUTE["matmul"]
-_OWN_KEY = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
 _LIBRARY, _ALL_OPS = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
 
@@ -55,7 +54,7 @@ def _is_known(t: Any) -> bool:
 
 def _by_torch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``op`` as if this module did not exist."""
-    with torch._C._ExcludeDispatchKeyGuard(_OWN_KEY):
+    with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
         return op(*args, **kwargs)
 
 
@@ -96,6 +95,8 @@ def _matmul_out(a: Tensor, b: Tensor, *, out: Tensor) -> Any:
 
 def install() -> None:
     """Register the functions; importing ``qtensor.storage.tensor`` calls this once."""
+    if OWN_KEY is None:
+        return
     # Without a kernel for every other op, each op of a quantized tensor would stop at the key.
     _ALL_OPS.fallback(torch.library.fallthrough_kernel, WHOLE_PRODUCTS)
     for name, function in (("linear", _linear), ("matmul", _matmul), ("matmul.out", _matmul_out)):
