@@ -104,8 +104,8 @@ BOUNDS = OpClass(
     "Exact or an error: calls that depend on where blocks lie",
     "A part cannot be cut out if it shares a factor, or a byte of codes, with its neighbours. The "
     "call then raises a `QTensorError` that names the rule and the multiple. It never rounds "
-    "again. Single elements, masks and an `expand` to more rows, which batched products call, give "
-    "plain values.",
+    "again. Single elements, masks and an `expand` to more rows give plain values. `linear` and "
+    "`matmul` never repeat one matrix for a batch.",
     ELSEWHERE,
     ELSEWHERE,
 )

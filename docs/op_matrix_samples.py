@@ -134,6 +134,7 @@ ELSEWHERE: dict[str, Sample] = {
 """Calls that depend on where blocks lie, by their label in the document."""
 
 COMPUTED: dict[str, Sample] = {
+    "matmul": lambda o: A.matmul(o.batch, plain(o.square)),
     "mm": lambda o: A.mm(o.matrix, plain(o.square)),
     "bmm": lambda o: A.bmm(o.batch, plain(o.batch).mT.contiguous()),
     "addmm": lambda o: A.addmm(plain(o.vector), o.matrix, plain(o.square)),

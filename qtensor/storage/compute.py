@@ -266,7 +266,21 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     x, weight, bias = (*args, None)[:3]
-    return _product(x, weight, "TN", kwargs.get("bias", bias))
+    bias = kwargs.get("bias", bias)
+    quantizer = getattr(weight, "_quantizer", None)
+    if quantizer is not None and not quantizer.rowwise and weight.ndim == 2:
+        # The order of the sums is that of the ops into which torch decomposes a linear.
+        return _product(x, weight.t(), "NN", bias)
+    return _product(x, weight, "TN", bias)
+
+
+def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``matmul``, which arrives whole in inference mode and from ``whole_products``."""
+    a, b = args
+    if b.ndim == 2 and (a.ndim > 1 or isinstance(b, QuantizedTensorStorage)):
+        return _product(a, b, "NN")
+    decomposed: Tensor = func.decompose(a, b)
+    return decomposed
 
 
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -304,6 +318,7 @@ COMPUTE: dict[str, Handler] = {
     "addmm": _addmm,
     "baddbmm": _addmm,
     "linear": _linear,
+    "matmul": _matmul,
     "_grouped_mm": grouped_mm,
     "embedding": _embedding,
     "dequantize": _dequantize,

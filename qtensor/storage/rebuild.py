@@ -13,6 +13,15 @@ from qtensor.layout import Shape
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
+WHOLE_PRODUCTS = "DeferredInit"
+"""Dispatch key that only quantized tensors have, for ``whole_products``.
+
+torch reserves it for a library that is no longer developed, and gives it no meaning of its own.
+"""
+_OWN_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(WHOLE_PRODUCTS))
+KEYS = (None, False, False, _OWN_KEYS)
+"""The last positional arguments of ``_make_wrapper_subclass`` for a quantized tensor."""
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Nominal dtypes, and dtypes of plain GEMM operands."""
 
@@ -38,7 +47,8 @@ def wrap(
         buffers: inner buffers in slot order; extra tensors at the end are ignored.
         context: the flatten context, if there is one already.
     """
-    t = _make(cls, shape, None, None, None, dtype, _STRIDED, buffers[0].device)
+    device = buffers[0].device
+    t = _make(cls, shape, None, None, None, dtype, _STRIDED, device, False, False, *KEYS)
     for (name, _), buffer in zip(quantizer.attributes, buffers, strict=False):
         setattr(t, name, buffer)
     t._quantizer = quantizer
@@ -49,7 +59,8 @@ def wrap(
 def make_wrapper(t: Any, shape: Shape, quantizer: Any) -> Any:
     """Return a tensor of the class, dtype and device of ``t`` without buffers."""
     name, dtype = t._context[:2]
-    other = _make(type(t), shape, None, None, None, dtype, _STRIDED, t.device)
+    cls = type(t)
+    other = _make(cls, shape, None, None, None, dtype, _STRIDED, t.device, False, False, *KEYS)
     other._quantizer = quantizer
     other._context = (name, dtype, quantizer, quantizer.scale_layout)
     return other
@@ -58,7 +69,8 @@ def make_wrapper(t: Any, shape: Shape, quantizer: Any) -> Any:
 def same(t: Any) -> Any:
     """Return another tensor with the buffers, quantizer and view note of ``t``."""
     quantizer, context = t._quantizer, t._context
-    other = _make(type(t), t.shape, None, None, None, context[1], _STRIDED, t.device)
+    cls, dtype = type(t), context[1]
+    other = _make(cls, t.shape, None, None, None, dtype, _STRIDED, t.device, False, False, *KEYS)
     if t._stack is not None:
         other._stack = t._stack
     else:

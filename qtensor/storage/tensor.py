@@ -14,7 +14,7 @@ from qtensor.layout import Shape
 from qtensor.library.define import watched
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
 from qtensor.registry import QuantizerLike, parse
-from qtensor.storage import assignment, coalesced
+from qtensor.storage import assignment, coalesced, whole_products
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,
@@ -27,6 +27,7 @@ from qtensor.storage.checkpoint_part import CheckpointPart
 from qtensor.storage.dispatch import dispatch
 from qtensor.storage.export import record_construction
 from qtensor.storage.indexing import is_element, read_element
+from qtensor.storage.rebuild import KEYS
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.shards import GatheredWeight, Shards
 from qtensor.storage.transposed_stack import MissingBuffer
@@ -35,6 +36,7 @@ from qtensor.version import fingerprint
 
 assignment.install()
 coalesced.install()
+whole_products.install()
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
@@ -165,7 +167,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             device = buffers[quantizer.keywords[0]].device
             # Positional arguments: torch takes 0.2 us to match names.
             self = _make(
-                cls, shape, None, None, None, dtype, _STRIDED, device, False, requires_grad
+                cls, shape, None, None, None, dtype, _STRIDED, device, False, requires_grad, *KEYS
             )
             for name, keyword in quantizer.attributes:
                 setattr(self, name, buffers[keyword])

@@ -305,8 +305,9 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle expand: return the tensor for its own shape, and plain values for more rows.
 
-    Factors cannot be repeated without a copy. ``matmul`` calls the first form before it folds a
-    batch, and the second form if a batch is not contiguous.
+    Factors cannot be repeated without a copy. ``matmul`` calls the first form for a stack with the
+    batch dims of the other operand, and the second form for a stack that it has to repeat. It never
+    repeats one matrix (``whole_products``).
     """
     t = args[0]
     sizes = args[1]
