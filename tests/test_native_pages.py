@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,15 +49,42 @@ def test_who_asks(asked: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyP
     assert len(asked) == 2
 
 
+def flags_at(address: int, smaps: str) -> list[str]:
+    """Return the flags of the memory around an address, by the text of /proc/PID/smaps."""
+    blocks = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) [\s\S]*?^VmFlags: (.*)$", smaps, re.MULTILINE)
+    (flags,) = (f for start, end, f in blocks if int(start, 16) <= address < int(end, 16))
+    return flags.split()
+
+
 @pytest.mark.skipif(not SYSTEM.exists(), reason="this kernel has no transparent huge pages")
 def test_the_system_hears_it() -> None:
     t = torch.empty(2 * pages.LARGE, dtype=torch.uint8)
     pages.ask_for_large_pages(t)
-    inside = t.data_ptr() + pages.LARGE
-    blocks = re.findall(
-        r"^([0-9a-f]+)-([0-9a-f]+) [\s\S]*?^VmFlags: (.*)$",
-        Path("/proc/self/smaps").read_text(),
-        re.MULTILINE,
+    smaps = Path("/proc/self/smaps").read_text()
+    assert "hg" in flags_at(t.data_ptr() + pages.LARGE, smaps)
+
+
+LOAD = """
+import sys, torch, qtensor
+codes = torch.load(sys.argv[1], weights_only=True).buffers()[0]
+print(codes.data_ptr() + codes.nbytes // 2)
+print(open("/proc/self/smaps").read())
+"""
+
+
+@pytest.mark.skipif(not SYSTEM.exists(), reason="this kernel has no transparent huge pages")
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
+def test_a_variable_of_torch_gives_loaded_weights_large_pages(
+    tmp_path: Path, value: str, expected: bool
+) -> None:
+    """docs/kernels.md names the variable, which torch does not document."""
+    torch.save(qtensor.quantize(torch.zeros(4096, 4096), "fp8"), tmp_path / "weight.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "weight.pt")],
+        env={**os.environ, "THP_MEM_ALLOC_ENABLE": value},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    (flags,) = (f for start, end, f in blocks if int(start, 16) <= inside < int(end, 16))
-    assert "hg" in flags.split()
+    address, _, smaps = done.stdout.partition("\n")
+    assert ("hg" in flags_at(int(address), smaps)) == expected

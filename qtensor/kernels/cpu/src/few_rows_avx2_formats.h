@@ -47,19 +47,22 @@ struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
     static constexpr int BYTES = 256, SCALES = 16;
     using NibbleCodes::NibbleCodes;
     static constexpr int lane_of(int i) { return i / 8 * 8 + i % 4 * 2 + i / 4 % 2; }
-    // Dword i of each of eight blocks comes to vector i.
+    // Dword i of each of eight blocks comes to vector i. The halves take turns: each step of a sum waits for
+    // the one before.
     template <class Sink>
     ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+        __m256i t[4][2];
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++, p += 128) {
             __m256i v[4];
             for (int i = 0; i < 4; i++) v[i] = load<__m256i>(p + 32 * i);
             const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
             const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
-            eights(_mm256_unpacklo_epi64(a, b), 0, h, sink), eights(_mm256_unpackhi_epi64(a, b), 8, h, sink);
-            eights(_mm256_unpacklo_epi64(c, d), 16, h, sink),
-                eights(_mm256_unpackhi_epi64(c, d), 24, h, sink);
+            t[0][h] = _mm256_unpacklo_epi64(a, b), t[1][h] = _mm256_unpackhi_epi64(a, b);
+            t[2][h] = _mm256_unpacklo_epi64(c, d), t[3][h] = _mm256_unpackhi_epi64(c, d);
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) eights(t[i][0], 8 * i, 0, sink), eights(t[i][1], 8 * i, 1, sink);
     }
     INLINE void factors(const u8* s, VF to[2]) {
         const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
