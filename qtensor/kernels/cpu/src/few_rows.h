@@ -1,9 +1,9 @@
 // Few rows of x times a quantized weight that is read once, as it is stored: y = x @ weight.T.
 //
 // The order of the sums is part of the result (docs/numerics.md, "Few rows"): it depends neither on the
-// number of rows nor on threads nor on the instruction set. Here is what the ways to compute it share: rows
-// of the weight and their factors, the order of elements, the end of a sum, and how rows are dealt out to
-// threads.
+// number of rows nor on threads nor on the instruction set. This file holds
+// what the kernels of all instruction sets share: the call, which elements share a lane, the order of x, the
+// chunks of rows that threads take, and the prefetch.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -123,8 +123,8 @@ static void by_chunks(const FewRows& f, const Work& work) {
         }
     });
 }
-// Memory is fetched in order, to the second cache level, some sets of rows ahead of their use: several rows
-// at a time, each read from its start, are too many streams for the prefetcher of a CPU.
+// Fetches memory in order, to the second cache level, some sets of rows before their use. The prefetcher of a
+// CPU cannot follow several rows that are read at the same time, each from its start.
 template <class F, int R>
 struct Fetch {
     const u8 *next, *next_scale;

@@ -270,7 +270,7 @@ struct Stage {
     alignas(64) __m512 s[SETS][SPANS][SET];
     alignas(64) __m512 acc[SETS][MOST_ROWS][SET];
 };
-// GCC keeps arrays of sums in registers only where it unrolls the loops over them early.
+// GCC keeps an array of sums in registers only if it unrolls the loops over it early.
 #define QT_EACH_SUM \
     _Pragma("GCC unroll 8") for (int m = 0; m < T; m++) _Pragma("GCC unroll 8") for (int r = 0; r < R; r++)
 // A factor that is a power of two may multiply decoded values instead of sums of products: the bits are the

@@ -1,6 +1,4 @@
-// few_rows.h with AVX-512: codes are decoded in registers and multiplied at once, in float32 by fused
-// multiply-adds or, where bfloat16 holds x, by vdpbf16ps, which is two such steps: the high half of a dword
-// first.
+// few_rows_avx512.h: how the codes and factors of each format are loaded and decoded in registers.
 #pragma once
 #include "few_rows.h"
 

@@ -1,5 +1,5 @@
-// few_rows.h without AVX-512: four rows of the weight are decoded to float32 in the order of the sums. One
-// row of x multiplies them in registers, more rows a stage at a time from memory.
+// few_rows.h without AVX-512: four rows of the weight are decoded to float32 in the order of the sums. Up
+// to four rows of x multiply them in registers, more rows a stage at a time from memory.
 #pragma once
 #include "few_rows_avx2_formats.h"
 
