@@ -172,8 +172,12 @@ def test_compiled(backend: str, dynamic: bool, decoded: list[Any]) -> None:
     torch.manual_seed(3)
     w = Parameter(quantized(N, K, "mxfp4", {}), requires_grad=False)
 
+    names = [name for name in BATCHES if name != "four dims"]
+    if dynamic:
+        names = names[:2]  # symbolic shapes take five times as long to trace
+
     def every_product(h: Tensor, w: Any) -> list[Tensor]:
-        selected = [select(h) for name, select in BATCHES.items() if name != "four dims"]
+        selected = [BATCHES[name](h) for name in names]
         return [call(x, w) for x in selected for name, call in CALLS.items() if "out=" not in name]
 
     compiled = Compiled(every_product, backend, dynamic=dynamic)
