@@ -1,6 +1,7 @@
 """``aten._grouped_mm`` of a quantized weight (groups, K, N): the products that experts need."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -113,6 +114,42 @@ def test_a_transposed_stack_gets_its_own_bytes_when_they_are_read():
     with pytest.raises(qtensor.UnsupportedError, match="copy"):
         turned.copy_(torch.zeros(4, 128, 256))
     assert copy.deepcopy(weight.mT).dequantize().equal(weight.dequantize().mT)
+
+
+def change_data(weight, other):
+    weight.data = other
+
+
+def drop_a_usage(weight, other):
+    weight.update_usage(columnwise=False)
+
+
+@pytest.mark.parametrize("change", [change_data, drop_a_usage])
+def test_a_transposed_stack_keeps_its_values_when_the_stack_gets_other_buffers(change):
+    weight, other = (
+        qtensor.quantize(torch.randn(4, 256, 128), "mxfp4", columnwise=True) for _ in range(2)
+    )
+    turned, want = weight.mT, weight.dequantize().mT
+    change(weight, other)
+    assert torch.equal(turned.dequantize(), want)
+    assert turned.get_usages() == {"rowwise": True, "columnwise": True}
+    turned.buffers()
+    assert torch.equal(turned.dequantize(), want)
+
+
+def test_a_transposed_stack_takes_over_other_buffers():
+    weight, other = (qtensor.quantize(torch.randn(4, 256, 128), "mxfp4") for _ in range(2))
+    parameter, x = torch.nn.Parameter(weight.mT), torch.randn(4, 3, 128)
+    parameter.data = other.mT
+    assert torch.equal(parameter.dequantize(), other.dequantize().mT)
+    assert torch.equal(torch.bmm(x, parameter.detach()), torch.bmm(x, other.mT.clone()))
+
+
+def test_a_buffer_that_another_thread_has_set_is_found():
+    turned = qtensor.quantize(torch.randn(4, 256, 128), "mxfp4").mT
+    missing = inspect.getattr_static(type(turned), "_columnwise_data")
+    buffer = turned.buffers()[0]
+    assert missing.__get__(turned) is buffer
 
 
 def test_a_group_without_rows_is_not_decoded(monkeypatch):

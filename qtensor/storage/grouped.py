@@ -73,8 +73,9 @@ def grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         return func(x, *args[1:], **kwargs)
     check_call(x, weight, offs, given["bias"])
     sizes = group_sizes(offs, x.shape[0], "_grouped_mm")
-    stack, layout = (weight, "NN") if weight._stack is None else (weight._stack, "TN")
-    return grouped_product(x, stack, layout, sizes, given["out_dtype"])
+    stack = weight._stack
+    operand, layout = (weight, "NN") if stack is None else (stack, "TN")
+    return grouped_product(x, operand, layout, sizes, given["out_dtype"])
 
 
 def check_call(x: Tensor, weight: Any, offs: Tensor | None, bias: Tensor | None) -> None:

@@ -81,8 +81,8 @@ def same(t: Any) -> Any:
     quantizer, context = t._quantizer, t._context
     cls, dtype = type(t), context[1]
     other = _make(cls, t.shape, None, None, None, dtype, _STRIDED, t.device, False, False, *KEYS)
-    if t._stack is not None:
-        other._stack = t._stack
+    if (stack := t._stack) is not None:
+        other._stack = stack
     else:
         for name, _ in quantizer.attributes:
             setattr(other, name, getattr(t, name))

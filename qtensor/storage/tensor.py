@@ -245,8 +245,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the total number of bytes of all buffers, whatever the nominal dtype."""
-        if self._stack is not None:
-            return self._stack.nbytes
+        if (stack := self._stack) is not None:
+            return stack.nbytes
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
@@ -280,6 +280,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, getattr(value, attribute))
+        self._stack = None
         self._set_quantizer(value._quantizer)
 
     def _check_own_memory(self, value: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from qtensor.storage import geometry
 from qtensor.storage.base import ViewNote
-from qtensor.storage.rebuild import make_wrapper
+from qtensor.storage.rebuild import make_wrapper, same
 from qtensor.storage.write import inherit_note
 
 
@@ -25,7 +25,8 @@ def transpose_stack(stack: Any, quantizer: Any) -> Any:
     """
     shape = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
     turned = make_wrapper(stack, shape, quantizer)
-    turned._stack = stack
+    # Another object: the caller may give `stack` other buffers.
+    turned._stack = same(stack)
     return inherit_note(turned, stack, ViewNote(is_copy=True))
 
 
@@ -39,9 +40,11 @@ class MissingBuffer:
         self.name = name
 
     def __get__(self, t: Any, owner: Any = None) -> Any:
-        stack = None if t is None else t._stack
-        if stack is None:
+        if t is None:
             return None
+        stack = t._stack
+        if stack is None:  # another thread may have set the buffer since it was looked up
+            return t.__dict__.get(self.name)
         with torch.inference_mode(t.is_inference()):
             buffers = geometry.transpose_each(stack, t._quantizer)
         for name, buffer in zip(t._quantizer.slot_names, buffers, strict=True):

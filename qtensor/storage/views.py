@@ -284,8 +284,8 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
     if t._quantizer.per_tensor:
         return inherit_note(with_buffers(t, geometry.permute_buffers(t, order), shape), t)
     if order[:-2] == list(range(t.ndim - 2)):
-        if t._stack is not None:
-            return same(t._stack)
+        if (stack := t._stack) is not None:
+            return same(stack)
         quantizer = t._quantizer.transposed()
         if quantizer.two_dimensional and (
             t.shape[-2] % quantizer.spec.block[1] or t.shape[-1] % quantizer.spec.block[1]
