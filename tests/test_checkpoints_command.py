@@ -282,6 +282,6 @@ def test_a_bar_shows_the_rate_on_a_terminal(plain, tmp_path):
             ["script", "-qec", command, "/dev/null"], check=True, capture_output=True, text=True
         )
     except FileNotFoundError:
-        pytest.skip("the program 'script' is not installed")
+        pytest.skip(reason="the program 'script' is not installed")
     assert "100%" in done.stdout
     assert "B/s" in done.stdout

@@ -303,7 +303,7 @@ def test_a_small_file_system(source, tmp_path):
     except FileNotFoundError:
         works = 1
     if works:
-        pytest.skip("this system lets no user mount a tmpfs")
+        pytest.skip(reason="this system lets no user mount a tmpfs")
     run = [*command, sys.executable, "-c", code, str(source), str(small / "out")]
     done = subprocess.run(run, check=True, capture_output=True, text=True)
     assert "No space left on device" in done.stdout

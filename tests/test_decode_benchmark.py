@@ -62,7 +62,7 @@ def test_peers_multiply(way, rows):
         try:
             decode_llama_cpp.library()
         except ImportError as error:
-            pytest.skip(f"the library of llama.cpp is not installed: {error}")
+            pytest.skip(reason=f"the library of llama.cpp is not installed: {error}")
     weight = way.make(*SMALL, torch.Generator().manual_seed(1))
     x = torch.randn(rows, SMALL[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     y = weight.bind(x, 1)().float()

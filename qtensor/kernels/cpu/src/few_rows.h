@@ -177,5 +177,22 @@ INLINE const u8* scale_codes(const FewRows& f, i64 n, u8* own) {
     for (i64 b = 0; b < f.scale_bytes; b += 4) memcpy(own + b, s.base + s.at(n, b), 4);
     return own;
 }
+// Where R rows of the weight begin, from row n on. Rows behind the end of the chunk are its last one.
+template <class F, int R>
+struct RowAddresses {
+    const u8 *code[R], *scale[R];
+    // `own`: R * scale_bytes for factors out of tiles.
+    RowAddresses(const FewRows& f, i64 n, i64 end, u8* own) {
+        for (int r = 0; r < R; r++) {
+            const i64 at = smaller(n + r, end - 1);
+            code[r] = f.codes + at * f.code_stride;
+            scale[r] = nullptr;
+            if (F::SCALES)
+                scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
+            else if (F::SCALED)
+                scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
+        }
+    }
+};
 
 }  // namespace QT_NAMESPACE

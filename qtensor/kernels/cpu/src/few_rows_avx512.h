@@ -120,22 +120,14 @@ INLINE void finish_eight(const FewRows& f, i64 m, i64 n, i64 count, __m512 v[8])
 
 // R rows of the weight.
 template <class F, int R>
-struct WeightRows {
+struct WeightRows : RowAddresses<F, R> {
+    using RowAddresses<F, R>::code;
+    using RowAddresses<F, R>::scale;
     const FewRows& f;
-    const u8 *code[R], *scale[R];
     bool special = false;  // whether a factor of E8M0 is not a plain power of two
-    // Rows behind the end of the chunk are its last one. `own`: R * scale_bytes for factors out of tiles.
-    WeightRows(const FewRows& f, i64 n, i64 end, u8* own) : f(f) {
-        for (int r = 0; r < R; r++) {
-            const i64 at = smaller(n + r, end - 1);
-            code[r] = f.codes + at * f.code_stride;
-            scale[r] = nullptr;
-            if (F::SCALES)
-                scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
-            else if (F::SCALED)
-                scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
-            if (F::SCALES == 4) special |= has_special_factor(scale[r], f.k / F::SPAN * F::SCALES);
-        }
+    WeightRows(const FewRows& f, i64 n, i64 end, u8* own) : RowAddresses<F, R>(f, n, end, own), f(f) {
+        for (int r = 0; F::SCALES == 4 && r < R; r++)
+            special |= has_special_factor(scale[r], f.k / F::SPAN * F::SCALES);
     }
     ALWAYS_INLINE void whole(int r, i64 span, __m512i t[F::LOADS], __m512& s) const {
         F::load(code[r] + span * F::BYTES, t);

@@ -72,24 +72,15 @@ struct LookedUp : Lanes {
 };
 #endif
 
-// Rows n ... of the weight; those behind the end of a chunk are its last one.
+// A set of rows of the weight.
 template <class F>
-struct WeightRows {
+struct WeightRows : RowAddresses<F, SET> {
+    using RowAddresses<F, SET>::code;
+    using RowAddresses<F, SET>::scale;
     const FewRows& f;
     const F& format;
-    const u8 *code[SET], *scale[SET];
-    // `own`: SET * scale_bytes for factors out of tiles.
-    WeightRows(const FewRows& f, const F& format, i64 n, i64 end, u8* own) : f(f), format(format) {
-        for (int r = 0; r < SET; r++) {
-            const i64 at = smaller(n + r, end - 1);
-            code[r] = f.codes + at * f.code_stride;
-            scale[r] = nullptr;
-            if (F::SCALES)
-                scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
-            else if (F::SCALED)
-                scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
-        }
-    }
+    WeightRows(const FewRows& f, const F& format, i64 n, i64 end, u8* own)
+        : RowAddresses<F, SET>(f, n, end, own), f(f), format(format) {}
     // Span i of a row: sink(j, h, values) gets half h of the lanes of step j. Behind the end, codes are 0.
     template <class Sink>
     ALWAYS_INLINE void span(int r, i64 i, VB& most, VF factors[HALVES], const Sink& sink) const {
