@@ -12,6 +12,7 @@ from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.kernels.gemm.problem import SCALAR_FORMATS, GemmSide, Problem
 from qtensor.kernels.gemm.reading import without_line_factors
+from qtensor.reference.gemm import matmul
 from qtensor.registry import by_name
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -143,9 +144,10 @@ class Dequant:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` of 16-bit operands in float32; each product of elements is exact."""
     if not a.is_cuda:
-        return torch.matmul(a.float(), b.float())
+        return matmul(a.float(), b.float(), None, None)
     if b.ndim == 2:
-        flat = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
+        rows = a.reshape(a.shape[:-1].numel(), a.shape[-1])
+        flat = torch.mm(rows, b, out_dtype=torch.float32)
         return flat.view(*a.shape[:-1], b.shape[-1])
     batch = a.shape[:-2]
     left, right = a.reshape(-1, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
