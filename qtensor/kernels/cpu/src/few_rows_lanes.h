@@ -1,5 +1,5 @@
-// few_rows.h without AVX-512: four rows of the weight are decoded to float32 in the order of the sums. Up
-// to four rows of x multiply them in registers, more rows a stage at a time from memory.
+// few_rows.h without AVX-512: a stage of four rows of the weight is decoded in the order of the sums, as
+// float16 or float32, and multiplies all rows of x.
 #pragma once
 #include "few_rows_avx2_formats.h"
 
@@ -31,6 +31,7 @@ constexpr int SET = 4;            // rows of the weight
 constexpr int HALVES = SUMS / W;  // vectors of a set of lanes
 
 #if QT_ISA != 2
+INLINE VF value(const float* v) { return load<VF>(v); }
 // A format on any CPU: values and factors are looked up one by one. Codes: in a group of bytes.
 template <class Lanes, int Block, int Codes>
 struct LookedUp : Lanes {
@@ -38,6 +39,7 @@ struct LookedUp : Lanes {
     static constexpr int SCALES = Block == 16 || Block == 32 ? SPAN / Block : 0;
     static constexpr bool SCALED = Block > 0, NAN_IS_LEFT = false;
     static constexpr float POWER = 1;
+    using Value = float;
     const float* values;
     u16 places[SPAN];
     explicit LookedUp(const FewRows& f) : values(f.values) {
@@ -45,8 +47,7 @@ struct LookedUp : Lanes {
             for (int half = 1; half >= 0; half--)
                 for (int lane = 0; lane < SUMS; lane++) places[j++] = u16(Lanes::place(v, lane, half));
     }
-    template <class Sink>
-    ALWAYS_INLINE void span(const u8* p, VB&, const Sink& sink) const {
+    ALWAYS_INLINE void decode(const u8* p, VB&, float* to) const {
         alignas(64) u8 padded[BYTES + 16], codes[SPAN];
         memcpy(padded, p, BYTES);
         for (int i = 0; i < SPAN; i += GROUP) {
@@ -55,11 +56,7 @@ struct LookedUp : Lanes {
                              : Codes == 2 ? load_nibbles(from)
                                           : load_quads(from));
         }
-        for (int j = 0; j < SPAN; j += W) {
-            VF w;
-            for (int i = 0; i < W; i++) w[i] = values[codes[places[j + i]]];
-            sink(j / SUMS, j / W % HALVES, w);
-        }
+        for (int i = 0; i < SPAN; i++) to[i] = values[codes[places[i]]];
     }
     ALWAYS_INLINE void factors(const u8* s, VF to[HALVES]) const {
         for (int lane = 0; lane < SUMS; lane++) {
@@ -72,71 +69,96 @@ struct LookedUp : Lanes {
 };
 #endif
 
-// A set of rows of the weight.
-template <class F>
-struct WeightRows : RowAddresses<F, SET> {
-    using RowAddresses<F, SET>::code;
-    using RowAddresses<F, SET>::scale;
-    const FewRows& f;
-    const F& format;
-    WeightRows(const FewRows& f, const F& format, i64 n, i64 end, u8* own)
-        : RowAddresses<F, SET>(f, n, end, own), f(f), format(format) {}
-    // Span i of a row: sink(j, h, values) gets half h of the lanes of step j. Behind the end, codes are 0.
-    template <class Sink>
-    ALWAYS_INLINE void span(int r, i64 i, VB& most, VF factors[HALVES], const Sink& sink) const {
-        const u8 *codes = code[r] + i * F::BYTES, *s = scale[r] + i * F::SCALES;
-        u8 last[F::BYTES], last_scales[16];
-        if ((i + 1) * F::SPAN > f.k) {
-            memset(last, 0, sizeof last), memset(last_scales, 0, sizeof last_scales);
-            memcpy(last, codes, size_t(f.code_stride - i * F::BYTES));
-            codes = last;
-            if (F::SCALES) {
-                memcpy(last_scales, s, size_t((f.k - i * F::SPAN + f.block - 1) / f.block));
-                s = last_scales;
-            }
-        }
-        format.span(codes, most, sink);
-        if (F::SCALED) format.factors(F::SCALES ? s : s + 4 * i * f.scales.block_stride, factors);
-    }
-};
+// A stage of a set of rows of the weight. The values are those of the codes divided by POWER.
 template <class F>
 struct Stage {
     static constexpr int SPANS = int(STAGE) / F::SPAN;
-    alignas(64) float values[SET][STAGE];
+    alignas(64) typename F::Value values[SET][STAGE];
     alignas(64) float factors[SET][SPANS][SUMS];
     alignas(64) float sums[MOST_ROWS][SET][SUMS];
 };
-// All rows of a stage times T rows of x from m0 on, half of the lanes.
-#define QT_EACH_SUM \
-    _Pragma("GCC unroll 4") for (int m = 0; m < T; m++) _Pragma("GCC unroll 4") for (int r = 0; r < SET; r++)
-template <class F, int T>
+// `spans` of a set of rows, to the spans of a stage from `at` on. factor_step: bytes from the factors of a
+// span to the next.
+template <class F>
+__attribute__((noinline)) static VB decode_spans(const F& format, const u8* const codes[SET],
+                                                 const u8* const scales[SET], i64 factor_step, int spans,
+                                                 VB most, Stage<F>& stage, int at) {
+    const F own(format);  // stores to the stage cannot change it
+    for (int r = 0; r < SET; r++) {
+        const u8 *p = codes[r], *s = scales[r];
+        for (int i = at; i < at + spans; i++, p += F::BYTES, s += factor_step) {
+            own.decode(p, most, stage.values[r] + i * F::SPAN);
+            if (!F::SCALED) continue;
+            VF factors[HALVES];
+            own.factors(s, factors);
+            for (int h = 0; h < HALVES; h++) store(stage.factors[r][i] + h * W, factors[h]);
+        }
+    }
+    return most;
+}
+// A set of rows from element e on. Behind the end, codes are 0.
+template <class F>
+static VB decode_stage(const FewRows& f, const F& format, const RowAddresses<F, SET>& rows, i64 e, VB most,
+                       Stage<F>& stage) {
+    const i64 factor_step = F::SCALES ? F::SCALES : F::SCALED ? 4 * f.scales.block_stride : 0;
+    const i64 first = e / F::SPAN, whole = smaller(STAGE, f.k - e) / F::SPAN;
+    const u8 *codes[SET], *scales[SET];
+    const auto go_to = [&](i64 span) {
+        for (int r = 0; r < SET; r++)
+            codes[r] = rows.code[r] + span * F::BYTES, scales[r] = rows.scale[r] + span * factor_step;
+    };
+    go_to(first);
+    most = decode_spans(format, codes, scales, factor_step, int(whole), most, stage, 0);
+    if (e + STAGE <= f.k || (first + whole) * F::SPAN == f.k) return most;
+    go_to(first + whole);
+    u8 last[SET][F::BYTES] = {}, last_scales[SET][16] = {};
+    for (int r = 0; r < SET; r++) {
+        memcpy(last[r], codes[r], size_t(f.code_stride - (first + whole) * F::BYTES));
+        codes[r] = last[r];
+        if (!F::SCALES) continue;
+        memcpy(last_scales[r], scales[r], size_t((f.k - (first + whole) * F::SPAN + f.block - 1) / f.block));
+        scales[r] = last_scales[r];
+    }
+    return decode_spans(format, codes, scales, factor_step, 1, most, stage, int(whole));
+}
+// All rows of a stage times T rows of x from m0 on, in H vectors of the lanes from vector h on. Each step of
+// a sum waits for the one before: T * SET * H = 8 sums take turns.
+#define QT_EACH_SUM                                           \
+    _Pragma("GCC unroll 4") for (int m = 0; m < T; m++)       \
+        _Pragma("GCC unroll 4") for (int r = 0; r < SET; r++) \
+            _Pragma("GCC unroll 4") for (int g = 0; g < H; g++)
+template <class F, int T, int H>
 __attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const float* x, int spans, i64 m0,
                                                      int h) {
-    VF a[T][SET], p[T][SET];
-    QT_EACH_SUM a[m][r] = load<VF>(stage.sums[m0 + m][r] + h * W);
+    VF a[T][SET][H], p[T][SET][H];
+    QT_EACH_SUM a[m][r][g] = load<VF>(stage.sums[m0 + m][r] + (h + g) * W);
     for (int i = 0; i < spans; i++, x += F::SPAN) {
-        QT_EACH_SUM p[m][r] = F::SCALED ? VF{} : a[m][r];
-        const float* values = stage.values[0] + i * F::SPAN + h * W;
-        for (int j = 0; j < F::SPAN; j += SUMS) {
-            VF v[T];
-            for (int m = 0; m < T; m++) v[m] = load<VF>(x + m * STAGE + j + h * W);
-            for (int r = 0; r < SET; r++) {
-                const VF w = load<VF>(values + r * STAGE + j);
-                for (int m = 0; m < T; m++) p[m][r] = fused(v[m], w, p[m][r]);
+        QT_EACH_SUM p[m][r][g] = F::SCALED ? VF{} : a[m][r][g];
+        const auto* values = stage.values[0] + i * F::SPAN + h * W;
+#pragma GCC unroll 2
+        for (int j = 0; j < F::SPAN; j += SUMS)
+#pragma GCC unroll 4
+            for (int g = 0; g < H; g++) {
+                VF v[T];
+                for (int m = 0; m < T; m++) v[m] = load<VF>(x + m * STAGE + j + (h + g) * W);
+                for (int r = 0; r < SET; r++) {
+                    const VF w = value(values + r * STAGE + j + g * W);
+                    for (int m = 0; m < T; m++) p[m][r][g] = fused(v[m], w, p[m][r][g]);
+                }
             }
-        }
-        QT_EACH_SUM a[m][r] =
-            F::SCALED ? fused(p[m][r], load<VF>(stage.factors[r][i] + h * W), a[m][r]) : p[m][r];
+        QT_EACH_SUM a[m][r][g] =
+            F::SCALED ? fused(p[m][r][g], load<VF>(stage.factors[r][i] + (h + g) * W), a[m][r][g])
+                      : p[m][r][g];
     }
-    QT_EACH_SUM store(stage.sums[m0 + m][r] + h * W, a[m][r]);
+    QT_EACH_SUM store(stage.sums[m0 + m][r] + (h + g) * W, a[m][r][g]);
 }
 #undef QT_EACH_SUM
 // The sum of the lanes, which are those of a format.
 template <class F>
 INLINE float by_halves(const float* lanes) {
-    float s[SUMS / 2];
-    for (int i = 0; i < SUMS / 2; i++) s[F::lane_of(i)] = lanes[i] + lanes[i + SUMS / 2];
-    for (int half = SUMS / 4; half; half /= 2)
+    float s[SUMS];
+    for (int i = 0; i < SUMS; i++) s[F::lane_of(i)] = lanes[i];
+    for (int half = SUMS / 2; half; half /= 2)
         for (int i = 0; i < half; i++) s[i] += s[i + half];
     return s[0];
 }
@@ -155,96 +177,51 @@ INLINE void finish(const FewRows& f, i64 m, i64 n, float v) {
     else
         ((u16*)c.y)[at] = float_to_half(v);
 }
-// Whether a row of E4M3 has a NaN, which makes all its products NaN.
-static bool row_has_nan(const FewRows& f, i64 n) {
-    const u8* codes = f.codes + n * f.code_stride;
-    return std::any_of(codes, codes + f.code_stride, [](u8 c) { return (c & 0x7f) == 0x7f; });
+// Whether one of the codes is NaN: 255 of E8M0, and E4M3 without regard to the sign. A row with such a code,
+// or such a factor, has NaN in all products.
+static bool has_nan(const u8* codes, i64 count, bool e4m3) {
+    const u8 magnitude = e4m3 ? 0x7f : 0xff;
+    u8 most = 0;
+    for (i64 i = 0; i < count; i++) most = std::max(most, u8(codes[i] & magnitude));
+    return most == magnitude;
 }
 // Rows n ... of the result from their sums, (m, SET, SUMS).
 template <class F>
-static void finish_rows(const FewRows& f, const Chunk& chunk, i64 n, VB most, const float* sums) {
+static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, const Chunk& chunk, i64 n,
+                        VB most, const float* sums) {
     bool nan = false;
     for (int i = 0; F::NAN_IS_LEFT && i < GROUP; i++) nan |= most[i] == 0x7f;
     for (i64 r = 0; r < SET && n + r < chunk.end; r++) {
-        const bool all_nan = nan && row_has_nan(f, n + r);
+        const bool all_nan =
+            (nan && has_nan(rows.code[r], f.code_stride, true)) ||
+            (F::SCALES && has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, f.block == 16));
         for (i64 m = 0; m < f.m; m++)
             finish(f, m, n + r,
                    all_nan ? bits<float>(0x7fc00000) : by_halves<F>(sums + (m * SET + r) * SUMS));
     }
 }
-// Up to four rows of x, which are POWER times those of the call.
-template <class F, int M>
-static void rows_in_registers(const FewRows& f, const F& format, const float* xs, const Chunk& chunk,
-                              u8* own) {
-    constexpr int R = M == 1 ? 4 : M == 2 ? 2 : 1;  // rows of the weight in registers
-    for (i64 n = chunk.first; n < chunk.end; n += SET) {
-        const WeightRows<F> rows(f, format, n, chunk.end, own);
-        Fetch<F, SET> fetch(f, chunk, n);
-        VB most{};
-        alignas(64) VF sums[M][SET][HALVES] = {};
-        for (i64 e = 0; e < f.k; e += STAGE) {
-            fetch.template begin<int(STAGE)>(e / STAGE);
-            const i64 end = smaller((e + STAGE) / F::SPAN, (f.k + F::SPAN - 1) / F::SPAN);
-            for (int r0 = 0; r0 < SET; r0 += R) {
-                VF a[R][M][HALVES];
-                for (int r = 0; r < R; r++)
-                    for (int m = 0; m < M; m++)
-                        for (int h = 0; h < HALVES; h++) a[r][m][h] = sums[m][r0 + r][h];
-                const float* x = xs + e * M;
-                for (i64 i = e / F::SPAN; i < end; i++, x += F::SPAN)
-#pragma GCC unroll 4
-                    for (int r = 0; r < R; r++) {
-                        VF p[M][HALVES], factors[HALVES];
-                        for (int m = 0; m < M; m++)
-                            for (int h = 0; h < HALVES; h++) p[m][h] = F::SCALED ? VF{} : a[r][m][h];
-                        fetch.lines((F::BYTES + 63) / 64);
-                        rows.span(r0 + r, i, most, factors, [&](int j, int h, VF w) {
-                            for (int m = 0; m < M; m++)
-                                p[m][h] = fused(load<VF>(x + m * STAGE + j * SUMS + h * W), w, p[m][h]);
-                        });
-                        for (int m = 0; m < M; m++)
-                            for (int h = 0; h < HALVES; h++)
-                                a[r][m][h] = F::SCALED ? fused(p[m][h], factors[h], a[r][m][h]) : p[m][h];
-                    }
-                for (int r = 0; r < R; r++)
-                    for (int m = 0; m < M; m++)
-                        for (int h = 0; h < HALVES; h++) sums[m][r0 + r][h] = a[r][m][h];
-            }
-        }
-        finish_rows<F>(f, chunk, n, most, (const float*)sums);
-    }
-}
+// The rows of a chunk times all rows of x, which are POWER times those of the call.
 template <class F>
-static void rows_by_stages(const FewRows& f, const F& format, const float* xs, const Chunk& chunk, u8* own) {
+static void multiply_rows(const FewRows& f, const F& format, const float* xs, const Chunk& chunk, u8* own) {
     const Array<Stage<F>> memory(1);
     Stage<F>& stage = *(Stage<F>*)memory;
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
-        const WeightRows<F> rows(f, format, n, chunk.end, own);
+        const RowAddresses<F, SET> rows(f, n, chunk.end, own);
         Fetch<F, SET> fetch(f, chunk, n);
         VB most{};
         memset(stage.sums, 0, sizeof(float) * SET * SUMS * size_t(f.m));
         for (i64 e = 0; e < f.k; e += STAGE) {
             fetch.template piece<int(STAGE)>(e / STAGE);
+            most = decode_stage(f, format, rows, e, most, stage);
             const int spans = int(smaller(Stage<F>::SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
-            for (int r = 0; r < SET; r++)
-                for (int i = 0; i < spans; i++) {
-                    float* to = stage.values[r] + i * F::SPAN;
-                    VF factors[HALVES];
-                    rows.span(r, e / F::SPAN + i, most, factors, [&](int j, int h, VF w) {
-                        store(to + j * SUMS + h * W, F::POWER == 1 ? w : w * all(F::POWER));
-                    });
-                    for (int h = 0; F::SCALED && h < HALVES; h++)
-                        store(stage.factors[r][i] + h * W, factors[h]);
-                }
             const float* x = xs + e * f.m;
-            for (int h = 0; h < HALVES; h++) {
-                i64 m = 0;
-                for (; f.m - m >= 3; m += 3) multiply_stage<F, 3>(stage, x + m * STAGE, spans, m, h);
-                if (f.m - m == 2) multiply_stage<F, 2>(stage, x + m * STAGE, spans, m, h);
-                if (f.m - m == 1) multiply_stage<F, 1>(stage, x + m * STAGE, spans, m, h);
-            }
+            i64 m = 0;
+            for (; f.m - m >= 2; m += 2)
+                for (int h = 0; h < HALVES; h++) multiply_stage<F, 2, 1>(stage, x + m * STAGE, spans, m, h);
+            for (int h = 0; m < f.m && h < HALVES; h += 2)
+                multiply_stage<F, 1, 2>(stage, x + m * STAGE, spans, m, h);
         }
-        finish_rows<F>(f, chunk, n, most, stage.sums[0][0]);
+        finish_rows(f, rows, chunk, n, most, stage.sums[0][0]);
     }
 }
 // Multiplies x by a power of two where no element may leave the range of float32.
@@ -255,22 +232,36 @@ static bool scale_up(float* x, i64 count, float power) {
     for (i64 i = 0; i < count; i++) x[i] *= power;
     return true;
 }
+#if QT_ISA == 2
+// A format that multiplies its values by POWER, for x that cannot be multiplied.
+template <class F>
+struct Whole : F {
+    using Value = float;
+    static constexpr float POWER = 1;
+    using F::F;
+    ALWAYS_INLINE void decode(const u8* p, VB& most, float* to) const {
+        alignas(32) u16 halves[F::SPAN];
+        F::decode(p, most, halves);
+        for (int i = 0; i < F::SPAN; i += W) store(to + i, value(halves + i) * all(F::POWER));
+    }
+};
+#endif
+template <class F>
+static void multiply_arranged(const FewRows& f, const float* xs) {
+    const F format(f);
+    by_chunks(f, [&](const Chunk& chunk) {
+        const Array<u8> own(f.scales.tiles ? SET * f.scale_bytes : 0);
+        multiply_rows(f, format, xs, chunk, own);
+    });
+}
 template <class F>
 static void multiply_format(const FewRows& f) {
-    const F format(f);
     const i64 padded = up(f.k, STAGE) * f.m;
     const Array<float> xs(padded);
     arrange_rows<float>(f, xs, [](const float* from, float* to) { arrange<F>(from, to); });
-    const bool few = f.m <= 4 && (F::POWER == 1 || scale_up(xs, padded, F::POWER));
-    const auto rows = !few       ? rows_by_stages<F>
-                      : f.m == 1 ? rows_in_registers<F, 1>
-                      : f.m == 2 ? rows_in_registers<F, 2>
-                      : f.m == 3 ? rows_in_registers<F, 3>
-                                 : rows_in_registers<F, 4>;
-    by_chunks(f, [&](const Chunk& chunk) {
-        const Array<u8> own(f.scales.tiles ? SET * f.scale_bytes : 0);
-        rows(f, format, xs, chunk, own);
-    });
+    if constexpr (F::POWER != 1)
+        if (!scale_up(xs, padded, F::POWER)) return multiply_arranged<Whole<F>>(f, xs);
+    multiply_arranged<F>(f, xs);
 }
 #if QT_ISA == 2
 template <class E>
