@@ -105,6 +105,18 @@ struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
 };
 
 // ---- codes of a byte, and MXFP6 packed
+// A format that multiplies its values by POWER itself, for x that cannot be multiplied.
+template <class F>
+struct Multiplied : F {
+    using Value = float;
+    static constexpr float POWER = 1;
+    using F::F;
+    ALWAYS_INLINE void decode(const u8* p, VB& most, float* to) const {
+        alignas(32) u16 halves[F::SPAN];
+        F::decode(p, most, halves);
+        for (int i = 0; i < F::SPAN; i += W) store(to + i, value(halves + i) * all(F::POWER));
+    }
+};
 // float16 holds their values divided by POWER: sign, exponent and mantissa are those of the code, shifted.
 template <class E, int Codes>  // in a group of bytes
 struct ByteCodes {
@@ -152,12 +164,14 @@ struct Fp8Lines : ByteCodes<E, 1>, LanesArePart<16, Span> {
 // Factors that follow the sums.
 template <class E>
 struct Fp8Rows : Fp8Lines<E, 64> {
+    using Whole = Multiplied<Fp8Rows>;
     static constexpr bool SCALED = false;
     using Fp8Lines<E, 64>::Fp8Lines;
     INLINE void factors(const u8*, VF*) {}
 };
 template <class E>
 struct Fp8BlockRows : Fp8Lines<E, 128> {
+    using Whole = Multiplied<Fp8BlockRows>;
     static constexpr bool SCALED = true;
     using Fp8Lines<E, 128>::Fp8Lines;
     INLINE void factors(const u8* s, VF to[2]) { to[0] = to[1] = all(load<float>(s)); }
@@ -165,6 +179,7 @@ struct Fp8BlockRows : Fp8Lines<E, 128> {
 // Four blocks of 32 codes, four lanes each.
 template <class E, int Codes>
 struct MxRows : ByteCodes<E, Codes>, LanesArePart<32, 128> {
+    using Whole = Multiplied<MxRows>;
     static constexpr int BLOCK_BYTES = Codes == 4 ? 24 : 32, BYTES = 4 * BLOCK_BYTES, SCALES = 4;
     static constexpr bool SCALED = true;
     using ByteCodes<E, Codes>::ByteCodes;

@@ -224,28 +224,6 @@ static void multiply_rows(const FewRows& f, const F& format, const float* xs, co
         finish_rows(f, rows, chunk, n, most, stage.sums[0][0]);
     }
 }
-// Multiplies x by a power of two where no element may leave the range of float32.
-static bool scale_up(float* x, i64 count, float power) {
-    i32 most = 0;
-    for (i64 i = 0; i < count; i++) most = std::max(most, bits<i32>(x[i]) & ABS);
-    if (most >= (127 + 100) << 23) return false;
-    for (i64 i = 0; i < count; i++) x[i] *= power;
-    return true;
-}
-#if QT_ISA == 2
-// A format that multiplies its values by POWER, for x that cannot be multiplied.
-template <class F>
-struct Whole : F {
-    using Value = float;
-    static constexpr float POWER = 1;
-    using F::F;
-    ALWAYS_INLINE void decode(const u8* p, VB& most, float* to) const {
-        alignas(32) u16 halves[F::SPAN];
-        F::decode(p, most, halves);
-        for (int i = 0; i < F::SPAN; i += W) store(to + i, value(halves + i) * all(F::POWER));
-    }
-};
-#endif
 template <class F>
 static void multiply_arranged(const FewRows& f, const float* xs) {
     const F format(f);
@@ -254,13 +232,21 @@ static void multiply_arranged(const FewRows& f, const float* xs) {
         multiply_rows(f, format, xs, chunk, own);
     });
 }
+// Multiplies x by a power of two where no element may leave the range of float32.
+INLINE bool scale_up(float* x, i64 count, float power) {
+    i32 most = 0;
+    for (i64 i = 0; i < count; i++) most = std::max(most, bits<i32>(x[i]) & ABS);
+    if (most >= (127 + 100) << 23) return false;
+    for (i64 i = 0; i < count; i++) x[i] *= power;
+    return true;
+}
 template <class F>
 static void multiply_format(const FewRows& f) {
     const i64 padded = up(f.k, STAGE) * f.m;
     const Array<float> xs(padded);
     arrange_rows<float>(f, xs, [](const float* from, float* to) { arrange<F>(from, to); });
     if constexpr (F::POWER != 1)
-        if (!scale_up(xs, padded, F::POWER)) return multiply_arranged<Whole<F>>(f, xs);
+        if (!scale_up(xs, padded, F::POWER)) return multiply_arranged<typename F::Whole>(f, xs);
     multiply_arranged<F>(f, xs);
 }
 #if QT_ISA == 2
