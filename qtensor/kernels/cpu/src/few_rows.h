@@ -128,6 +128,7 @@ static void by_chunks(const FewRows& f, const Work& work) {
 template <class F, int R>
 struct Fetch {
     const u8 *next, *next_scale;
+    i64 factor_step = 0;  // bytes, where each span has a float32 of its own
     bool on;
     Fetch(const FewRows& f, const Chunk& chunk, i64 n) {  // while rows n .. n + R are used
         i64 to = n + R * i64(8192 / double(R * f.code_stride) + 1.75);
@@ -135,7 +136,15 @@ struct Fetch {
         on = to >= 0 && to < f.n;
         if (!on) to = 0;
         next = f.codes + to * f.code_stride;
-        next_scale = F::SCALES && !f.scales.tiles ? f.scales.base + f.scales.at(to, 0) : next;
+        next_scale = next;
+        if (F::SCALED && !f.scales.tiles) next_scale = f.scales.base + f.scales.at(to, 0) * f.scales.size;
+        if (F::SCALED && !F::SCALES) factor_step = f.scales.block_stride * f.scales.size;
+    }
+    template <int Elements>
+    ALWAYS_INLINE void factors(i64 at) {
+        if constexpr (F::SCALED && F::SCALES == 0)
+            for (i64 span = at * (Elements / F::SPAN); span < (at + 1) * (Elements / F::SPAN); span++)
+                __builtin_prefetch(next_scale + span * factor_step, 0, 2);
     }
     // A piece of `Elements` of each of the R rows, the `at`-th such piece.
     template <int Elements>
@@ -145,6 +154,7 @@ struct Fetch {
 #pragma GCC unroll 16
         for (i64 line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 2);
         next += bytes;
+        factors<Elements>(at);
         if constexpr (F::SCALES > 0) {
             constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES,
                           every = scales < 64 ? 64 / scales : 1;
@@ -159,6 +169,7 @@ struct Fetch {
     void begin(i64 at) {
         if (!on) return;
         piece_end = next + i64(R) * Elements / F::SPAN * F::BYTES;
+        factors<Elements>(at);
         if constexpr (F::SCALES > 0) {
             constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES;
             for (i64 line = 0; line < scales; line += 64)
