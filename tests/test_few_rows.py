@@ -15,6 +15,7 @@ from few_rows_cases import WEIGHTS, check_tails, quantized, same_bits
 from native_cases import DOTS_HERE, ISAS, library_of, loaded, threads
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import Linear, Parameter, Sequential
 
 import qtensor
 from qtensor.kernels.cpu.native import MOST_ROWS
@@ -125,6 +126,26 @@ def test_calls_that_inductor_writes_in_cpp():
         x = torch.randn(rows, K).bfloat16()
         for _ in range(3):  # the third call is answered in C++ alone
             same_bits(compiled(x), step(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_without_guards_of_modules():
+    """Products still follow the weights, which are inputs of the graph."""
+    torch.manual_seed(9)
+    model = Sequential(*(Linear(K, K, bias=False, device="meta") for _ in range(2)))
+    for layer, fmt in zip(model, ("mxfp4", "fp8"), strict=True):
+        layer.weight = Parameter(quantized(K, K, fmt, {}), requires_grad=False)
+    counter = CompileCounterWithBackend("aot_eager")
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    compiled = torch.compile(model, fullgraph=True, backend=counter, options=options)
+    x = torch.randn(1, K).bfloat16()
+    before = model(x)
+    same_bits(compiled(x), before)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(K, K))
+    assert not torch.equal(model(x), before)
+    same_bits(compiled(x), model(x))
+    assert counter.frame_count == 1
 
 
 @weights
