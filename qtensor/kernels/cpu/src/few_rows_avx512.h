@@ -170,12 +170,15 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
             QT_STEP(0) QT_STEP(1) QT_STEP(2) QT_STEP(3)
 #undef QT_STEP
         } else {
-            for (int r = 0; r < R; r++) {
-                __m512i d[F::PER];
-                F::decode_all(codes, t[r][i], d);
+            constexpr int G = sizeof(X) == 2 && M > 2 ? R : 1;  // rows that share a load of x
+            for (int r0 = 0; r0 < R; r0 += G) {
+                __m512i d[G][F::PER];
+                for (int r = 0; r < G; r++) F::decode_all(codes, t[r0 + r][i], d[r]);
                 for (int v = 0; v < F::PER; v++)
                     for (int m = 0; m < M; m++)
-                        p[r][m] = multiply(p[r][m], x + m * STAGE + (i * F::PER + v) * 32, d[v]);
+                        for (int r = 0; r < G; r++)
+                            p[r0 + r][m] =
+                                multiply(p[r0 + r][m], x + m * STAGE + (i * F::PER + v) * 32, d[r][v]);
             }
         }
     }

@@ -135,7 +135,7 @@ __attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const floa
     for (int i = 0; i < spans; i++, x += F::SPAN) {
         QT_EACH_SUM p[m][r][g] = F::SCALED ? VF{} : a[m][r][g];
         const auto* values = stage.values[0] + i * F::SPAN + h * W;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int j = 0; j < F::SPAN; j += SUMS)
 #pragma GCC unroll 4
             for (int g = 0; g < H; g++) {
