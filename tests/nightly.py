@@ -23,8 +23,8 @@ Value = tuple[str, ...]
 SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
-SLOW = ("aot_eager", "inductor", "compiled")
-"""Words in the values of cells that compile, for a second or more."""
+SLOW = {"aot_eager": 1, "compiled": 1, "inductor": 4}
+"""Words in the values of cells that compile -> about how long, as multiples of half a second."""
 
 _BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
 EVERY_CELL = dict.fromkeys(
@@ -38,20 +38,25 @@ SHARED: dict[str, tuple[str, ...]] = {
         (
             "test_added_to_main_grad.py",
             "test_collectives.py",
+            "test_compiled_autograd_modules.py",
+            "test_compiled_linear.py",
+            "test_debug_record.py",
+            "test_export.py",
+            "test_modules_compile.py",
+            "test_ops_compile.py",
+        ),
+        ("case", "recipe", "name", "options"),
+    ),
+    **dict.fromkeys(
+        (
             "test_compile_autograd.py",
             "test_compile_boundary.py",
             "test_compile_bytes.py",
             "test_compile_dynamic.py",
             "test_compile_ops.py",
-            "test_compiled_autograd_modules.py",
-            "test_compiled_linear.py",
-            "test_debug_record.py",
-            "test_export.py",
             "test_grouped_linear_compile.py",
-            "test_modules_compile.py",
-            "test_ops_compile.py",
         ),
-        ("case", "recipe", "name", "options"),
+        ("case", "recipe", "name", "options", "backend"),
     ),
     **dict.fromkeys(
         (
@@ -131,10 +136,15 @@ def marks_of(item: pytest.Item) -> list[list[str]]:
     return [*marks, *([name] for name in sorted(parameters - seen))]
 
 
+def slowness(text: str) -> int:
+    """Return how long the value of an argument makes a cell compile, as ``SLOW`` says."""
+    return sum(time for word, time in SLOW.items() if word in text)
+
+
 def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     """Return the indices of a few cells that together hold every value of all cells.
 
-    Each step takes the cell with the most new values; among equals, one that does not compile, then
+    Each step takes the cell with the most new values; among equals, the one that compiles least, then
     the one whose values have been taken least often, then the first. So the choice depends on the
     cells alone.
     """
@@ -142,7 +152,7 @@ def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     kept: list[int] = []
     values = [set(cell) for cell in cells]
     missing = set().union(*values)
-    compiling = [sum(word in text for v in cell for text in v for word in SLOW) for cell in values]
+    compiling = [sum(slowness(text) for value in cell for text in value) for cell in values]
 
     def rank(i: int) -> tuple[int, int, int, int]:
         return -len(values[i] & missing), compiling[i], sum(taken[v] for v in values[i]), i

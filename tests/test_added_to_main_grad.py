@@ -20,7 +20,11 @@ from qtensor.library.gradient import _LISTENERS
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FUSED = {"fuse_wgrad_accumulation": True}
-backends = pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+BACKENDS = (None, "aot_eager", "inductor")
+WIDE = pytest.mark.nightly(reason="test_set_by_backward_and_not_before runs inductor")
+backends = pytest.mark.parametrize(
+    "backend", [*BACKENDS[:2], pytest.param(BACKENDS[2], marks=WIDE)]
+)
 
 
 def weights_of(module):
@@ -51,7 +55,7 @@ def run(call, module, recipe="mxfp8", **arguments):
     return (out[0] if isinstance(out, tuple) else out).sum()
 
 
-@backends
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("module", MODULES)
 def test_set_by_backward_and_not_before(module, backend):
     fused = ready(build(module, **FUSED))

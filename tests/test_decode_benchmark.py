@@ -114,7 +114,15 @@ def test_a_quick_run(tmp_path, monkeypatch):
     assert "## 128x256, 1 thread, M = 1" in (tmp_path / "decode_cpu_quick.md").read_text()
 
 
+def few_formats(monkeypatch):
+    """Let a run measure two formats alone."""
+    chosen = [qtensor.quantizer("fp8"), qtensor.quantizer("nvfp4")]
+    monkeypatch.setattr(decode, "quantizers", lambda quick: chosen)
+    monkeypatch.setattr(decode, "BOTH", ())
+
+
 def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
+    few_formats(monkeypatch)
     monkeypatch.setitem(decode.SIZES, True, (SMALL,))
     monkeypatch.setitem(decode.ROWS, True, (1, 16))
     monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
@@ -134,6 +142,7 @@ def test_tables_of_chosen_rows_replace_those_of_the_file(tmp_path, monkeypatch):
 
 def test_tables_of_another_machine_are_not_kept(tmp_path, monkeypatch):
     """A heading names one machine; tables that another one measured are in its own file."""
+    few_formats(monkeypatch)
     monkeypatch.setitem(decode.SIZES, True, (SMALL,))
     monkeypatch.setitem(decode.COPIES_BYTES, True, 1)
     words = ["--quick", "--peers", "none", "--output", str(tmp_path), "--threads", "1"]

@@ -41,12 +41,9 @@ def test_a_warning_is_seen(tmp_path: Path) -> None:
     assert "unused" in done.stderr
 
 
+@WIDE
 @pytest.mark.parametrize(
-    "unit",
-    [
-        pytest.param(unit, id=unit.source.stem, marks=WIDE if unit.name == "small_calls" else ())
-        for unit in sources.small_calls_build_spec().units
-    ],
+    "unit", sources.small_calls_build_spec().units, ids=lambda unit: unit.source.stem
 )
 def test_no_warnings_in_small_calls(unit: Unit) -> None:
     assert {"-Wall", "-Wextra"} <= set(unit.flags)

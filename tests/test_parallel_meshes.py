@@ -151,7 +151,16 @@ backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["1x2", "2x1"])
 @layouts
 @styles
-@backends
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param(
+            "aot_eager",
+            marks=pytest.mark.nightly(reason="the test of quantized gathers compiles these layers"),
+        ),
+    ],
+)
 def test_two_ranks(
     ranks: Ranks, name: str, shape: tuple[int, int], sequence: bool, own: bool, backend: str
 ) -> None:

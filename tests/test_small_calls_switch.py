@@ -58,8 +58,10 @@ for recipe in (
 ):
     torch.manual_seed(1)
     layer = qtensor.Linear(64, 32, recipe=recipe)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for name, call in (("eager", layer), ("compiled", compiled)):
+    calls = {"eager": layer}
+    if isinstance(recipe, (recipes.DelayedScaling, recipes.MXFP8BlockScaling)):
+        calls["compiled"] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for name, call in calls.items():
         for round in range(4):
             layer.zero_grad()
             source = y.clone().requires_grad_()
@@ -78,14 +80,14 @@ def run(switch: str) -> tuple[str, str]:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_WAIT_POLICY": "passive",
     }
-    done = torch_process.run(PROGRAM, environment=environment)
+    done = torch_process.run(PROGRAM, environment=environment, compiles=True)
     return done.stdout, done.stderr.strip().splitlines()[-1]
 
 
 def test_the_same_bytes_without_small_calls() -> None:
     (on, planned), (off, left_out) = run("1"), run("0")
     assert on == off
-    assert len(on.splitlines()) > 100
+    assert len(on.splitlines()) > 90
     assert left_out == "programs 0 observers 0"
     if answers.library() is None:
         pytest.skip(reason="no compiler, or a torch without its headers")

@@ -144,7 +144,14 @@ def rule_of(name: str, backend: str) -> Any:
     return RECIPES[name]
 
 
-@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.nightly(reason="15 s; aot_eager has these ops")),
+    ],
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_layer(zoo: Any, name: str, backend: str) -> None:
     """Two ranks add two numbers, and a + b = b + a: the oracle has the bytes of sums over ranks

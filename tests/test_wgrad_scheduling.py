@@ -25,12 +25,13 @@ from qtensor import QTensorError
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 BACKENDS = (None, "aot_eager", "inductor")
+WIDE = pytest.mark.nightly(reason="aot_eager has the same ops; other tests run inductor")
 cells = pytest.mark.parametrize(
     ("recipe", "backend"),
     [
         *((recipe, backend) for recipe in RECIPES for backend in BACKENDS[:2]),
-        ("delayed", "inductor"),
-        ("nvfp4", "inductor"),
+        pytest.param("delayed", "inductor", marks=WIDE),
+        pytest.param("nvfp4", "inductor", marks=WIDE),
     ],
 )
 """Inductor sees the same opaque ops for every recipe: one with state and one with random numbers
