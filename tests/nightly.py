@@ -144,9 +144,9 @@ def slowness(text: str) -> int:
 def cover(cells: Sequence[Iterable[Value]]) -> list[int]:
     """Return the indices of a few cells that together hold every value of all cells.
 
-    Each step takes the cell with the most new values; among equals, the one that compiles least, then
-    the one whose values have been taken least often, then the first. So the choice depends on the
-    cells alone.
+    Each step takes the cell with the most new values; among equals, the one that compiles least,
+    then the one whose values have been taken least often, then the first. So the choice depends on
+    the cells alone.
     """
     taken: Counter[Value] = Counter()
     kept: list[int] = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compile_helpers import BACKENDS, Compiled
+from compile_helpers import Compiled
 from formats import assert_same_bytes
 from parallel_cases import (
     LAYERS,
