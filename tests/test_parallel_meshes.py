@@ -145,22 +145,22 @@ def check(ranks: Ranks, name: str, shape: tuple[int, int], *options: Any) -> Non
 layouts = pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 styles = pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+two_rank_backends = pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param(
+            "aot_eager", marks=pytest.mark.nightly(reason="test_distributed_matrix compiles these")
+        ),
+    ],
+)
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["1x2", "2x1"])
 @layouts
 @styles
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "eager",
-        pytest.param(
-            "aot_eager",
-            marks=pytest.mark.nightly(reason="the test of quantized gathers compiles these layers"),
-        ),
-    ],
-)
+@two_rank_backends
 def test_two_ranks(
     ranks: Ranks, name: str, shape: tuple[int, int], sequence: bool, own: bool, backend: str
 ) -> None:
@@ -272,7 +272,7 @@ orders = pytest.mark.parametrize("before", [False, True], ids=["after", "before"
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=["1x2", "2x1"])
 @layouts
 @styles
-@backends
+@two_rank_backends
 @orders
 def test_quantized_gather_of_two_ranks(
     ranks: Ranks,

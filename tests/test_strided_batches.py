@@ -167,7 +167,13 @@ def test_gradients(fmt: str, frozen: bool, decoded: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@backends
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.nightly(reason="the next test runs inductor")),
+    ],
+)
 def test_compiled(backend: str, dynamic: bool, decoded: list[Any]) -> None:
     torch.manual_seed(3)
     w = Parameter(quantized(N, K, "mxfp4", {}), requires_grad=False)
