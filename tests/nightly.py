@@ -24,7 +24,7 @@ SAMPLED = "sampled: other cells hold each of its values"
 """The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
 
 SLOW = {"aot_eager": 1, "compiled": 1, "inductor": 4}
-"""Words in the values of cells that compile -> about how long, as multiples of half a second."""
+"""Words in the values of cells that compile -> about how long that takes, in half seconds."""
 
 _BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
 EVERY_CELL = dict.fromkeys(

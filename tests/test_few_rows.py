@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import Linear, Parameter, Sequential
 
 import qtensor
+from benchmarks import overhead
 from qtensor.kernels.cpu.native import MOST_ROWS
 from qtensor.kernels.gemm import reference
 from qtensor.storage.grouped import group_sizes, grouped_product
@@ -146,6 +147,22 @@ def test_compiled_without_guards_of_modules():
     assert not torch.equal(model(x), before)
     same_bits(compiled(x), model(x))
     assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_models_measured_without_guards_of_modules_do_not_share_a_graph():
+    """benchmarks.overhead compiles a quantized and a plain model of the same class."""
+    torch.manual_seed(9)
+    x, outputs = torch.randn(1, K).bfloat16(), []
+    for fmt in ("mxfp4", None):
+        model = Sequential(Linear(K, K, bias=False).bfloat16())
+        if fmt:
+            model[0].weight = Parameter(quantized(K, K, fmt, {}), requires_grad=False)
+        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        call = torch.compile(overhead._apart(model), backend="aot_eager", options=options)
+        outputs.append((call(x), model(x)))
+    for got, want in outputs:
+        same_bits(got, want)
 
 
 @weights

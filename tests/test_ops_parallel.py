@@ -108,7 +108,10 @@ def test_a_sequence_parallel_block(ranks: Ranks, recipe: str, way: str) -> None:
         "delayed",
         pytest.param("current", marks=pytest.mark.nightly(reason="mxfp8 has no state either")),
         "mxfp8",
-        pytest.param("nvfp4", marks=pytest.mark.nightly(reason="another test compiles mxfp8")),
+        pytest.param(
+            "nvfp4",
+            marks=pytest.mark.nightly(reason="test_a_sequence_parallel_block compiles mxfp8"),
+        ),
     ],
 )
 def test_compiled_is_eager_bit_for_bit(ranks: Ranks, recipe: str) -> None:

@@ -59,6 +59,7 @@ for recipe in (
     torch.manual_seed(1)
     layer = qtensor.Linear(64, 32, recipe=recipe)
     calls = {"eager": layer}
+    # One recipe with state and one without: compiling takes most of the time.
     if isinstance(recipe, (recipes.DelayedScaling, recipes.MXFP8BlockScaling)):
         calls["compiled"] = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for name, call in calls.items():
