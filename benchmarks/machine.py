@@ -118,9 +118,18 @@ def slug(here: Mapping[str, Any]) -> str:
     return "_".join(word for word in words if word not in _UNNAMED)
 
 
-def cpu_name() -> str:
-    """Return the CPU model as the system names it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the CPU model as the system names it, such as ``AMD EPYC (family 26)``.
+
+    Virtual machines may hide the number of a model; its family then tells generations apart.
+
+    Args:
+        cpuinfo: where Linux describes the cores.
+    """
+    if not cpuinfo.exists():
+        return platform.processor() or "unknown"
+    pairs = (line.partition(":")[::2] for line in cpuinfo.read_text().splitlines())
+    facts = {key.strip(): value.strip() for key, value in pairs}
+    name = facts.get("model name", "unknown")
+    hidden = facts.get("vendor_id") == "AuthenticAMD" and not re.search(r"\d", name)
+    return f"{name} (family {facts['cpu family']})" if hidden else name

@@ -191,6 +191,22 @@ def test_a_quick_run_does_not_overwrite(tmp_path):
     assert report.read(tmp_path / "quantize_cpu_quick.json") == MADE
 
 
+def test_generations_of_a_cpu_without_a_number_have_names_of_their_own(tmp_path):
+    """Virtual machines hide the number of a model."""
+    cpuinfo = tmp_path / "cpuinfo"
+
+    def name(vendor: str, family: int, model: str) -> str:
+        cpuinfo.write_text(
+            f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel name\t: {model}\n"
+        )
+        return machine.cpu_name(cpuinfo)
+
+    assert name("AuthenticAMD", 25, "AMD EPYC") == "AMD EPYC (family 25)"
+    assert name("AuthenticAMD", 26, "AMD EPYC") == "AMD EPYC (family 26)"
+    assert name("AuthenticAMD", 26, "AMD EPYC 9575F") == "AMD EPYC 9575F"
+    assert name("GenuineIntel", 6, "Intel(R) Xeon(R)") == "Intel(R) Xeon(R)"
+
+
 def test_every_machine_has_its_own_file(tmp_path):
     others = [
         HERE | {"cpu": "AMD EPYC 9454P 48-Core Processor @ 2.75GHz"},

@@ -70,6 +70,18 @@ def test_every_number_of_rows(fmt: str, options: dict[str, Any]):
 
 
 @weights
+@pytest.mark.parametrize("k", [4096, 5472, 17000])
+def test_few_rows_that_leave_the_first_cache_level(fmt: str, options: dict[str, Any], k: int):
+    """Rows of x that fit the first cache level, three or four that do not, and two that do not."""
+    torch.manual_seed(9)
+    w, x = quantized(11, k, fmt, options), torch.randn(6, k).bfloat16()
+    want = oracle.product(x, w).bfloat16()
+    for rows in range(1, 7):
+        with threads(1 + rows % 2):
+            same_bits(F.linear(x[:rows], w), want[:rows])
+
+
+@weights
 def test_parts_of_a_weight(fmt: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """Slices of rows and of columns, whose buffers lack padding or are not contiguous."""
     torch.manual_seed(2)

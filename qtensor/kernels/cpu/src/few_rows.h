@@ -123,6 +123,11 @@ static void by_chunks(const FewRows& f, const Work& work) {
         }
     });
 }
+// The codes of a span, to the first cache level.
+template <class F>
+INLINE void fetch_span(const u8* codes) {
+    for (i64 line = 0; line < F::BYTES; line += 64) __builtin_prefetch(codes + line, 0, 3);
+}
 // Fetches memory in order, to the second cache level, some sets of rows before their use. The prefetcher of a
 // CPU cannot follow several rows that are read at the same time, each from its start.
 template <class F, int R>
@@ -146,14 +151,10 @@ struct Fetch {
             for (i64 span = at * (Elements / F::SPAN); span < (at + 1) * (Elements / F::SPAN); span++)
                 __builtin_prefetch(next_scale + span * factor_step, 0, 2);
     }
-    // A piece of `Elements` of each of the R rows, the `at`-th such piece.
+    // The factors of the `at`-th piece of `Elements` of each of the R rows.
     template <int Elements>
-    ALWAYS_INLINE void piece(i64 at) {
+    ALWAYS_INLINE void piece_factors(i64 at) {
         if (!on) return;
-        constexpr i64 bytes = i64(R) * Elements / F::SPAN * F::BYTES;
-#pragma GCC unroll 16
-        for (i64 line = 0; line < bytes; line += 64) __builtin_prefetch(next + line, 0, 2);
-        next += bytes;
         factors<Elements>(at);
         if constexpr (F::SCALES > 0) {
             constexpr i64 scales = i64(R) * Elements / F::SPAN * F::SCALES,
@@ -163,7 +164,27 @@ struct Fetch {
                     __builtin_prefetch(next_scale + at * scales + line, 0, 2);
         }
     }
-    // The same in smaller parts: a piece begins, and `count` lines of it at a time.
+    // The next `count` lines of codes. Locality: 2 for the second cache level, 3 for the first, too.
+    template <int Locality>
+    ALWAYS_INLINE void next_lines(int count) {
+        if (!on) return;
+#pragma GCC unroll 16
+        for (; count > 0; count--, next += 64) __builtin_prefetch(next, 0, Locality);
+    }
+    // A piece of `Elements` of each of the R rows.
+    template <int Elements>
+    ALWAYS_INLINE void piece(i64 at) {
+        next_lines<2>(R * Elements / F::SPAN * F::BYTES / 64);
+        piece_factors<Elements>(at);
+    }
+    // Where the R rows that follow begin, to the first cache level: a CPU's prefetcher finds the rest of a
+    // row.
+    ALWAYS_INLINE void starts(const FewRows& f, const Chunk& chunk, i64 n) const {
+        const i64 to = n + R < chunk.end ? n + R : chunk.following;
+        if (to < 0 || to + R > f.n) return;
+        for (i64 r = 0; r < R; r++) fetch_span<F>(f.codes + (to + r) * f.code_stride);
+    }
+    // A piece begins, and `count` lines of it at a time, but no more than it has.
     const u8* piece_end = nullptr;
     template <int Elements>
     void begin(i64 at) {

@@ -152,10 +152,12 @@ struct WeightRows : RowAddresses<F, R> {
 };
 
 constexpr int SET = 4, SETS = 2;  // rows of the weight
-// 1. R rows of the weight times M rows of x, with everything in registers.
-template <class F, int R, int M, class X>
+// 1. R rows of the weight times M rows of x, with everything in registers. fetch(n) is called on the way for
+// n lines of memory, which are as many as R spans have.
+template <class F, int R, int M, class X, class Fetching>
 INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512 s[R], const X* x,
-                      __m512 acc[R][M]) {
+                      __m512 acc[R][M], const Fetching& fetch) {
+    constexpr int LINES = R * F::BYTES / 64;
     __m512 p[R][M];
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) p[r][m] = F::SCALED ? _mm512_setzero_ps() : acc[r][m];
@@ -163,6 +165,7 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
     for (int i = 0; i < F::LOADS; i++) {
         if constexpr (F::PER == 4) {
 #define QT_STEP(S)                                                                                    \
+    fetch(R*(S + 1) / 4 - R * S / 4);                                                                 \
     for (int r = 0; r < R; r++) {                                                                     \
         const auto d = F::template decode<S, X>(codes, t[r][i]);                                      \
         for (int m = 0; m < M; m++) p[r][m] = multiply(p[r][m], x + m * STAGE + (i * 4 + S) * 32, d); \
@@ -172,6 +175,8 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         } else {
             constexpr int G = sizeof(X) == 2 && M > 2 ? R : 1;  // rows that share a load of x
             for (int r0 = 0; r0 < R; r0 += G) {
+                const int step = i * (R / G) + r0 / G, steps = F::LOADS * (R / G);
+                fetch(LINES * (step + 1) / steps - LINES * step / steps);
                 __m512i d[G][F::PER];
                 for (int r = 0; r < G; r++) F::decode_all(codes, t[r0 + r][i], d[r]);
                 for (int v = 0; v < F::PER; v++)
@@ -186,31 +191,48 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         for (int m = 0; m < M; m++)
             acc[r][m] = F::SCALED ? _mm512_fmadd_ps(p[r][m], s[r], acc[r][m]) : p[r][m];
 }
-template <class F, int R, int M, class X>
-static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
+// Rows of x of this many bytes stay in the first cache level beside the codes that pass through it.
+constexpr i64 FIRST_CACHE = 32 << 10;
+// The sums of two rows of the weight, from row n on, to (row of x, row of the weight) of eight. A CPU's
+// prefetcher hardly follows more rows at a time. Not inlined, so that the compiler keeps all sums in
+// registers.
+template <class F, int M, class X>
+__attribute__((noinline)) static void sums_of_two(const FewRows& f, const F& codes, const X* xs,
+                                                  const Chunk& chunk, i64 n, u8* own, __m512 (*sums)[8]) {
+    constexpr int R = 2;
+    const WeightRows<F, R> rows(f, n, chunk.end, own);
+    Fetch<F, R> fetch(f, chunk, n);
+    const auto lines = [&](int count) { fetch.template next_lines<M <= 2 ? 3 : 2>(count); };
+    const auto none = [](int) {};
+    const auto x_of = [&](i64 i) { return xs + i * F::SPAN / STAGE * STAGE * M + i * F::SPAN % STAGE; };
     const i64 spans = f.k / F::SPAN;
-    for (i64 n = chunk.first; n < chunk.end; n += R) {
-        const WeightRows<F, R> rows(f, n, chunk.end, own);
-        Fetch<F, R> fetch(f, chunk, n);
-        __m512 acc[R][M], s[R];
-        __m512i t[R][F::LOADS];
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) acc[r][m] = _mm512_setzero_ps();
-        const auto x_of = [&](i64 i) { return xs + i * F::SPAN / STAGE * STAGE * M + i * F::SPAN % STAGE; };
-        for (i64 i = 0; i < spans; i++) {
-            fetch.template piece<F::SPAN>(i);
-            for (int r = 0; r < R; r++) rows.whole(r, i, t[r], s[r]);
-            span_sums<F, R, M, X>(codes, t, s, x_of(i), acc);
-        }
-        if (spans * F::SPAN < f.k) {
-            for (int r = 0; r < R; r++) rows.part(r, spans, t[r], s[r]);
-            span_sums<F, R, M, X>(codes, t, s, x_of(spans), acc);
-        }
-        for (int m = 0; m < M; m++) {
-            __m512 v[8];
-            for (int r = 0; r < 8; r++) v[r] = r < R ? acc[r][m] : _mm512_setzero_ps();
-            finish_eight<F>(f, m, n, smaller(R, chunk.end - n), v);
-        }
+    __m512 acc[R][M], s[R];
+    __m512i t[R][F::LOADS];
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) acc[r][m] = _mm512_setzero_ps();
+    fetch.starts(f, chunk, n);
+    for (i64 i = 0; i < spans; i++) {
+        fetch.template piece_factors<F::SPAN>(i);
+        if constexpr (F::PER == 4 && M > 2)  // a CPU's prefetcher comes too late for these
+            for (int r = 0; r < R; r++) fetch_span<F>(rows.code[r] + (i + 1) * F::BYTES);
+        for (int r = 0; r < R; r++) rows.whole(r, i, t[r], s[r]);
+        span_sums<F, R, M, X>(codes, t, s, x_of(i), acc, lines);
+    }
+    if (spans * F::SPAN < f.k) {
+        for (int r = 0; r < R; r++) rows.part(r, spans, t[r], s[r]);
+        span_sums<F, R, M, X>(codes, t, s, x_of(spans), acc, none);
+    }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) sums[m][r] = acc[r][m];
+}
+template <class F, int M, class X>
+static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
+    for (i64 n = chunk.first; n < chunk.end; n += 8) {
+        __m512 sums[M][8] = {};
+        const i64 count = smaller(8, chunk.end - n);
+        for (i64 r = 0; r < count; r += 2)
+            sums_of_two<F, M, X>(f, codes, xs, chunk, n + r, own, (__m512(*)[8])(&sums[0][r]));
+        for (int m = 0; m < M; m++) finish_eight<F>(f, m, n, count, sums[m]);
     }
 }
 
@@ -223,6 +245,7 @@ static void float_rows_in_registers(const FewRows& f, const F& codes, const floa
     for (i64 n = chunk.first; n < chunk.end; n += ROWS) {
         const WeightRows<F, ROWS> rows(f, n, chunk.end, own);
         Fetch<F, ROWS> fetch(f, chunk, n);
+        const auto none = [](int) {};
         __m512 sums[M][ROWS] = {};
         for (i64 e = 0; e < f.k; e += STAGE) {
             fetch.template begin<int(STAGE)>(e / STAGE);
@@ -237,11 +260,11 @@ static void float_rows_in_registers(const FewRows& f, const F& codes, const floa
                 for (; (i + 1) * F::SPAN <= end; i++, x += F::SPAN) {
                     fetch.lines(R * F::BYTES / 64);
                     for (int r = 0; r < R; r++) rows.whole(r0 + r, i, t[r], s[r]);
-                    span_sums<F, R, M, float>(codes, t, s, x, acc);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc, none);
                 }
                 if (i * F::SPAN < end) {
                     for (int r = 0; r < R; r++) rows.part(r0 + r, i, t[r], s[r]);
-                    span_sums<F, R, M, float>(codes, t, s, x, acc);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc, none);
                 }
                 for (int r = 0; r < R; r++)
                     for (int m = 0; m < M; m++) sums[m][r0 + r] = acc[r][m];
@@ -356,6 +379,10 @@ static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int span
     // Lines of memory for each product of two rows, so that all tiles fetch alike.
     const int lines = int((STAGE / F::SPAN * F::BYTES / 64 + count - 1) / count);
     i64 m = 0;
+    // Two rows of the weight times four of x are too few sums to hide the time of a product.
+    if constexpr (Stage<F>::KEEP)
+        for (; count - m >= 6; m += 6)
+            tiles<F, 6, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     for (; count - m >= 4; m += 4) tiles<F, 4, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     if (count - m == 3) tiles<F, 3, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
     if (count - m == 2) tiles<F, 2, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
@@ -429,19 +456,14 @@ static void multiply_chunk(const FewRows& f, const X* xs, const Chunk& chunk, u8
         if (f.m == 3) return float_rows_in_registers<Few, 3>(f, few, xs, chunk, own);
         if (f.m == 4) return float_rows_in_registers<Few, 4>(f, few, xs, chunk, own);
     } else {
-        switch (f.m) {
-            case 1:
-                return rows_in_registers<Few, 4, 1>(f, few, xs, chunk, own);
-            case 2:
-                return rows_in_registers<Few, F::PER == 4 ? 4 : 2, 2>(f, few, xs, chunk, own);
-            case 3:
-                return rows_in_registers<Few, 2, 3>(f, few, xs, chunk, own);
-            case 4:
-                // Four rows of x fill the first cache level: four rows of the weight read them half as often.
-                return rows_in_registers<Few, F::SCALED ? 2 : 4, 4>(f, few, xs, chunk, own);
-            default:
-                break;
-        }
+        // Where x does not fit, tiles read it a stage at a time. Four loads leave fewer registers for sums.
+        const bool fits = f.m * f.k * i64(sizeof(X)) <= FIRST_CACHE;
+        const int most = (fits ? 4 : 2) - (Few::LOADS == 4);
+        if (f.m == 1) return rows_in_registers<Few, 1>(f, few, xs, chunk, own);
+        if (f.m == 2 && most >= 2) return rows_in_registers<Few, 2>(f, few, xs, chunk, own);
+        if (f.m == 3 && most >= 3) return rows_in_registers<Few, 3>(f, few, xs, chunk, own);
+        if constexpr (Few::LOADS < 4)
+            if (f.m == 4 && most == 4) return rows_in_registers<Few, 4>(f, few, xs, chunk, own);
     }
     const F codes(f);
     Stage<F> stage;
