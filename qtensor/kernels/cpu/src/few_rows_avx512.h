@@ -191,15 +191,11 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         for (int m = 0; m < M; m++)
             acc[r][m] = F::SCALED ? _mm512_fmadd_ps(p[r][m], s[r], acc[r][m]) : p[r][m];
 }
-// Rows of x of this many bytes stay in the first cache level beside the codes that pass through it.
-constexpr i64 FIRST_CACHE = 32 << 10;
-// The sums of two rows of the weight, from row n on, to (row of x, row of the weight) of eight. A CPU's
-// prefetcher hardly follows more rows at a time. Not inlined, so that the compiler keeps all sums in
-// registers.
-template <class F, int M, class X>
-__attribute__((noinline)) static void sums_of_two(const FewRows& f, const F& codes, const X* xs,
-                                                  const Chunk& chunk, i64 n, u8* own, __m512 (*sums)[8]) {
-    constexpr int R = 2;
+// The sums of R rows of the weight, from row n on, to (row of x, row of the weight) of eight. Not inlined, so
+// that the compiler keeps all sums in registers.
+template <class F, int R, int M, class X>
+__attribute__((noinline)) static void sums_of_rows(const FewRows& f, const F& codes, const X* xs,
+                                                   const Chunk& chunk, i64 n, u8* own, __m512 (*sums)[8]) {
     const WeightRows<F, R> rows(f, n, chunk.end, own);
     Fetch<F, R> fetch(f, chunk, n);
     const auto lines = [&](int count) { fetch.template next_lines<M <= 2 ? 3 : 2>(count); };
@@ -225,13 +221,14 @@ __attribute__((noinline)) static void sums_of_two(const FewRows& f, const F& cod
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) sums[m][r] = acc[r][m];
 }
-template <class F, int M, class X>
+// R = 2: a CPU's prefetcher hardly follows more rows at a time.
+template <class F, int M, int R = 2, class X>
 static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
     for (i64 n = chunk.first; n < chunk.end; n += 8) {
         __m512 sums[M][8] = {};
         const i64 count = smaller(8, chunk.end - n);
-        for (i64 r = 0; r < count; r += 2)
-            sums_of_two<F, M, X>(f, codes, xs, chunk, n + r, own, (__m512(*)[8])(&sums[0][r]));
+        for (i64 r = 0; r < count; r += R)
+            sums_of_rows<F, R, M, X>(f, codes, xs, chunk, n + r, own, (__m512(*)[8])(&sums[0][r]));
         for (int m = 0; m < M; m++) finish_eight<F>(f, m, n, count, sums[m]);
     }
 }
@@ -456,14 +453,22 @@ static void multiply_chunk(const FewRows& f, const X* xs, const Chunk& chunk, u8
         if (f.m == 3) return float_rows_in_registers<Few, 3>(f, few, xs, chunk, own);
         if (f.m == 4) return float_rows_in_registers<Few, 4>(f, few, xs, chunk, own);
     } else {
-        // Where x does not fit, tiles read it a stage at a time. Four loads leave fewer registers for sums.
-        const bool fits = f.m * f.k * i64(sizeof(X)) <= FIRST_CACHE;
-        const int most = (fits ? 4 : 2) - (Few::LOADS == 4);
+        // Where x does not fit the first cache level, tiles read it a stage at a time. Four loads leave fewer
+        // registers for sums.
+        const i64 bytes = f.m * f.k * i64(sizeof(X));
+        const int most = (bytes <= 32 << 10 ? 4 : 2) - (Few::LOADS == 4);
         if (f.m == 1) return rows_in_registers<Few, 1>(f, few, xs, chunk, own);
         if (f.m == 2 && most >= 2) return rows_in_registers<Few, 2>(f, few, xs, chunk, own);
         if (f.m == 3 && most >= 3) return rows_in_registers<Few, 3>(f, few, xs, chunk, own);
-        if constexpr (Few::LOADS < 4)
-            if (f.m == 4 && most == 4) return rows_in_registers<Few, 4>(f, few, xs, chunk, own);
+        if constexpr (Few::LOADS < 4) {
+            if (f.m == 4 && most == 4) {
+                // Where x fills the first cache level, four rows of the weight read it half as often.
+                if constexpr (!F::SCALED)
+                    if (bytes > first_cache_bytes() * 3 / 4)
+                        return rows_in_registers<Few, 4, 4>(f, few, xs, chunk, own);
+                return rows_in_registers<Few, 4>(f, few, xs, chunk, own);
+            }
+        }
     }
     const F codes(f);
     Stage<F> stage;

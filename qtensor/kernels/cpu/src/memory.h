@@ -1,11 +1,24 @@
 // Temporary memory of a kernel: freed when it goes out of scope, also when an allocation elsewhere fails.
+// Sizes of caches.
 #pragma once
+#include <unistd.h>
+
 #include <memory>
 #include <new>
 
 #include "structs.h"
 
 namespace QT_NAMESPACE {
+
+// Bytes of the first cache level of data; 32 KiB if the system does not tell.
+static inline i64 first_cache_bytes() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    static const i64 bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#else
+    static const i64 bytes = 0;
+#endif
+    return bytes > 0 ? bytes : 32 << 10;
+}
 
 // `count` uninitialised elements of a type without a destructor, at a multiple of 64 bytes.
 template <class T>
