@@ -291,7 +291,7 @@ struct Stage {
 // A factor that is a power of two may multiply decoded values instead of sums of products: the bits are the
 // same unless a number leaves the range of its type, which FewRows::folds_from and folds_count exclude. The
 // sum of a block is then added to its lane. vaddps runs beside vdpbf16ps; a multiply-add takes its place.
-constexpr i64 LEAST_FOLDED = 24;  // rows of x for which this pays
+constexpr i64 LEAST_FOLDED = 16;  // rows of x for which this pays
 INLINE __mmask16 can_fold(const FewRows& f, __m512 s) {
     // The bits of the number behind sign and exponent come first, so that all but powers of two are large.
     const __m512i from = _mm512_set1_epi32(f.folds_from), count = _mm512_set1_epi32(f.folds_count);
