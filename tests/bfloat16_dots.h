@@ -1,8 +1,10 @@
 // The dot products of bfloat16 of AVX-512 (vdpbf16ps) in software, for a CPU without them: included
 // before each source by native_cases.py. Two multiply-adds with one rounding each, of the high half of
-// a dword first; subnormal numbers count as 0.
+// a dword first; subnormal numbers count as 0. The first cache level has 32 KiB, as with the first CPUs that
+// have these instructions.
 #pragma once
 #include <immintrin.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
@@ -33,3 +35,4 @@ static inline __m512 dot_in_software(__m512 sum, __m512bh a, __m512bh b) {
 
 #define _mm512_dpbf16_ps dot_in_software
 #define __builtin_cpu_supports(feature) true
+#define sysconf(name) (32 << 10)

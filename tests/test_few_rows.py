@@ -76,6 +76,17 @@ def test_bytes_of_every_format(isa: None, fmt: str, options: dict[str, Any]):
     assert why.backend == "few_rows", why
 
 
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_rowwise", "mxfp8"])
+def test_four_rows_that_fill_the_first_cache_level(isa: None, fmt: str):
+    """Four rows of fp8 weights share reads of x if x needs most of the first cache level."""
+    torch.manual_seed(1)
+    w, x = quantized(21, 4096, fmt, {}), torch.randn(4, 4096).bfloat16()
+    want = oracle.product(x, w)
+    for count in (1, 2):
+        with threads(count):
+            same_bits(qtensor.gemm(x, w, "TN", dtype=torch.float32), want)
+
+
 @weights
 def test_every_kind_of_tail(isa: None, fmt: str, options: dict[str, Any]):
     check_tails(fmt, options)

@@ -72,7 +72,7 @@ def test_every_number_of_rows(fmt: str, options: dict[str, Any]):
 @weights
 @pytest.mark.parametrize("k", [4096, 5472, 17000])
 def test_few_rows_that_leave_the_first_cache_level(fmt: str, options: dict[str, Any], k: int):
-    """Rows of x that fit the first cache level, three or four that do not, and two that do not."""
+    """The bytes are the same whether or not x fits the first cache level."""
     torch.manual_seed(9)
     w, x = quantized(11, k, fmt, options), torch.randn(6, k).bfloat16()
     want = oracle.product(x, w).bfloat16()

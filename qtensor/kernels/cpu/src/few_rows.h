@@ -123,7 +123,7 @@ static void by_chunks(const FewRows& f, const Work& work) {
         }
     });
 }
-// The codes of a span, to the first cache level.
+// Prefetch the codes of a span to the first cache level.
 template <class F>
 INLINE void fetch_span(const u8* codes) {
     for (i64 line = 0; line < F::BYTES; line += 64) __builtin_prefetch(codes + line, 0, 3);
@@ -151,7 +151,7 @@ struct Fetch {
             for (i64 span = at * (Elements / F::SPAN); span < (at + 1) * (Elements / F::SPAN); span++)
                 __builtin_prefetch(next_scale + span * factor_step, 0, 2);
     }
-    // The factors of the `at`-th piece of `Elements` of each of the R rows.
+    // Prefetch the factors of the `at`-th piece of `Elements` of each of the R rows.
     template <int Elements>
     ALWAYS_INLINE void piece_factors(i64 at) {
         if (!on) return;
@@ -164,27 +164,28 @@ struct Fetch {
                     __builtin_prefetch(next_scale + at * scales + line, 0, 2);
         }
     }
-    // The next `count` lines of codes. Locality: 2 for the second cache level, 3 for the first, too.
+    // Prefetch the next `count` lines of codes. Locality 2 is the second cache level, 3 the first one as
+    // well.
     template <int Locality>
     ALWAYS_INLINE void next_lines(int count) {
         if (!on) return;
 #pragma GCC unroll 16
         for (; count > 0; count--, next += 64) __builtin_prefetch(next, 0, Locality);
     }
-    // A piece of `Elements` of each of the R rows.
+    // Prefetch codes and factors of the `at`-th piece of `Elements` of each of the R rows.
     template <int Elements>
     ALWAYS_INLINE void piece(i64 at) {
         next_lines<2>(R * Elements / F::SPAN * F::BYTES / 64);
         piece_factors<Elements>(at);
     }
-    // Where the R rows that follow begin, to the first cache level: a CPU's prefetcher finds the rest of a
+    // Prefetch the first span of each of the next R rows. The CPU's own prefetcher predicts the rest of a
     // row.
     ALWAYS_INLINE void starts(const FewRows& f, const Chunk& chunk, i64 n) const {
         const i64 to = n + R < chunk.end ? n + R : chunk.following;
         if (to < 0 || to + R > f.n) return;
         for (i64 r = 0; r < R; r++) fetch_span<F>(f.codes + (to + r) * f.code_stride);
     }
-    // A piece begins, and `count` lines of it at a time, but no more than it has.
+    // begin() starts a piece; lines(count) then prefetches up to `count` more lines of it.
     const u8* piece_end = nullptr;
     template <int Elements>
     void begin(i64 at) {

@@ -152,12 +152,16 @@ struct WeightRows : RowAddresses<F, R> {
 };
 
 constexpr int SET = 4, SETS = 2;  // rows of the weight
-// 1. R rows of the weight times M rows of x, with everything in registers. fetch(n) is called on the way for
-// n lines of memory, which are as many as R spans have.
+constexpr auto no_fetch = [](int) {};
+// 1. R rows of the weight times M rows of x, with everything in registers. Between the products, calls of
+// fetch(n) prefetch n lines each: as many in all as R spans have.
 template <class F, int R, int M, class X, class Fetching>
 INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512 s[R], const X* x,
                       __m512 acc[R][M], const Fetching& fetch) {
     constexpr int LINES = R * F::BYTES / 64;
+    const auto fetch_before = [&](int step, int steps) {
+        fetch(LINES * (step + 1) / steps - LINES * step / steps);
+    };
     __m512 p[R][M];
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) p[r][m] = F::SCALED ? _mm512_setzero_ps() : acc[r][m];
@@ -165,7 +169,7 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
     for (int i = 0; i < F::LOADS; i++) {
         if constexpr (F::PER == 4) {
 #define QT_STEP(S)                                                                                    \
-    fetch(R*(S + 1) / 4 - R * S / 4);                                                                 \
+    fetch_before(i * 4 + S, F::LOADS * 4);                                                            \
     for (int r = 0; r < R; r++) {                                                                     \
         const auto d = F::template decode<S, X>(codes, t[r][i]);                                      \
         for (int m = 0; m < M; m++) p[r][m] = multiply(p[r][m], x + m * STAGE + (i * 4 + S) * 32, d); \
@@ -175,8 +179,7 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         } else {
             constexpr int G = sizeof(X) == 2 && M > 2 ? R : 1;  // rows that share a load of x
             for (int r0 = 0; r0 < R; r0 += G) {
-                const int step = i * (R / G) + r0 / G, steps = F::LOADS * (R / G);
-                fetch(LINES * (step + 1) / steps - LINES * step / steps);
+                fetch_before(i * (R / G) + r0 / G, F::LOADS * (R / G));
                 __m512i d[G][F::PER];
                 for (int r = 0; r < G; r++) F::decode_all(codes, t[r0 + r][i], d[r]);
                 for (int v = 0; v < F::PER; v++)
@@ -191,15 +194,14 @@ INLINE void span_sums(const F& codes, const __m512i t[R][F::LOADS], const __m512
         for (int m = 0; m < M; m++)
             acc[r][m] = F::SCALED ? _mm512_fmadd_ps(p[r][m], s[r], acc[r][m]) : p[r][m];
 }
-// The sums of R rows of the weight, from row n on, to (row of x, row of the weight) of eight. Not inlined, so
-// that the compiler keeps all sums in registers.
+// Store the sums of rows n .. n + R of the weight as sums[row of x][row of the weight]. Not inlined, so that
+// the compiler keeps all sums in registers.
 template <class F, int R, int M, class X>
 __attribute__((noinline)) static void sums_of_rows(const FewRows& f, const F& codes, const X* xs,
                                                    const Chunk& chunk, i64 n, u8* own, __m512 (*sums)[8]) {
     const WeightRows<F, R> rows(f, n, chunk.end, own);
     Fetch<F, R> fetch(f, chunk, n);
     const auto lines = [&](int count) { fetch.template next_lines<M <= 2 ? 3 : 2>(count); };
-    const auto none = [](int) {};
     const auto x_of = [&](i64 i) { return xs + i * F::SPAN / STAGE * STAGE * M + i * F::SPAN % STAGE; };
     const i64 spans = f.k / F::SPAN;
     __m512 acc[R][M], s[R];
@@ -209,19 +211,19 @@ __attribute__((noinline)) static void sums_of_rows(const FewRows& f, const F& co
     fetch.starts(f, chunk, n);
     for (i64 i = 0; i < spans; i++) {
         fetch.template piece_factors<F::SPAN>(i);
-        if constexpr (F::PER == 4 && M > 2)  // a CPU's prefetcher comes too late for these
+        if constexpr (F::PER == 4 && M > 2)  // measured: the CPU's own prefetcher is too late here
             for (int r = 0; r < R; r++) fetch_span<F>(rows.code[r] + (i + 1) * F::BYTES);
         for (int r = 0; r < R; r++) rows.whole(r, i, t[r], s[r]);
         span_sums<F, R, M, X>(codes, t, s, x_of(i), acc, lines);
     }
     if (spans * F::SPAN < f.k) {
         for (int r = 0; r < R; r++) rows.part(r, spans, t[r], s[r]);
-        span_sums<F, R, M, X>(codes, t, s, x_of(spans), acc, none);
+        span_sums<F, R, M, X>(codes, t, s, x_of(spans), acc, no_fetch);
     }
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) sums[m][r] = acc[r][m];
 }
-// R = 2: a CPU's prefetcher hardly follows more rows at a time.
+// R is 2 because the CPU's prefetcher predicts the addresses of more rows badly.
 template <class F, int M, int R = 2, class X>
 static void rows_in_registers(const FewRows& f, const F& codes, const X* xs, const Chunk& chunk, u8* own) {
     for (i64 n = chunk.first; n < chunk.end; n += 8) {
@@ -242,7 +244,6 @@ static void float_rows_in_registers(const FewRows& f, const F& codes, const floa
     for (i64 n = chunk.first; n < chunk.end; n += ROWS) {
         const WeightRows<F, ROWS> rows(f, n, chunk.end, own);
         Fetch<F, ROWS> fetch(f, chunk, n);
-        const auto none = [](int) {};
         __m512 sums[M][ROWS] = {};
         for (i64 e = 0; e < f.k; e += STAGE) {
             fetch.template begin<int(STAGE)>(e / STAGE);
@@ -257,11 +258,11 @@ static void float_rows_in_registers(const FewRows& f, const F& codes, const floa
                 for (; (i + 1) * F::SPAN <= end; i++, x += F::SPAN) {
                     fetch.lines(R * F::BYTES / 64);
                     for (int r = 0; r < R; r++) rows.whole(r0 + r, i, t[r], s[r]);
-                    span_sums<F, R, M, float>(codes, t, s, x, acc, none);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc, no_fetch);
                 }
                 if (i * F::SPAN < end) {
                     for (int r = 0; r < R; r++) rows.part(r0 + r, i, t[r], s[r]);
-                    span_sums<F, R, M, float>(codes, t, s, x, acc, none);
+                    span_sums<F, R, M, float>(codes, t, s, x, acc, no_fetch);
                 }
                 for (int r = 0; r < R; r++)
                     for (int m = 0; m < M; m++) sums[m][r0 + r] = acc[r][m];
@@ -376,7 +377,8 @@ static void tiles_of_stage(const F& codes, const X* x, Stage<F>& stage, int span
     // Lines of memory for each product of two rows, so that all tiles fetch alike.
     const int lines = int((STAGE / F::SPAN * F::BYTES / 64 + count - 1) / count);
     i64 m = 0;
-    // Two rows of the weight times four of x are too few sums to hide the time of a product.
+    // Formats that keep both kinds of sums in registers have two rows of the weight in a tile. With four rows
+    // of x, eight sums are too few to hide the latency of a dot product.
     if constexpr (Stage<F>::KEEP)
         for (; count - m >= 6; m += 6)
             tiles<F, 6, Folded>(codes, x + m * STAGE, stage, spans, m, fetch, lines);
@@ -453,8 +455,8 @@ static void multiply_chunk(const FewRows& f, const X* xs, const Chunk& chunk, u8
         if (f.m == 3) return float_rows_in_registers<Few, 3>(f, few, xs, chunk, own);
         if (f.m == 4) return float_rows_in_registers<Few, 4>(f, few, xs, chunk, own);
     } else {
-        // Where x does not fit the first cache level, tiles read it a stage at a time. Four loads leave fewer
-        // registers for sums.
+        // If x does not fit the first cache level, tiles are faster, because they read it a stage at a time.
+        // Formats that load four vectors of codes have fewer registers left for sums.
         const i64 bytes = f.m * f.k * i64(sizeof(X));
         const int most = (bytes <= 32 << 10 ? 4 : 2) - (Few::LOADS == 4);
         if (f.m == 1) return rows_in_registers<Few, 1>(f, few, xs, chunk, own);

@@ -10,7 +10,7 @@
 
 namespace QT_NAMESPACE {
 
-// Bytes of the first cache level of data; 32 KiB if the system does not tell.
+// Return the size of the first data cache level in bytes, or 32 KiB if the system does not report it.
 static inline i64 first_cache_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
     static const i64 bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
