@@ -72,7 +72,7 @@ ISAS = [
 """Instruction sets, as parameters of a fixture: the default tier has the best of this CPU."""
 
 DOTS = "avx512 -Og, dots in software"
-"""The kernels for AVX-512, with software for bfloat16 dot products and 32 KiB of first-level cache."""
+"""The kernels for AVX-512: bfloat16 dot products in software, 32 KiB of first-level cache."""
 DOTS_HERE = [pytest.param(DOTS, marks=_minutes(DOTS))] if _BEST == "avx512" else []
 """One more parameter for products of few rows. This CPU may lack the instructions or have a larger
 first-level cache, for which other kernels run."""
