@@ -1,7 +1,7 @@
 // few_rows.h without AVX-512: a stage of four rows of the weight is decoded in the order of the sums, as
 // float16 or float32, and multiplies all rows of x.
 #pragma once
-#include "few_rows_avx2_formats.h"
+#include "few_rows_float16.h"
 
 namespace QT_NAMESPACE {
 
@@ -10,7 +10,10 @@ namespace QT_NAMESPACE {
 INLINE VF fused(VF a, VF b, VF c) {
 #if QT_ISA == 2
     return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FMA__) || defined(__aarch64__)
+#elif defined(__aarch64__)
+    const FloatHalves x = bits<FloatHalves>(a), y = bits<FloatHalves>(b), z = bits<FloatHalves>(c);
+    return bits<VF>(FloatHalves{vfmaq_f32(z.low, x.low, y.low), vfmaq_f32(z.high, x.high, y.high)});
+#elif defined(__FMA__)
     for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #else
@@ -30,7 +33,7 @@ INLINE VF fused(VF a, VF b, VF c) {
 constexpr int SET = 4;            // rows of the weight
 constexpr int HALVES = SUMS / W;  // vectors of a set of lanes
 
-#if QT_ISA != 2
+#ifndef QT_FLOAT16_STAGES
 INLINE VF value(const float* v) { return load<VF>(v); }
 // A format on any CPU: values and factors are looked up one by one. Codes: in a group of bytes.
 template <class Lanes, int Block, int Codes>
@@ -249,7 +252,7 @@ static void multiply_format(const FewRows& f) {
         if (!scale_up(xs, padded, F::POWER)) return multiply_arranged<typename F::Whole>(f, xs);
     multiply_arranged<F>(f, xs);
 }
-#if QT_ISA == 2
+#ifdef QT_FLOAT16_STAGES
 template <class E>
 static void multiply_bytes(const CQuantizer& p, const FewRows& f) {
     if (p.family != BLOCK)
