@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -135,10 +136,16 @@ def small_calls_build_spec() -> BuildSpec:
         f"-DQT_TORCH={torch.__version__}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
-    include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
+    include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
+    names, linked = ["small_calls", "delayed_calls"], ["torch_cpu", "c10"]
+    python = Path(sysconfig.get_paths()["include"])
+    if (python / "Python.h").exists():  # Some systems install it with a package of its own.
+        include.append(python)
+        names.append("direct_calls")
+        linked.append("torch_python")
     units = tuple(
-        Unit(FOLDER / f"{name}.cpp", flags, name, system_include=include)
-        for name in ("small_calls", "delayed_calls")
+        Unit(FOLDER / f"{name}.cpp", flags, name, system_include=tuple(include)) for name in names
     )
-    libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in ("torch_cpu", "c10"))
-    return BuildSpec("small_calls", units, find_cxx, (), libraries, "small CPU calls", 16.0)
+    libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in linked)
+    header = (FOLDER / "small_calls.h",)
+    return BuildSpec("small_calls", units, find_cxx, header, libraries, "small CPU calls", 24.0)

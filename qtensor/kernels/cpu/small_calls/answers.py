@@ -14,6 +14,7 @@ import torch
 
 from qtensor.errors import QTensorError
 from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.small_calls import direct
 from qtensor.kernels.cpu.small_calls.calls import Arguments, Parse
 from qtensor.kernels.cpu.small_calls.planners import PLANNERS
 from qtensor.kernels.cpu.small_calls.program import Program
@@ -50,7 +51,8 @@ def library() -> Any:
         spec = small_calls_build_spec()
         if not is_built(spec):
             return None
-        handle = ctypes.CDLL(str(build(spec)))
+        path = str(build(spec))
+        handle = ctypes.CDLL(path)
         handle.qt_register_op.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
         handle.qt_wants_program.argtypes = (ctypes.c_char_p,)
         handle.qt_register_state_op.argtypes = (ctypes.c_char_p, _POINTER)
@@ -61,6 +63,7 @@ def library() -> Any:
     run = ctypes.cast(kernels.run, _POINTER).value
     for name in PLANNERS:
         handle.qt_register_op(name.encode(), run, name in _PACKS_FIRST)
+    direct.install(path, PLANNERS)
     return handle
 
 

@@ -1,7 +1,8 @@
 // Answers the ops on the state of delayed scaling (library/delayed.py) without entering Python. The kernels
 // in delayed_scaling.cpp trust every size, so each op checks all of them first. A call that fails a check
 // runs the op's Python kernel, which refuses it or serves it in another way.
-#include <ATen/EmptyTensor.h>
+#include "small_calls.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -9,18 +10,10 @@
 #include <atomic>
 #include <cfloat>
 #include <cmath>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_set>
-#include <vector>
 
 using c10::IValue;
-using i64 = int64_t;
+using small_calls::i64;
 using Arguments = at::ArrayRef<IValue>;
-
-// In small_calls.cpp: whether C++ may answer calls.
-bool answers_calls();
 
 namespace {
 
@@ -170,7 +163,7 @@ public:
     void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
         const size_t count = handle.schema().arguments().size();
         torch::jit::Stack results;
-        if (answers_calls() && answer_(kernel_, torch::jit::last(*stack, count), results)) {
+        if (small_calls::answers_calls() && answer_(kernel_, torch::jit::last(*stack, count), results)) {
             torch::jit::drop(*stack, count);
             for (IValue& result : results) stack->push_back(std::move(result));
             return;

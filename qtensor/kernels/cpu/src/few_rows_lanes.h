@@ -156,12 +156,34 @@ __attribute__((noinline)) static void multiply_stage(Stage<F>& stage, const floa
     QT_EACH_SUM store(stage.sums[m0 + m][r] + (h + g) * W, a[m][r][g]);
 }
 #undef QT_EACH_SUM
-// The sum of the lanes, which are those of a format.
+typedef float Four __attribute__((vector_size(16)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define QT_FOUR_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define QT_FOUR_OF(a, b, ...) __builtin_shuffle(a, b, (i32 __attribute__((vector_size(16)))){__VA_ARGS__})
+#endif
+INLINE void transpose_fours(Four v[4]) {
+    const Four low[2] = {QT_FOUR_OF(v[0], v[1], 0, 4, 1, 5), QT_FOUR_OF(v[2], v[3], 0, 4, 1, 5)};
+    const Four high[2] = {QT_FOUR_OF(v[0], v[1], 2, 6, 3, 7), QT_FOUR_OF(v[2], v[3], 2, 6, 3, 7)};
+    v[0] = QT_FOUR_OF(low[0], low[1], 0, 1, 4, 5), v[1] = QT_FOUR_OF(low[0], low[1], 2, 3, 6, 7);
+    v[2] = QT_FOUR_OF(high[0], high[1], 0, 1, 4, 5), v[3] = QT_FOUR_OF(high[0], high[1], 2, 3, 6, 7);
+}
+#undef QT_FOUR_OF
+// The sums of the lanes of a set of rows. The lanes are those of a format.
 template <class F>
-INLINE float by_halves(const float* lanes) {
-    float s[SUMS];
-    for (int i = 0; i < SUMS; i++) s[F::lane_of(i)] = lanes[i];
+INLINE Four by_halves(const float (*lanes)[SUMS]) {
+    static_assert(SET == 4, "a vector of four");
+    Four s[SUMS];
+#pragma GCC unroll 4
+    for (int i = 0; i < SUMS; i += 4) {
+        Four v[SET];
+        for (int r = 0; r < SET; r++) v[r] = load<Four>(lanes[r] + i);
+        transpose_fours(v);
+        for (int j = 0; j < 4; j++) s[F::lane_of(i + j)] = v[j];
+    }
+#pragma GCC unroll 4
     for (int half = SUMS / 2; half; half /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < half; i++) s[i] += s[i + half];
     return s[0];
 }
@@ -191,16 +213,17 @@ static bool has_nan(const u8* codes, i64 count, bool e4m3) {
 // Rows n ... of the result from their sums, (m, SET, SUMS).
 template <class F>
 static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, const Chunk& chunk, i64 n,
-                        VB most, const float* sums) {
+                        VB most, const float (*sums)[SET][SUMS]) {
     bool nan = false;
     for (int i = 0; F::NAN_IS_LEFT && i < GROUP; i++) nan |= most[i] == 0x7f;
-    for (i64 r = 0; r < SET && n + r < chunk.end; r++) {
-        const bool all_nan =
-            (nan && has_nan(rows.code[r], f.code_stride, true)) ||
-            (F::SCALES && has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, f.block == 16));
-        for (i64 m = 0; m < f.m; m++)
-            finish(f, m, n + r,
-                   all_nan ? bits<float>(0x7fc00000) : by_halves<F>(sums + (m * SET + r) * SUMS));
+    const i64 count = smaller(SET, chunk.end - n);
+    bool all_nan[SET];
+    for (i64 r = 0; r < count; r++)
+        all_nan[r] = (nan && has_nan(rows.code[r], f.code_stride, true)) ||
+                     (F::SCALES && has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, f.block == 16));
+    for (i64 m = 0; m < f.m; m++) {
+        const Four v = by_halves<F>(sums[m]);
+        for (i64 r = 0; r < count; r++) finish(f, m, n + r, all_nan[r] ? bits<float>(0x7fc00000) : v[r]);
     }
 }
 // The rows of a chunk times all rows of x, which are POWER times those of the call.
@@ -224,7 +247,7 @@ static void multiply_rows(const FewRows& f, const F& format, const float* xs, co
             for (int h = 0; m < f.m && h < HALVES; h += 2)
                 multiply_stage<F, 1, 2>(stage, x + m * STAGE, spans, m, h);
         }
-        finish_rows(f, rows, chunk, n, most, stage.sums[0][0]);
+        finish_rows(f, rows, chunk, n, most, stage.sums);
     }
 }
 template <class F>
