@@ -10,6 +10,9 @@ It serves a call in three steps:
 3. Otherwise run the op's Python kernel. When a description comes for the second time, Python plans
    a program for it (`planners.py`, `program.py`) and passes it to C++ (`answers.py`).
 
+Calls from Python of ops that write none of their arguments take steps 1 and 2 before torch prepares
+them for its dispatcher (`direct.py`, `src/direct_calls.cpp`).
+
 The ops on the state of delayed scaling (`STATE_KERNELS`) need no program: C++ checks the sizes of
 their tensors and computes (`src/delayed_calls.cpp`).
 
@@ -23,6 +26,7 @@ small call takes longer.
 | `calls.py` | the arguments of a call, and its program with the sources of its addresses |
 | `products.py` | the programs of products |
 | `planners.py` | for each op, the program of a call and where its addresses come from |
+| `direct.py` | puts C++ between ops and torch's dispatcher |
 | `answers.py` | loads the C++ kernel, and passes programs to it after a call |
 """
 

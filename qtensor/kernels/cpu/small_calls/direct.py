@@ -1,4 +1,4 @@
-"""Let C++ answer calls from Python before torch turns their arguments into those of its dispatcher."""
+"""Let C++ answer calls from Python before torch prepares them for its dispatcher."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ def install(path: str, names: Iterable[str]) -> None:
         make = ctypes.PyDLL(path).qt_direct_op
     except AttributeError:
         return  # The library was compiled without the headers of Python.
-    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, *2 * (ctypes.py_object,))
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, *3 * (ctypes.py_object,))
     for name in names:
         op: Any = getattr(torch.ops.qtensor, name).default
         if not op._schema.is_mutable:
-            op._op = make(name.encode(), op._op, defaults(op))
+            op._op = make(name.encode(), op._op, *signature(op))
 
 
-def defaults(op: Any) -> tuple[Any, ...]:
-    """Return the default of each argument of an op; Ellipsis where there is none."""
-    return tuple([
-        argument.default_value if argument.has_default_value() else ...
-        for argument in op._schema.arguments
-    ])
+def signature(op: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the names and the defaults of an op's arguments; Ellipsis is no default."""
+    arguments = op._schema.arguments
+    defaults = [a.default_value if a.has_default_value() else ... for a in arguments]
+    return tuple([a.name for a in arguments]), tuple(defaults)

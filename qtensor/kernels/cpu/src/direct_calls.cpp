@@ -19,7 +19,8 @@ namespace {
 struct DirectOp {
     PyObject_HEAD Op* op;
     PyObject* dispatched;  // what torch calls
-    PyObject* defaults;    // of all arguments, in order; Ellipsis where there is none
+    PyObject* names;       // of the arguments
+    PyObject* defaults;    // of the arguments; Ellipsis where there is none
 };
 
 // Returns whether nothing in this thread watches or changes what an op does: modes, transforms of functions,
@@ -92,17 +93,25 @@ bool add_argument(CallDescription& d, PyObject* value, bool pack) {
     }
     return true;
 }
-// Describes all arguments of a call; those that it leaves out are the defaults.
-bool describe(CallDescription& d, const DirectOp& direct, PyObject* args) {
+// Describes all arguments of a call. Arguments that it leaves out are the defaults.
+bool describe(CallDescription& d, const DirectOp& direct, PyObject* args, PyObject* kwargs) {
     const Py_ssize_t given = PyTuple_GET_SIZE(args), count = PyTuple_GET_SIZE(direct.defaults);
+    Py_ssize_t by_name = kwargs ? PyDict_GET_SIZE(kwargs) : 0;
     if (given > count) return false;
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject* value = PyTuple_GET_ITEM(i < given ? args : direct.defaults, i);
+        PyObject* value = nullptr;
+        if (i < given) {
+            value = PyTuple_GET_ITEM(args, i);
+        } else if (by_name > 0 && (value = PyDict_GetItem(kwargs, PyTuple_GET_ITEM(direct.names, i)))) {
+            by_name--;
+        } else {
+            value = PyTuple_GET_ITEM(direct.defaults, i);
+        }
         if (i == 0 && THPVariable_CheckExact(value) && !CallDescription::is_small(THPVariable_Unpack(value)))
             return false;
         if (!add_argument(d, value, direct.op->packs_first && i == 0)) return false;
     }
-    return true;
+    return by_name == 0;  // the other names are not those of arguments, or of arguments given already
 }
 PyObject* to_python(const Answer& answer, std::vector<at::Tensor>& outputs) {
     if (answer.returns == Answer::Tensor) return THPVariable_Wrap(std::move(outputs[0]));
@@ -113,10 +122,10 @@ PyObject* to_python(const Answer& answer, std::vector<at::Tensor>& outputs) {
 }
 // Returns whether a program has answered the call. Then `result` is the result, or null with an exception
 // set.
-bool answered(const DirectOp& direct, PyObject* args, PyObject*& result) try {
+bool answered(const DirectOp& direct, PyObject* args, PyObject* kwargs, PyObject*& result) try {
     if (!answers_calls() || !nothing_watches()) return false;
     CallDescription description;
-    if (!describe(description, direct, args)) return false;
+    if (!describe(description, direct, args, kwargs)) return false;
     const Answer* answer = direct.op->answer_to(description.key);
     if (!answer || answer->returns == Answer::Nothing) return false;
     std::vector<at::Tensor> outputs;
@@ -136,7 +145,7 @@ bool answered(const DirectOp& direct, PyObject* args, PyObject*& result) try {
 PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
     const auto& direct = *reinterpret_cast<DirectOp*>(self);
     PyObject* result = nullptr;
-    if ((!kwargs || PyDict_GET_SIZE(kwargs) == 0) && answered(direct, args, result)) return result;
+    if (answered(direct, args, kwargs, result)) return result;
     return PyObject_Call(direct.dispatched, args, kwargs);
 }
 // torch finds ops in dicts by the hash of the function.
@@ -150,9 +159,8 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
 extern "C" {
 
 // Returns the function to call in place of `dispatched` for a registered op that writes none of its
-// arguments. defaults: a tuple with the default of each argument, or Ellipsis. It lives as long as the
-// process.
-PyObject* qt_direct_op(const char* name, PyObject* dispatched, PyObject* defaults) {
+// arguments. names, defaults: tuples with an entry for each argument; Ellipsis is no default.
+PyObject* qt_direct_op(const char* name, PyObject* dispatched, PyObject* names, PyObject* defaults) {
     static PyType_Slot slots[] = {{Py_tp_call, (void*)call},
                                   {Py_tp_hash, (void*)hash},
                                   {Py_tp_getattro, (void*)get_attribute},
@@ -165,6 +173,7 @@ PyObject* qt_direct_op(const char* name, PyObject* dispatched, PyObject* default
     if (!direct) return nullptr;
     direct->op = op;
     direct->dispatched = Py_NewRef(dispatched);
+    direct->names = Py_NewRef(names);
     direct->defaults = Py_NewRef(defaults);
     return reinterpret_cast<PyObject*>(direct);
 }
