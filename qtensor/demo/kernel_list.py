@@ -48,11 +48,11 @@ def current_libraries() -> tuple[dict[Path, str], str | None]:
     try:
         chosen = sources.choose_isa()
         paths = {isa: library_path(sources.build_spec(isa)) for isa in sources.ISAS}
-        small_calls = library_path(sources.small_calls_build_spec())
+        calls = (sources.small_calls_build_spec(), sources.direct_calls_build_spec())
     except QTensorError as error:
         return {}, str(error)
     states = {path: "in use" if isa == chosen else "current" for isa, path in paths.items()}
-    return states | {small_calls: "in use"}, None
+    return states | {library_path(spec): "in use" for spec in calls}, None
 
 
 def row(entry: Built, current: dict[Path, str], *, known: bool) -> tuple[str, ...]:

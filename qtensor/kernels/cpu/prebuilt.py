@@ -54,6 +54,8 @@ def provide(isa: str) -> Path:
     with contextlib.suppress(BuildError):
         # The C++ that answers small calls: never built later, in the middle of a call.
         build(sources.small_calls_build_spec())
+        if sources.has_python_headers():
+            build(sources.direct_calls_build_spec())
     return library
 
 

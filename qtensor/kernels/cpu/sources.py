@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from qtensor.compilers import find_cxx
 from qtensor.errors import check
 
 FOLDER = Path(__file__).parent / "src"
+_SMALL_CALLS = FOLDER / "small_calls.h"
 ISAS = ("avx512", "avx2", "baseline")
 """Instruction sets, the best first. "baseline" is the one that the compiler assumes by default."""
 _FLAGS = {
@@ -108,8 +110,8 @@ def units(isa: str) -> tuple[Unit, ...]:
 
 
 def headers() -> tuple[Path, ...]:
-    """Return the files that the sources include."""
-    return tuple(sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.inc"))))
+    """Return the files that the sources of the kernels include."""
+    return tuple(sorted({*FOLDER.glob("*.h"), *FOLDER.glob("*.inc")} - {_SMALL_CALLS}))
 
 
 def build_spec(isa: str) -> BuildSpec:
@@ -127,6 +129,39 @@ def build_spec(isa: str) -> BuildSpec:
 
 def small_calls_build_spec() -> BuildSpec:
     """Return how to build the library of small calls against torch; needs no compiler yet."""
+    return _build_spec_with_torch("small_calls", ("small_calls", "delayed_calls"))
+
+
+def direct_calls_build_spec() -> BuildSpec:
+    """Return how to build the library of direct calls against torch and Python.
+
+    Python's headers may be missing: `has_python_headers`.
+    """
+    version = f"-DQT_PYTHON={sysconfig.get_config_var('SOABI')}"
+    return _build_spec_with_torch(
+        "direct_calls", ("direct_calls",), (version,), _python_include(), ("torch_python",)
+    )
+
+
+def has_python_headers() -> bool:
+    """Return whether the headers of Python are installed: often a package (python3-dev)."""
+    headers = zip(_python_include(), ("Python.h", "pyconfig.h"), strict=True)
+    return all((folder / name).exists() for folder, name in headers)
+
+
+def _python_include() -> tuple[Path, Path]:
+    # Debian's default scheme names a folder in which the system does not install the headers.
+    paths = sysconfig.get_paths("posix_prefix")
+    return Path(paths["include"]), Path(paths["platinclude"])
+
+
+def _build_spec_with_torch(
+    name: str,
+    sources: Iterable[str],
+    more_flags: tuple[str, ...] = (),
+    more_folders: tuple[Path, ...] = (),
+    more_libraries: tuple[str, ...] = (),
+) -> BuildSpec:
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",
@@ -135,17 +170,14 @@ def small_calls_build_spec() -> BuildSpec:
         "-Wextra",
         f"-DQT_TORCH={torch.__version__}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *more_flags,
     )
-    include = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
-    names, linked = ["small_calls", "delayed_calls"], ["torch_cpu", "c10"]
-    python = Path(sysconfig.get_paths()["include"])
-    if (python / "Python.h").exists():  # Some systems install it with a package of its own.
-        include.append(python)
-        names.append("direct_calls")
-        linked.append("torch_python")
+    api = root / "include" / "torch" / "csrc" / "api" / "include"
+    include = (root / "include", api, *more_folders)
     units = tuple(
-        Unit(FOLDER / f"{name}.cpp", flags, name, system_include=tuple(include)) for name in names
+        Unit(FOLDER / f"{source}.cpp", flags, source, system_include=include) for source in sources
     )
-    libraries = tuple(str(root / "lib" / f"lib{name}.so") for name in linked)
-    header = (FOLDER / "small_calls.h",)
-    return BuildSpec("small_calls", units, find_cxx, header, libraries, "small CPU calls", 24.0)
+    linked = ("torch_cpu", "c10", *more_libraries)
+    libraries = tuple(str(root / "lib" / f"lib{library}.so") for library in linked)
+    title = name.replace("_", " ").replace("calls", "CPU calls")
+    return BuildSpec(name, units, find_cxx, (_SMALL_CALLS,), libraries, title, 8.0 + 8.0 * len(units))

@@ -51,8 +51,7 @@ def library() -> Any:
         spec = small_calls_build_spec()
         if not is_built(spec):
             return None
-        path = str(build(spec))
-        handle = ctypes.CDLL(path)
+        handle = ctypes.CDLL(str(build(spec)))
         handle.qt_register_op.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
         handle.qt_wants_program.argtypes = (ctypes.c_char_p,)
         handle.qt_register_state_op.argtypes = (ctypes.c_char_p, _POINTER)
@@ -63,7 +62,7 @@ def library() -> Any:
     run = ctypes.cast(kernels.run, _POINTER).value
     for name in PLANNERS:
         handle.qt_register_op(name.encode(), run, name in _PACKS_FIRST)
-    direct.install(path, PLANNERS)
+    direct.install(handle, PLANNERS)
     return handle
 
 

@@ -108,11 +108,6 @@ auto& ops = *new std::unordered_map<std::string, Op>;
 }  // namespace
 
 bool small_calls::answers_calls() { return enabled; }
-Op* small_calls::registered_op(const std::string& name) {
-    std::scoped_lock lock(ops_mutex);
-    const auto entry = ops.find(name);
-    return entry == ops.end() ? nullptr : &entry->second;
-}
 
 extern "C" {
 
@@ -129,6 +124,14 @@ void qt_register_op(const char* name, const void* run, int packs_first) {
         new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SmallCallKernel>(op)));
 }
+
+// For direct_calls.cpp: the op that is registered under a name, or null, and whether C++ may answer calls.
+void* qt_registered_op(const char* name) {
+    std::scoped_lock lock(ops_mutex);
+    const auto entry = ops.find(name);
+    return entry == ops.end() ? nullptr : &entry->second;
+}
+const void* qt_enabled() { return &enabled; }
 
 // Returns whether the call whose Python kernel runs is one of this op and needs a program.
 int qt_wants_program(const char* name) { return current_request && current_request->op.name == name; }

@@ -5,11 +5,14 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -62,8 +65,6 @@ struct Op {
         return entry == answers.end() ? nullptr : entry->second.get();
     }
 };
-// Returns the op that qt_register_op has registered under a name, or null.
-Op* registered_op(const std::string& name);
 // Returns whether C++ may answer calls.
 bool answers_calls();
 
