@@ -1,4 +1,4 @@
-"""What each fast path of small CPU calls saves: one FP8 layer, and an MLP of 24 layers.
+"""What each fast path of small CPU calls saves: one FP8 layer, an MLP of 24 layers, and decoding.
 
 Each variant runs in fresh processes, in turns with the others. A variant leaves out one part:
 
@@ -6,6 +6,7 @@ Each variant runs in fresh processes, in turns with the others. A variant leaves
 |---|---|
 | ``all parts`` | nothing |
 | ``no small calls`` | the C++ answers: ``QTENSOR_SMALL_CALLS=0`` |
+| ``no direct calls`` | the C++ answers before torch's dispatcher |
 | ``no composite op`` | the op by which Dynamo sees a layer |
 """
 
@@ -30,16 +31,19 @@ import qtensor
 from benchmarks import machine
 from qtensor import recipes
 from qtensor.functional import one_op
+from qtensor.kernels.cpu.small_calls import direct
 from qtensor.modules import base
 
 SIZE, LAYERS = 32, 24
 ALL = "all parts"
+DECODING = f"decoding, {LAYERS} layers"
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "small_calls_cpu.md"
 
 VARIANTS: dict[str, Callable[[], None]] = {
     ALL: lambda: None,
     "no small calls": lambda: None,
+    "no direct calls": lambda: setattr(direct, "maker", lambda: None),
     "no composite op": lambda: setattr(base, "follows_calls", lambda: False),
 }
 """Name -> what a process does before it builds its layers."""
@@ -54,12 +58,15 @@ def _lines(*parts: Any) -> int:
 def lines_of_code() -> dict[str, int]:
     """Return the lines that each part costs, by variant."""
     cpu = ROOT / "qtensor" / "kernels" / "cpu"
+    direct_calls = [cpu / "small_calls" / "direct.py", cpu / "src" / "direct_calls.cpp"]
     sources = [*(cpu / "small_calls").glob("*.py"), cpu / "src" / "program.cpp"]
-    sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed")]
+    sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed", "direct")]
+    sources += [cpu / "src" / "small_calls.h"]
     composite = Path(inspect.getsourcefile(one_op) or "")
     in_one_op = base.QuantizedModule._in_one_op
     return {
         "no small calls": _lines(*sources),
+        "no direct calls": _lines(*direct_calls),
         "no composite op": _lines(composite, in_one_op),
     }
 
@@ -70,6 +77,15 @@ def models() -> dict[str, nn.Module]:
     layers = [qtensor.Linear(SIZE, SIZE, recipe=recipe) for _ in range(LAYERS)]
     mlp = nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
     return {"Linear": qtensor.Linear(SIZE, SIZE, recipe=recipe), f"MLP of {LAYERS}": mlp}
+
+
+def decoder() -> nn.Module:
+    """Return layers of torch with MXFP8 weights, as a model that generates text has them."""
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(LAYERS)))
+    for layer in model:
+        weight = qtensor.quantize(layer.weight.detach(), "mxfp8")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return model.requires_grad_(requires_grad=False)
 
 
 def _burst_us(call: Callable[[], Any], calls: int) -> float:
@@ -94,7 +110,11 @@ def measure_here(bursts: int, compiled: bool) -> dict[str, list[float]]:
             calls[f"{name}, {way} forward"] = lambda f=function, x=x: f(x)
             both = lambda f=function, x=x, dy=dy: f(x).backward(dy)  # noqa: E731
             calls[f"{name}, {way} forward + backward"] = both
-    counts = {name: 4 if name.startswith("MLP") else 100 for name in calls}
+    decoding, token = decoder(), torch.randn(1, SIZE)
+    for way in ("eager", "compiled")[: 1 + compiled]:
+        run = torch.compile(decoding) if way == "compiled" else decoding
+        calls[f"{DECODING}, {way} forward"] = torch.inference_mode()(lambda f=run: f(token))
+    counts = {name: 100 if name.startswith("Linear") else 4 for name in calls}
     for call in calls.values():
         for _ in range(10):
             call()
@@ -142,12 +162,13 @@ def savings(rounds: list[dict[str, dict[str, list[float]]]]) -> list[str]:
     for variant, lines in lines_of_code().items():
         found = []
         for call in rounds[0][ALL]:
-            if not call.startswith("MLP"):
+            if call.startswith("Linear"):
                 continue
             with_it, without = (
                 median(one[name][call][1] for one in rounds) for name in (ALL, variant)
             )
-            found.append(f"{(without - with_it) / LAYERS:.1f} us ({call.split(', ')[1]})")
+            name = call.removeprefix(f"MLP of {LAYERS}, ")
+            found.append(f"{(without - with_it) / LAYERS:.1f} us ({name})")
         part = variant.removeprefix("no ").capitalize()
         sentences.append(f"- {part}, {lines} lines of code: {', '.join(found)}.")
     return sentences
@@ -178,11 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "",
         f"Microseconds of CPU time a call: the least burst (the median) over {options.rounds} "
         f"process{'es' * (options.rounds > 1)} of each variant, in turns. "
-        f"Float8CurrentScaling, Linear({SIZE}, {SIZE}), {SIZE} tokens.",
+        f"Float8CurrentScaling, Linear({SIZE}, {SIZE}), {SIZE} tokens; "
+        "for decoding MXFP8 weights and one token.",
         "",
         *table(rounds),
         "",
-        "What each part saves for each layer of the MLP (medians), and its lines of code:",
+        "What each part saves for each layer of the MLP or of decoding (medians), and its lines "
+        "of code:",
         "",
         *savings(rounds),
         "",

@@ -226,9 +226,11 @@ static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, cons
         for (i64 r = 0; r < count; r++) finish(f, m, n + r, all_nan[r] ? bits<float>(0x7fc00000) : v[r]);
     }
 }
-// The rows of a chunk times all rows of x, which are POWER times those of the call.
+// The rows of a chunk times all rows of x, which are POWER times those of the call. Inlined into the loop
+// over chunks, one row of x times FP8 takes 4 to 10 % longer with GCC 12.
 template <class F>
-static void multiply_rows(const FewRows& f, const F& format, const float* xs, const Chunk& chunk, u8* own) {
+__attribute__((noinline)) static void multiply_rows(const FewRows& f, const F& format, const float* xs,
+                                                    const Chunk& chunk, u8* own) {
     const Array<Stage<F>> memory(1);
     Stage<F>& stage = *(Stage<F>*)memory;
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
