@@ -48,28 +48,28 @@ struct FloatHalves {
 INLINE VB from_halves(const void* low, const void* high) {
     return bits<VB>(Halves{load<Half128>(low), load<Half128>(high)});
 }
+template <class Op>
+INLINE VB each_half(VB a, VB b, const Op& op) {
+    const Halves x = bits<Halves>(a), y = bits<Halves>(b);
+    return bits<VB>(Halves{op(x.low, y.low), op(x.high, y.high)});
+}
 INLINE VB look_up(VB table, VB places) {
-    const Halves t = bits<Halves>(table), p = bits<Halves>(places);
-    return bits<VB>(Halves{(Half128)vqtbl1q_u8((uint8x16_t)t.low, (uint8x16_t)p.low),
-                           (Half128)vqtbl1q_u8((uint8x16_t)t.high, (uint8x16_t)p.high)});
+    return each_half(table, places,
+                     [](Half128 t, Half128 p) { return (Half128)vqtbl1q_u8((uint8x16_t)t, (uint8x16_t)p); });
 }
 template <int Bits>
 INLINE VB low_in_turns(VB a, VB b) {
-    const auto zip = [](Half128 x, Half128 y) {
+    return each_half(a, b, [](Half128 x, Half128 y) {
         return Bits == 16 ? (Half128)vzip1q_u16((uint16x8_t)x, (uint16x8_t)y)
                           : (Half128)vzip1q_u64((uint64x2_t)x, (uint64x2_t)y);
-    };
-    const Halves x = bits<Halves>(a), y = bits<Halves>(b);
-    return bits<VB>(Halves{zip(x.low, y.low), zip(x.high, y.high)});
+    });
 }
 template <int Bits>
 INLINE VB high_in_turns(VB a, VB b) {
-    const auto zip = [](Half128 x, Half128 y) {
+    return each_half(a, b, [](Half128 x, Half128 y) {
         return Bits == 16 ? (Half128)vzip2q_u16((uint16x8_t)x, (uint16x8_t)y)
                           : (Half128)vzip2q_u64((uint64x2_t)x, (uint64x2_t)y);
-    };
-    const Halves x = bits<Halves>(a), y = bits<Halves>(b);
-    return bits<VB>(Halves{zip(x.low, y.low), zip(x.high, y.high)});
+    });
 }
 INLINE VF value(const u16* halves) {
     const float16x8_t v = (float16x8_t)load<uint16x8_t>(halves);
