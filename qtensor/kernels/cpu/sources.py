@@ -179,5 +179,5 @@ def _build_spec_with_torch(
     )
     linked = ("torch_cpu", "c10", *more_libraries)
     libraries = tuple(str(root / "lib" / f"lib{library}.so") for library in linked)
-    title = name.replace("_", " ").replace("calls", "CPU calls")
-    return BuildSpec(name, units, find_cxx, (_SMALL_CALLS,), libraries, title, 8.0 + 8.0 * len(units))
+    title, effort = name.replace("_", " ").replace("calls", "CPU calls"), 8.0 + 8.0 * len(units)
+    return BuildSpec(name, units, find_cxx, (_SMALL_CALLS,), libraries, title, effort)
