@@ -124,9 +124,9 @@ def _gradient(call: Callable[..., Any]) -> None:
     call(*product(requires_grad=True))
 
 
-def _gradient_in_a_list(call: Callable[..., Any]) -> None:
-    x, (codes, factors), *rest = product()
-    call(x, [codes, factors], *rest[:2], torch.ones(64, requires_grad=True))
+def _gradient_of_the_bias(call: Callable[..., Any]) -> None:
+    x, buffers, text, n, _ = product()
+    call(x, buffers, text, n, torch.ones(64, requires_grad=True))
 
 
 def _torch_function_mode(call: Callable[..., Any]) -> None:
@@ -200,7 +200,7 @@ def _left_to_python(call: Callable[..., Any]) -> None:
 
 REASONS = (
     _gradient,
-    _gradient_in_a_list,
+    _gradient_of_the_bias,
     _torch_function_mode,
     _mode,
     _profiler,
