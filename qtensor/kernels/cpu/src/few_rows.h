@@ -172,11 +172,12 @@ struct Fetch {
 #pragma GCC unroll 16
         for (; count > 0; count--, next += 64) __builtin_prefetch(next, 0, Locality);
     }
-    // Prefetch codes and factors of the `at`-th piece of `Elements` of each of the R rows.
-    template <int Elements>
-    ALWAYS_INLINE void piece(i64 at) {
-        next_lines<2>(R * Elements / F::SPAN * F::BYTES / 64);
-        piece_factors<Elements>(at);
+    // Prefetch the next `Bytes` of codes.
+    template <int Bytes>
+    ALWAYS_INLINE void next_bytes() {
+        if (!on) return;
+        for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+        next += Bytes;
     }
     // Prefetch the first span of each of the next R rows. The CPU's own prefetcher predicts the rest of a
     // row.

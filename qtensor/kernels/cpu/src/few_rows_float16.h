@@ -8,6 +8,12 @@
 
 namespace QT_NAMESPACE {
 
+// The largest magnitudes of codes and of codes of factors, to find NaN: decoding with AVX2 or NEON takes it for
+// a number.
+struct Most {
+    VB codes{}, factors{};
+};
+
 #if QT_ISA == 2 || (QT_ISA == 0 && defined(__aarch64__))
 #define QT_FLOAT16_STAGES 1                         // few_rows_lanes.h decodes to float16
 typedef short VS __attribute__((vector_size(32)));  // 16-bit integers with signs
@@ -88,7 +94,7 @@ INLINE VB bytes_of(const Make& make) {
 }
 constexpr u8 NO_PLACE = 0x80;
 // E8M0 codes of eight lanes, which look_up brings to the highest bytes of dwords, to factors. 0 is 2^-127.
-// 255, NaN, becomes infinity: finish_rows looks for it.
+// 255, NaN, becomes infinity.
 template <class CodeOf>
 INLINE VF e8m0_factors(VB codes, const CodeOf& code_of) {
     const VB places = bytes_of([&](int i) { return i % 4 == 3 ? code_of(i / 4) : NO_PLACE; });
@@ -99,7 +105,8 @@ INLINE VF e8m0_factors(VB codes, const CodeOf& code_of) {
 // ---- 4-bit codes: a lane is a block
 struct NibbleCodes {
     using Value = u16;
-    static constexpr bool SCALED = true, NAN_IS_LEFT = false;
+    static constexpr bool SCALED = true;
+    static constexpr u8 NAN_CODE = 0;
     static constexpr float POWER = 1;
     VB high;  // higher bytes of the values as float16; the lower ones are 0
     explicit NibbleCodes(const FewRows& f)
@@ -124,9 +131,10 @@ struct NibbleCodes {
 };
 struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
     static constexpr int BYTES = 256, SCALES = 16;
+    static constexpr u8 NAN_FACTOR = 0xff;
     using NibbleCodes::NibbleCodes;
     static constexpr int lane_of(int i) { return i % 8 * 2 + i / 8; }
-    ALWAYS_INLINE void decode(const u8* p, VB&, u16* to) const {
+    ALWAYS_INLINE void decode(const u8* p, Most&, u16* to) const {
         VB v[8];
         for (int i = 0; i < 8; i++) v[i] = load<VB>(p + 32 * i);
         for (int i = 0; i < 4; i++) take_turns(v[i], v[i + 4]);
@@ -134,17 +142,19 @@ struct Mxfp4Rows : NibbleCodes, LaneIsBlock<32> {
         for (int i = 0; i < 8; i += 2) take_turns(v[i], v[i + 1]);
         for (int i = 0; i < 8; i++) store_words(v[i], i, to);
     }
-    INLINE void factors(const u8* s, VF to[2]) {
+    INLINE void factors(const u8* s, Most& most, VF to[2]) {
         const VB codes = twice(s);
+        most.factors = maxima(most.factors, codes);
         to[0] = e8m0_factors(codes, [](int lane) { return 2 * lane; });
         to[1] = e8m0_factors(codes, [](int lane) { return 2 * lane + 1; });
     }
 };
 struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
     static constexpr int BYTES = 128, SCALES = 16;
+    static constexpr u8 NAN_FACTOR = 0x7f;
     using NibbleCodes::NibbleCodes;
     static constexpr int lane_of(int i) { return i % 4 * 4 + i / 4; }
-    ALWAYS_INLINE void decode(const u8* p, VB&, u16* to) const {
+    ALWAYS_INLINE void decode(const u8* p, Most&, u16* to) const {
         VB v[4];
         for (int i = 0; i < 4; i++) v[i] = load<VB>(p + 32 * i);
         // Blocks are 64 bits, so that two steps bring pairs of words of four blocks together.
@@ -155,11 +165,13 @@ struct Nvfp4Rows : NibbleCodes, LaneIsBlock<16> {
             store_words(high_in_turns<64>(v[i], v[i + 2]), 2 * i + 1, to);
         }
     }
-    // float16 has the codes of E4M3 as 2^-8 of their values. NaN becomes a number: finish_rows looks for it.
-    INLINE void factors(const u8* s, VF to[2]) {
+    // float16 has the codes of E4M3 as 2^-8 of their values.
+    INLINE void factors(const u8* s, Most& most, VF to[2]) {
+        const VB codes = twice(s);
+        most.factors = maxima(most.factors, codes & 0x7f);
         const VB places = bytes_of([](int i) { return i % 2 ? lane_of(i / 2) : NO_PLACE; });
         alignas(32) u16 halves[SUMS];
-        store(halves, ((VS)look_up(twice(s), places) >> 1) & short(0xbfff));
+        store(halves, ((VS)look_up(codes, places) >> 1) & short(0xbfff));
         for (int h = 0; h < 2; h++) to[h] = value(halves + h * W) * all(256.0f);
     }
 };
@@ -171,7 +183,7 @@ struct Multiplied : F {
     using Value = float;
     static constexpr float POWER = 1;
     using F::F;
-    ALWAYS_INLINE void decode(const u8* p, VB& most, float* to) const {
+    ALWAYS_INLINE void decode(const u8* p, Most& most, float* to) const {
         alignas(32) u16 halves[F::SPAN];
         F::decode(p, most, halves);
         for (int i = 0; i < F::SPAN; i += W) store(to + i, value(halves + i) * all(F::POWER));
@@ -181,13 +193,13 @@ struct Multiplied : F {
 template <class E, int Codes>  // in a group of bytes
 struct ByteCodes {
     using Value = u16;
-    // The code of NaN of E4M3 becomes a number; other formats have none or those of float16.
-    static constexpr bool NAN_IS_LEFT = std::is_same<E, FE4M3>::value;
+    // The code of NaN that becomes a number. Other formats have none, or those of float16.
+    static constexpr u8 NAN_CODE = std::is_same<E, FE4M3>::value ? 0x7f : 0;
     static constexpr float POWER = float(1 << (E::min_exponent - (127 - 14)));
     explicit ByteCodes(const FewRows&) {}
     // The second of each two codes, then the first. Packed, a word has them in its highest 12 bits.
-    INLINE void store_eights(VB c, VB& most, u16* to) {
-        if (NAN_IS_LEFT) most = maxima(most, c & 0x7f);
+    INLINE void store_eights(VB c, Most& most, u16* to) {
+        if (NAN_CODE) most.codes = maxima(most.codes, c & 0x7f);
         constexpr int exponent = E::width - 1 - E::mantissa, right = 5 - exponent;
         // Shifted to the left, the signs are the highest bits. They fill the bits that a shift to the right
         // leaves.
@@ -200,9 +212,10 @@ struct ByteCodes {
 template <class E, int Span>
 struct Fp8Lines : ByteCodes<E, 1>, LanesArePart<16, Span> {
     static constexpr int BYTES = Span, SCALES = 0;
+    static constexpr u8 NAN_FACTOR = 0;
     using ByteCodes<E, 1>::ByteCodes;
     static constexpr int lane_of(int i) { return i / 4 % 2 * 8 + i / 8 * 4 + i % 4; }
-    INLINE void decode(const u8* p, VB& most, u16* to) {
+    INLINE void decode(const u8* p, Most& most, u16* to) {
         for (int i = 0; i < Span; i += 64) {
             const VB a = load<VB>(p + i), b = load<VB>(p + i + 32);
             ByteCodes<E, 1>::store_eights(low_in_turns<64>(a, b), most, to + i);
@@ -216,14 +229,14 @@ struct Fp8Rows : Fp8Lines<E, 64> {
     using Whole = Multiplied<Fp8Rows>;
     static constexpr bool SCALED = false;
     using Fp8Lines<E, 64>::Fp8Lines;
-    INLINE void factors(const u8*, VF*) {}
+    INLINE void factors(const u8*, Most&, VF*) {}
 };
 template <class E>
 struct Fp8BlockRows : Fp8Lines<E, 128> {
     using Whole = Multiplied<Fp8BlockRows>;
     static constexpr bool SCALED = true;
     using Fp8Lines<E, 128>::Fp8Lines;
-    INLINE void factors(const u8* s, VF to[2]) { to[0] = to[1] = all(load<float>(s)); }
+    INLINE void factors(const u8* s, Most&, VF to[2]) { to[0] = to[1] = all(load<float>(s)); }
 };
 // Four blocks of 32 codes, four lanes each.
 template <class E, int Codes>
@@ -231,6 +244,7 @@ struct MxRows : ByteCodes<E, Codes>, LanesArePart<32, 128> {
     using Whole = Multiplied<MxRows>;
     static constexpr int BLOCK_BYTES = Codes == 4 ? 24 : 32, BYTES = 4 * BLOCK_BYTES, SCALES = 4;
     static constexpr bool SCALED = true;
+    static constexpr u8 NAN_FACTOR = 0xff;
     using ByteCodes<E, Codes>::ByteCodes;
     // One half of a block, and the same half of the block after the next.
     INLINE VB half_blocks(const u8* p, int half) {
@@ -243,15 +257,16 @@ struct MxRows : ByteCodes<E, Codes>, LanesArePart<32, 128> {
         const VH factors = (VH)(VU{} + 0x00010010);
         return (VB)((VH)look_up(v, spread) * factors);
     }
-    INLINE void decode(const u8* p, VB& most, u16* to) {
+    INLINE void decode(const u8* p, Most& most, u16* to) {
         for (int half = 0; half < 2; half++, to += 64) {
             const VB a = half_blocks(p, half), b = half_blocks(p + BLOCK_BYTES, half);
             ByteCodes<E, Codes>::store_eights(low_in_turns<64>(a, b), most, to);
             ByteCodes<E, Codes>::store_eights(high_in_turns<64>(a, b), most, to + 32);
         }
     }
-    INLINE void factors(const u8* s, VF to[2]) {
+    INLINE void factors(const u8* s, Most& most, VF to[2]) {
         const VB codes = (VB)(VI{} + load<i32>(s));
+        most.factors = maxima(most.factors, codes);
         to[0] = e8m0_factors(codes, [](int lane) { return lane / 4; });
         to[1] = e8m0_factors(codes, [](int lane) { return 2 + lane / 4; });
     }

@@ -40,7 +40,8 @@ template <class Lanes, int Block, int Codes>
 struct LookedUp : Lanes {
     static constexpr int SPAN = Lanes::SPAN, BYTES = Codes == 4 ? SPAN / 4 * 3 : SPAN / Codes;
     static constexpr int SCALES = Block == 16 || Block == 32 ? SPAN / Block : 0;
-    static constexpr bool SCALED = Block > 0, NAN_IS_LEFT = false;
+    static constexpr bool SCALED = Block > 0;
+    static constexpr u8 NAN_CODE = 0, NAN_FACTOR = 0;  // NaN stays NaN
     static constexpr float POWER = 1;
     using Value = float;
     const float* values;
@@ -50,7 +51,7 @@ struct LookedUp : Lanes {
             for (int half = 1; half >= 0; half--)
                 for (int lane = 0; lane < SUMS; lane++) places[j++] = u16(Lanes::place(v, lane, half));
     }
-    ALWAYS_INLINE void decode(const u8* p, VB&, float* to) const {
+    ALWAYS_INLINE void decode(const u8* p, Most&, float* to) const {
         alignas(64) u8 padded[BYTES + 16], codes[SPAN];
         memcpy(padded, p, BYTES);
         for (int i = 0; i < SPAN; i += GROUP) {
@@ -61,7 +62,7 @@ struct LookedUp : Lanes {
         }
         for (int i = 0; i < SPAN; i++) to[i] = values[codes[places[i]]];
     }
-    ALWAYS_INLINE void factors(const u8* s, VF to[HALVES]) const {
+    ALWAYS_INLINE void factors(const u8* s, Most&, VF to[HALVES]) const {
         for (int lane = 0; lane < SUMS; lane++) {
             const int block = Lanes::place(0, lane, 0) / (Block ? Block : 1);
             to[lane / W][lane % W] = Block == 128  ? load<float>(s)
@@ -81,28 +82,34 @@ struct Stage {
     alignas(64) float sums[MOST_ROWS][SET][SUMS];
 };
 // `spans` of a set of rows, to the spans of a stage from `at` on. factor_step: bytes from the factors of a
-// span to the next.
+// span to the next. Each span prefetches as much as it reads: all lines of a stage at once would hold up
+// the loads of codes.
 template <class F>
-__attribute__((noinline)) static VB decode_spans(const F& format, const u8* const codes[SET],
-                                                 const u8* const scales[SET], i64 factor_step, int spans,
-                                                 VB most, Stage<F>& stage, int at) {
-    const F own(format);  // stores to the stage cannot change it
+__attribute__((noinline)) static void decode_spans(const F& format, const u8* const codes[SET],
+                                                   const u8* const scales[SET], i64 factor_step, int spans,
+                                                   Stage<F>& stage, int at, Most& most, Fetch<F, SET>& fetch) {
+    // Stores to the stage cannot change what is this function's own.
+    const F own(format);
+    Most own_most(most);
+    Fetch<F, SET> own_fetch(fetch);
     for (int r = 0; r < SET; r++) {
         const u8 *p = codes[r], *s = scales[r];
         for (int i = at; i < at + spans; i++, p += F::BYTES, s += factor_step) {
-            own.decode(p, most, stage.values[r] + i * F::SPAN);
+            own_fetch.template next_bytes<F::BYTES>();
+            own.decode(p, own_most, stage.values[r] + i * F::SPAN);
             if (!F::SCALED) continue;
             VF factors[HALVES];
-            own.factors(s, factors);
+            own.factors(s, own_most, factors);
             for (int h = 0; h < HALVES; h++) store(stage.factors[r][i] + h * W, factors[h]);
         }
     }
-    return most;
+    most = own_most, fetch = own_fetch;
 }
 // A set of rows from element e on. Behind the end, codes are 0.
 template <class F>
-static VB decode_stage(const FewRows& f, const F& format, const RowAddresses<F, SET>& rows, i64 e, VB most,
-                       Stage<F>& stage) {
+static void decode_stage(const FewRows& f, const F& format, const RowAddresses<F, SET>& rows, i64 e,
+                         Stage<F>& stage, Most& most, Fetch<F, SET>& fetch) {
+    fetch.template piece_factors<int(STAGE)>(e / STAGE);
     const i64 factor_step = F::SCALES ? F::SCALES : F::SCALED ? 4 * f.scales.block_stride : 0;
     const i64 first = e / F::SPAN, whole = smaller(STAGE, f.k - e) / F::SPAN;
     const u8 *codes[SET], *scales[SET];
@@ -111,8 +118,8 @@ static VB decode_stage(const FewRows& f, const F& format, const RowAddresses<F, 
             codes[r] = rows.code[r] + span * F::BYTES, scales[r] = rows.scale[r] + span * factor_step;
     };
     go_to(first);
-    most = decode_spans(format, codes, scales, factor_step, int(whole), most, stage, 0);
-    if (e + STAGE <= f.k || (first + whole) * F::SPAN == f.k) return most;
+    decode_spans(format, codes, scales, factor_step, int(whole), stage, 0, most, fetch);
+    if (e + STAGE <= f.k || (first + whole) * F::SPAN == f.k) return;
     go_to(first + whole);
     u8 last[SET][F::BYTES] = {}, last_scales[SET][16] = {};
     for (int r = 0; r < SET; r++) {
@@ -122,7 +129,7 @@ static VB decode_stage(const FewRows& f, const F& format, const RowAddresses<F, 
         memcpy(last_scales[r], scales[r], size_t((f.k - (first + whole) * F::SPAN + f.block - 1) / f.block));
         scales[r] = last_scales[r];
     }
-    return decode_spans(format, codes, scales, factor_step, 1, most, stage, int(whole));
+    decode_spans(format, codes, scales, factor_step, 1, stage, int(whole), most, fetch);
 }
 // All rows of a stage times T rows of x from m0 on, in H vectors of the lanes from vector h on. Each step of
 // a sum waits for the one before: T * SET * H = 8 sums take turns.
@@ -202,25 +209,24 @@ INLINE void finish(const FewRows& f, i64 m, i64 n, float v) {
     else
         ((u16*)c.y)[at] = float_to_half(v);
 }
-// Whether one of the codes is NaN: 255 of E8M0, and E4M3 without regard to the sign. A row with such a code,
-// or such a factor, has NaN in all products.
-static bool has_nan(const u8* codes, i64 count, bool e4m3) {
-    const u8 magnitude = e4m3 ? 0x7f : 0xff;
+// Whether one of the codes has the magnitude `nan`, the largest one. 0: none can have it.
+static bool has_nan(const u8* codes, i64 count, u8 nan) {
     u8 most = 0;
-    for (i64 i = 0; i < count; i++) most = std::max(most, u8(codes[i] & magnitude));
-    return most == magnitude;
+    for (i64 i = 0; nan && i < count; i++) most = std::max(most, u8(codes[i] & nan));
+    return nan && most == nan;
 }
-// Rows n ... of the result from their sums, (m, SET, SUMS).
+// Rows n ... of the result from their sums, (m, SET, SUMS). A row with a NaN among its codes or factors has NaN
+// in all products.
 template <class F>
 static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, const Chunk& chunk, i64 n,
-                        VB most, const float (*sums)[SET][SUMS]) {
-    bool nan = false;
-    for (int i = 0; F::NAN_IS_LEFT && i < GROUP; i++) nan |= most[i] == 0x7f;
+                        const Most& most, const float (*sums)[SET][SUMS]) {
     const i64 count = smaller(SET, chunk.end - n);
-    bool all_nan[SET];
-    for (i64 r = 0; r < count; r++)
-        all_nan[r] = (nan && has_nan(rows.code[r], f.code_stride, true)) ||
-                     (F::SCALES && has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, f.block == 16));
+    bool all_nan[SET] = {};
+    if (has_nan((const u8*)&most.codes, GROUP, F::NAN_CODE) ||
+        has_nan((const u8*)&most.factors, GROUP, F::NAN_FACTOR))
+        for (i64 r = 0; r < count; r++)
+            all_nan[r] = has_nan(rows.code[r], f.code_stride, F::NAN_CODE) ||
+                         has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, F::NAN_FACTOR);
     for (i64 m = 0; m < f.m; m++) {
         const Four v = by_halves<F>(sums[m]);
         for (i64 r = 0; r < count; r++) finish(f, m, n + r, all_nan[r] ? bits<float>(0x7fc00000) : v[r]);
@@ -236,11 +242,10 @@ __attribute__((noinline)) static void multiply_rows(const FewRows& f, const F& f
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
         const RowAddresses<F, SET> rows(f, n, chunk.end, own);
         Fetch<F, SET> fetch(f, chunk, n);
-        VB most{};
+        Most most;
         memset(stage.sums, 0, sizeof(float) * SET * SUMS * size_t(f.m));
         for (i64 e = 0; e < f.k; e += STAGE) {
-            fetch.template piece<int(STAGE)>(e / STAGE);
-            most = decode_stage(f, format, rows, e, most, stage);
+            decode_stage(f, format, rows, e, stage, most, fetch);
             const int spans = int(smaller(Stage<F>::SPANS, (f.k - e + F::SPAN - 1) / F::SPAN));
             const float* x = xs + e * f.m;
             i64 m = 0;
