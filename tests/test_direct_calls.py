@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -143,7 +144,9 @@ def _mode(call: Callable[..., Any]) -> None:
 
 def _profiler(call: Callable[..., Any]) -> None:
     args = product()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    # Without acc_events, torch 2.11 warns that it keeps the events of one cycle only.
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         call(*args)
     assert "qtensor::weight_gemm" in [event.name for event in profile.events()]
 
@@ -160,7 +163,10 @@ def _vmap(call: Callable[..., Any]) -> None:
 
 def _trace(call: Callable[..., Any]) -> None:
     x, *rest = product()
-    traced = torch.jit.trace(lambda x: call(x, *rest), x)
+    with warnings.catch_warnings():
+        # torch 2.14 says that torch.jit.trace is deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        traced = torch.jit.trace(lambda x: call(x, *rest), x)
     assert "qtensor::weight_gemm" in str(traced.graph)
 
 
