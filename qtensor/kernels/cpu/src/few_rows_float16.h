@@ -8,8 +8,8 @@
 
 namespace QT_NAMESPACE {
 
-// The largest magnitudes of codes and of codes of factors, to find NaN: decoding with AVX2 or NEON takes it for
-// a number.
+// The largest magnitudes of codes and of codes of factors, to find NaN: decoding with AVX2 or NEON takes it
+// for a number.
 struct Most {
     VB codes{}, factors{};
 };

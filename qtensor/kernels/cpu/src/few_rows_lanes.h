@@ -87,7 +87,8 @@ struct Stage {
 template <class F>
 __attribute__((noinline)) static void decode_spans(const F& format, const u8* const codes[SET],
                                                    const u8* const scales[SET], i64 factor_step, int spans,
-                                                   Stage<F>& stage, int at, Most& most, Fetch<F, SET>& fetch) {
+                                                   Stage<F>& stage, int at, Most& most,
+                                                   Fetch<F, SET>& fetch) {
     // Stores to the stage cannot change what is this function's own.
     const F own(format);
     Most own_most(most);
@@ -215,8 +216,8 @@ static bool has_nan(const u8* codes, i64 count, u8 nan) {
     for (i64 i = 0; nan && i < count; i++) most = std::max(most, u8(codes[i] & nan));
     return nan && most == nan;
 }
-// Rows n ... of the result from their sums, (m, SET, SUMS). A row with a NaN among its codes or factors has NaN
-// in all products.
+// Rows n ... of the result from their sums, (m, SET, SUMS). A row with a NaN among its codes or factors has
+// NaN in all products.
 template <class F>
 static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, const Chunk& chunk, i64 n,
                         const Most& most, const float (*sums)[SET][SUMS]) {
@@ -237,8 +238,7 @@ static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, cons
 template <class F>
 __attribute__((noinline)) static void multiply_rows(const FewRows& f, const F& format, const float* xs,
                                                     const Chunk& chunk, u8* own) {
-    const Array<Stage<F>> memory(1);
-    Stage<F>& stage = *(Stage<F>*)memory;
+    Stage<F> stage;
     for (i64 n = chunk.first; n < chunk.end; n += SET) {
         const RowAddresses<F, SET> rows(f, n, chunk.end, own);
         Fetch<F, SET> fetch(f, chunk, n);

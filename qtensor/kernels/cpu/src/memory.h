@@ -20,14 +20,15 @@ static inline i64 first_cache_bytes() {
     return bytes > 0 ? bytes : 32 << 10;
 }
 
-// `count` uninitialised elements of a type without a destructor, at a multiple of 64 bytes.
+// `count` uninitialised elements of a type without a destructor, at a multiple of 64 bytes. 0 elements are a
+// null pointer.
 template <class T>
 class Array {
     T* elements;
 
 public:
     explicit Array(i64 count)
-        : elements((T*)operator new(sizeof(T) * size_t(count > 0 ? count : 1), std::align_val_t(64))) {}
+        : elements(count > 0 ? (T*)operator new(sizeof(T) * size_t(count), std::align_val_t(64)) : nullptr) {}
     ~Array() { operator delete(elements, std::align_val_t(64)); }
     Array(const Array&) = delete;
     Array& operator=(const Array&) = delete;
