@@ -19,6 +19,7 @@ import qtensor
 from qtensor.build import BuildSpec, build
 from qtensor.kernels import table
 from qtensor.kernels.cpu import native, sources
+from qtensor.kernels.cpu.small_calls.answers import left_to_python
 from qtensor.layout import has_padding
 from qtensor.registry import alloc_slots, by_name
 
@@ -216,9 +217,16 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loaded(library: native.Library) -> Iterator[None]:
-    """Let the kernels of ``library`` serve."""
-    with pytest.MonkeyPatch.context() as patch:
+def loaded(library: native.Library, *, small_calls: bool = False) -> Iterator[None]:
+    """Let the kernels of ``library`` serve.
+
+    C++ answers repeated calls with the kernels of the library that the process loaded first. So it
+    answers none here, unless ``small_calls``, for processes whose first library is this one.
+    """
+    with contextlib.ExitStack() as stack:
+        if not small_calls:
+            stack.enter_context(left_to_python())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(native, "library", lambda: library)
         yield
 

@@ -292,6 +292,23 @@ def test_non_finite_values(isa: None, fmt: str, options: dict[str, Any]):
         same_bits(got, want[first : first + count])
 
 
+@weights
+def test_factors_of_nan(isa: None, fmt: str, options: dict[str, Any]):
+    torch.manual_seed(6)
+    w, x = quantized(N, K, fmt, options), torch.randn(5, K)
+    factors = w.buffers()[1].view(-1)
+    narrow = factors.dtype != torch.float32
+    codes = factors.view(torch.uint8) if narrow else factors
+    for place in (0, len(codes) // 2):
+        codes[place] = 255 if narrow else torch.nan  # 255 is NaN of E8M0 and of E4M3
+    want = oracle.product(x, w)
+    shared = fmt == "fp8" or options.get("block_scaling_dim") == 2  # by all rows of the weight
+    assert want.isnan().all() if shared else want.isnan().any() and not want.isnan().all()
+    for count in (1, 5):
+        got = qtensor.gemm(x[:count], w, "TN", dtype=torch.float32)
+        same_bits(got, rounded(want, torch.float32)[:count])
+
+
 @pytest.mark.parametrize(
     ("shape", "layout", "options", "reason"),
     [

@@ -210,11 +210,11 @@ INLINE void finish(const FewRows& f, i64 m, i64 n, float v) {
     else
         ((u16*)c.y)[at] = float_to_half(v);
 }
-// Whether one of the codes has the magnitude `nan`, the largest one. 0: none can have it.
+// Whether one of the codes has the magnitude `nan`, the largest one.
 static bool has_nan(const u8* codes, i64 count, u8 nan) {
     u8 most = 0;
-    for (i64 i = 0; nan && i < count; i++) most = std::max(most, u8(codes[i] & nan));
-    return nan && most == nan;
+    for (i64 i = 0; i < count; i++) most = std::max(most, u8(codes[i] & nan));
+    return most == nan;
 }
 // Rows n ... of the result from their sums, (m, SET, SUMS). A row with a NaN among its codes or factors has
 // NaN in all products.
@@ -223,11 +223,11 @@ static void finish_rows(const FewRows& f, const RowAddresses<F, SET>& rows, cons
                         const Most& most, const float (*sums)[SET][SUMS]) {
     const i64 count = smaller(SET, chunk.end - n);
     bool all_nan[SET] = {};
-    if (has_nan((const u8*)&most.codes, GROUP, F::NAN_CODE) ||
-        has_nan((const u8*)&most.factors, GROUP, F::NAN_FACTOR))
-        for (i64 r = 0; r < count; r++)
-            all_nan[r] = has_nan(rows.code[r], f.code_stride, F::NAN_CODE) ||
-                         has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, F::NAN_FACTOR);
+    const bool in_codes = F::NAN_CODE && has_nan((const u8*)&most.codes, GROUP, F::NAN_CODE);
+    const bool in_factors = F::NAN_FACTOR && has_nan((const u8*)&most.factors, GROUP, F::NAN_FACTOR);
+    for (i64 r = 0; (in_codes || in_factors) && r < count; r++)
+        all_nan[r] = (in_codes && has_nan(rows.code[r], f.code_stride, F::NAN_CODE)) ||
+                     (in_factors && has_nan(rows.scale[r], (f.k + f.block - 1) / f.block, F::NAN_FACTOR));
     for (i64 m = 0; m < f.m; m++) {
         const Four v = by_halves<F>(sums[m]);
         for (i64 r = 0; r < count; r++) finish(f, m, n + r, all_nan[r] ? bits<float>(0x7fc00000) : v[r]);
