@@ -19,6 +19,7 @@ from torch.nn import Linear, Parameter, Sequential
 
 import qtensor
 from benchmarks import overhead
+from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import MOST_ROWS
 from qtensor.kernels.gemm import reference
 from qtensor.storage.grouped import group_sizes, grouped_product
@@ -31,9 +32,14 @@ N, K = 67, 1031
 
 
 @pytest.fixture(scope="session", params=[*ISAS, *DOTS_HERE])
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+def library(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of one instruction set."""
-    with loaded(library_of(request.param)):
+    return library_of(request.param)
+
+
+@pytest.fixture
+def isa(library: native.Library) -> Iterator[None]:
+    with loaded(library):
         yield
 
 

@@ -204,10 +204,12 @@ struct Fetch {
     }
 };
 
-// The codes of the factors of a row's blocks; copied to `own` from tiles.
-INLINE const u8* scale_codes(const FewRows& f, i64 n, u8* own) {
+// The codes of the factors of a row's blocks. From tiles, they are copied to row r of `own`, which is null
+// without tiles.
+INLINE const u8* scale_codes(const FewRows& f, i64 n, u8* own, int r) {
     const ScaleLayout& s = f.scales;
     if (!s.tiles) return s.base + s.at(n, 0);
+    own += r * f.scale_bytes;
     for (i64 b = 0; b < f.scale_bytes; b += 4) memcpy(own + b, s.base + s.at(n, b), 4);
     return own;
 }
@@ -222,7 +224,7 @@ struct RowAddresses {
             code[r] = f.codes + at * f.code_stride;
             scale[r] = nullptr;
             if (F::SCALES)
-                scale[r] = scale_codes(f, at, own + r * f.scale_bytes);
+                scale[r] = scale_codes(f, at, own, r);
             else if (F::SCALED)
                 scale[r] = f.scales.base + f.scales.at(at, 0) * f.scales.size;
         }
