@@ -9,7 +9,7 @@
 namespace QT_NAMESPACE {
 
 // The largest magnitudes of codes and of codes of factors, to find NaN: decoding with AVX2 or NEON takes it
-// for a number.
+// for a number. NAN_CODE and NAN_FACTOR of a format are the magnitudes of such a NaN, or 0 if it has none.
 struct Most {
     VB codes{}, factors{};
 };
@@ -193,7 +193,7 @@ struct Multiplied : F {
 template <class E, int Codes>  // in a group of bytes
 struct ByteCodes {
     using Value = u16;
-    // The code of NaN that becomes a number. Other formats have none, or those of float16.
+    // Other formats have no NaN, or those of float16.
     static constexpr u8 NAN_CODE = std::is_same<E, FE4M3>::value ? 0x7f : 0;
     static constexpr float POWER = float(1 << (E::min_exponent - (127 - 14)));
     explicit ByteCodes(const FewRows&) {}
