@@ -22,12 +22,13 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 CPP_SOURCES = $(wildcard qtensor/kernels/cpu/src/*.h qtensor/kernels/cpu/src/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs docs-check check-kernels bench overhead wheel clean
+.PHONY: help demo test test-project test-all lint format docs docs-check check-kernels bench overhead wheel clean
 
 help:
 	@echo "make demo        install into $(VENV) and run the main job on real weights"
 	@echo "make test        install into $(VENV) and run the default tier of the tests"
-	@echo "make test-all    run all tests: the default tier and the wide tier (tests/nightly.py)"
+	@echo "make test-project  run the checks of the project itself: documents, benchmarks, rules"
+	@echo "make test-all    run all tests: the default tier and the wide tier (tests/helpers/nightly.py)"
 	@echo "make lint        ruff, import-linter, mypy, codespell, clang-format"
 	@echo "make format      let ruff and clang-format rewrite the files"
 	@echo "make docs        the documentation site, in site/; a broken link or a missing docstring fails"
@@ -44,7 +45,10 @@ demo: $(VENV)/.demo.stamp
 PYTEST := $(QUIET_CORES) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.dev.stamp
-	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly and not project" $(PYTEST_ARGS)
+
+test-project: $(VENV)/.dev.stamp
+	$(PYTEST) -m "project and not nightly" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev.stamp
 	$(PYTEST) $(PYTEST_ARGS)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.build import BuildSpec, Unit, build
-from qtensor.compilers import find_cxx
+from qtensor.build.cache import BuildSpec, Unit, build
+from qtensor.build.compilers import find_cxx
 from qtensor.kernels.cpu.sources import usable_isas
 
 SOURCE = Path(__file__).with_name("read_memory.cpp")

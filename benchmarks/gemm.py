@@ -27,8 +27,8 @@ import qtensor
 from benchmarks.machine import environment
 from qtensor.cutlass_gemm import autotune, tuning
 from qtensor.cutlass_gemm.tuning import Want
-from qtensor.kernels.gemm import choice
-from qtensor.kernels.gemm.problem import Pair, Product
+from qtensor.kernels.products import choice
+from qtensor.kernels.products.problem import Pair, Product
 
 TOKENS = (1, 16, 64, 128, 512, 2048, 8192, 16384)
 PROJECTIONS = (

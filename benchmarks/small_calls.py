@@ -6,7 +6,6 @@ Each variant runs in fresh processes, in turns with the others. A variant leaves
 |---|---|
 | ``all parts`` | nothing |
 | ``no small calls`` | the C++ answers: ``QTENSOR_SMALL_CALLS=0`` |
-| ``no direct calls`` | the C++ answers before torch's dispatcher |
 | ``no composite op`` | the op by which Dynamo sees a layer |
 """
 
@@ -30,9 +29,8 @@ from torch import nn
 import qtensor
 from benchmarks import machine
 from qtensor import recipes
-from qtensor.functional import one_op
-from qtensor.kernels.cpu.small_calls import direct
-from qtensor.modules import base
+from qtensor.functional.linear import one_op
+from qtensor.modules import linear_module
 
 SIZE, LAYERS = 32, 24
 ALL = "all parts"
@@ -43,8 +41,7 @@ RESULT = ROOT / "benchmarks" / "results" / "small_calls_cpu.md"
 VARIANTS: dict[str, Callable[[], None]] = {
     ALL: lambda: None,
     "no small calls": lambda: None,
-    "no direct calls": lambda: setattr(direct, "maker", lambda: None),
-    "no composite op": lambda: setattr(base, "follows_calls", lambda: False),
+    "no composite op": lambda: setattr(linear_module, "follows_calls", lambda: False),
 }
 """Name -> what a process does before it builds its layers."""
 
@@ -58,15 +55,13 @@ def _lines(*parts: Any) -> int:
 def lines_of_code() -> dict[str, int]:
     """Return the lines that each part costs, by variant."""
     cpu = ROOT / "qtensor" / "kernels" / "cpu"
-    direct_calls = [cpu / "small_calls" / "direct.py", cpu / "src" / "direct_calls.cpp"]
     sources = [*(cpu / "small_calls").glob("*.py"), cpu / "src" / "program.cpp"]
-    sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed", "direct")]
+    sources += [cpu / "src" / f"{name}_calls.cpp" for name in ("small", "delayed")]
     sources += [cpu / "src" / "small_calls.h"]
     composite = Path(inspect.getsourcefile(one_op) or "")
-    in_one_op = base.QuantizedModule._in_one_op
+    in_one_op = linear_module.LinearModule._in_one_op
     return {
         "no small calls": _lines(*sources),
-        "no direct calls": _lines(*direct_calls),
         "no composite op": _lines(composite, in_one_op),
     }
 

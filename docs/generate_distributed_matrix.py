@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # the started processes read it, too
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # the started processes read it, too
 
 from distributed_cells import table  # noqa: E402 - see above
 from ranks import RankError, Ranks  # noqa: E402

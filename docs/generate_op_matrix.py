@@ -34,9 +34,8 @@ from torch.utils import _pytree as pytree
 
 import qtensor
 from qtensor import QTensorError, QuantizedTensor
-from qtensor.storage.compute import COMPUTE
-from qtensor.storage.fallback import DEQUANTIZE_OPS, IN_PLACE_OPS
-from qtensor.storage.preserve import PRESERVE
+from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS
+from qtensor.storage.ops.table import COMPUTE, PRESERVE
 
 DOCUMENT = Path(__file__).parent / "op_matrix.md"
 # ---- probing

@@ -7,8 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtensor.api import dequantize, formats, quantize, quantizer
-from qtensor.dtensor import install_rules
-from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
+from qtensor.core.errors import ArgumentTypeError, DtypeError, QTensorError, UnsupportedError
+from qtensor.core.quantizer_registry import parse
+from qtensor.core.version import __version__
 from qtensor.library.define import OBSERVERS
 from qtensor.quantizers import (
     Float8BlockQuantizer,
@@ -22,21 +23,20 @@ from qtensor.quantizers import (
     Quantizer,
 )
 from qtensor.quantizers.proto import TensorProto, to_tensor_proto
-from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.compute import explain, gemm
 from qtensor.storage.float8 import Float8Tensor, Float8TensorStorage
 from qtensor.storage.float8_blockwise import Float8BlockwiseTensor, Float8BlockwiseTensorStorage
 from qtensor.storage.mxfp4 import MXFP4Tensor, MXFP4TensorStorage
 from qtensor.storage.mxfp6 import MXFP6Tensor, MXFP6TensorStorage
 from qtensor.storage.mxfp8 import MXFP8Tensor, MXFP8TensorStorage
 from qtensor.storage.nvfp4 import NVFP4Tensor, NVFP4TensorStorage
+from qtensor.storage.ops.products import explain, gemm
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.version import __version__
 
 if TYPE_CHECKING:
     from qtensor import checkpoints, debug, ops, optim, recipes
     from qtensor.autocasting import autocast
+    from qtensor.debug.error_report import BlockError, ErrorReport, error_report
     from qtensor.functional.checkpoint import checkpoint
     from qtensor.modules.conversion import Conversion
     from qtensor.modules.convert import convert_, revert_
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         delayed_scaling_update,
         record_amax_,
     )
-    from qtensor.report import BlockError, ErrorReport, error_report
     from qtensor.reporting import ModelReport, model_report
     from qtensor.weights import Rounding, SearchResult, quantize_, search
 
@@ -132,16 +131,13 @@ for _name in (
     importlib.import_module(f"qtensor.library.{_name}")
 # C++ answers small CPU calls that come again; QTENSOR_SMALL_CALLS=0 leaves it out.
 importlib.import_module("qtensor.kernels.cpu.small_calls").install(OBSERVERS, parse)
-# DTensor has to know our ops, if it is there; else the first use of a quantized tensor beside it
-# tells it.
-install_rules()
-del _name, OBSERVERS, install_rules, parse
+del _name, OBSERVERS, parse
 
 # Loaded at first use, so that quantizing tensors does not import the training stack.
 _LAZY = {
-    "BlockError": "qtensor.report",
+    "BlockError": "qtensor.debug.error_report",
     "Conversion": "qtensor.modules.conversion",
-    "ErrorReport": "qtensor.report",
+    "ErrorReport": "qtensor.debug.error_report",
     "GroupedLinear": "qtensor.modules.grouped_linear",
     "LayerNormLinear": "qtensor.modules.layernorm_linear",
     "LayerNormMLP": "qtensor.modules.layernorm_mlp",
@@ -155,7 +151,7 @@ _LAZY = {
     "delayed_scaling_state": "qtensor.quantizers.delayed",
     "delayed_scaling_update": "qtensor.quantizers.delayed",
     "distributed": "qtensor.distributed",
-    "error_report": "qtensor.report",
+    "error_report": "qtensor.debug.error_report",
     "model_report": "qtensor.reporting",
     "ops": "qtensor.ops",
     "quantize_": "qtensor.weights",

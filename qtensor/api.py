@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from qtensor.compile_constants import compile_constant
-from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.core.compile_constants import compile_constant
+from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.core.quantizer_registry import format_names, quantizer_class
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.autograd import quantize_traced
+from qtensor.quantizers.calls import refuse_gradient
 from qtensor.quantizers.options import CALL_ARGUMENTS, GIVEN
-from qtensor.registry import format_names, quantizer_class
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -133,18 +134,20 @@ def dequantize(
             its dtype replaces ``dtype``.
 
     Raises:
-        QTensorError: ``out`` has another shape, or ``q`` is not a tensor.
+        QTensorError: ``out`` has another shape; ``q`` is not a tensor, or its gradient would be
+            lost in ``out``.
     """
-    for value in (dtype, out):
-        if value is not None and not isinstance(value, torch.dtype | torch.Tensor):
+    for name, value, kind in (("dtype", dtype, torch.dtype), ("out", out, torch.Tensor)):
+        if value is not None and not isinstance(value, kind):
             fail(
                 "dequantize",
                 "dtype= is a torch.dtype and out= a tensor",
-                repr(value),
-                "Pass one, for example torch.float32",
+                f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)}",
+                "Pass one, for example dtype=torch.float32",
                 ArgumentTypeError,
             )
     if isinstance(q, QuantizedTensorStorage) and out is not None:
+        refuse_gradient("dequantize", q)
         return _dequantize_into(q, out)
     if isinstance(q, QuantizedTensorStorage):
         values = q.dequantize(dtype)

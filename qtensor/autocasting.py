@@ -10,13 +10,17 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.torch_state import (
+    active_modes,
+    context_of_backward,
+    has_modes,
+    in_backward,
+    without_modes,
+)
 from qtensor.library.delayed import ADVANCE_STEP
+from qtensor.library.recomputation import in_forward_of_function
 from qtensor.recipes import Float8CurrentScaling, Recipe
 
 HIGH_PRECISION = ""
@@ -41,7 +45,7 @@ class _Active(threading.local):
         # Instance attributes: compiled code would also guard attributes of the class.
         self.key, self.group = None, None
         # The first access in a thread may happen below a fake tensor mode.
-        with _disable_current_modes():
+        with without_modes():
             self.step = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
@@ -66,11 +70,9 @@ def _inherited() -> State:
     On a GPU, autograd runs the backward pass in threads of its own, and ``torch.utils.checkpoint``
     calls layers there. torch hands those threads a copy of the caller's context variables.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling() or not in_backward():
         return _OUTSIDE
-    if not torch._C._is_key_in_tls("context"):
-        return _OUTSIDE
-    context = torch._C._get_obj_in_tls("context")
+    context = context_of_backward()
     return _OUTSIDE if context is None else context.get(_CONTEXT, _OUTSIDE)
 
 
@@ -160,7 +162,7 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
         if known is not key or group is not active.group or step is not active.step or last.is_new:
             last.note((key, active.group, active.step))
         return key
-    if torch._C._current_graph_task_id() == -1:
+    if not in_backward():
         last.note(_OUTSIDE)
     else:
         key = _inherited()[0]
@@ -178,11 +180,6 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
         if key is not None:
             return key
     return HIGH_PRECISION if own is None else own
-
-
-def recalls(last: LastRegion) -> bool:
-    """Return whether the code that runs now is a recomputation under ``last``."""
-    return last.state[0] is not None and is_outside() and torch._C._current_graph_task_id() != -1
 
 
 def active_group() -> str | None:
@@ -211,10 +208,21 @@ def _takes_only_fakes() -> bool:
 
     Nothing is computed there, so that no step begins either.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not has_modes():
         return False
-    modes = _get_current_dispatch_mode_stack()
-    return any(getattr(mode, "allow_non_fake_inputs", True) is False for mode in modes)
+    return any(getattr(mode, "allow_non_fake_inputs", True) is False for mode in active_modes())
+
+
+def _begin_step() -> None:
+    """Begin a step of delayed scaling at the outermost region, unless it is an evaluation.
+
+    A checkpoint that enters the region again, in the backward pass, begins no step either.
+    """
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            ADVANCE_STEP(_ACTIVE.step, True, _STEPS)
+    elif (torch.is_grad_enabled() or in_forward_of_function()) and not _takes_only_fakes():
+        ADVANCE_STEP(_ACTIVE.step, True, _STEPS)
 
 
 class autocast:
@@ -261,9 +269,8 @@ class autocast:
         if self.enabled:
             key = Float8CurrentScaling().key if self.recipe is None else self.recipe.key
             delayed = self.recipe is not None and self.recipe.delayed
-            begins = delayed and _ACTIVE.key is None and torch.is_grad_enabled()
-            if begins and (torch.compiler.is_compiling() or not _takes_only_fakes()):
-                ADVANCE_STEP(_ACTIVE.step, False, _STEPS)
+            if delayed and _ACTIVE.key is None:
+                _begin_step()
         group = self.amax_reduction_group
         self._outer = (_ACTIVE.key, _ACTIVE.group)
         _set(key, None if group is None else group.group_name, _ACTIVE.step)

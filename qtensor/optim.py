@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qtensor.api import Format, quantizer
-from qtensor.dtensor import from_part, is_dtensor, local_part
-from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.dtensors import from_part, is_dtensor, local_part
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.quantizers import Quantizer
+from qtensor.storage.ops.write import ROUNDS_AT_RANDOM, round_at_random
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.storage.write import ROUNDS_AT_RANDOM, round_at_random
 
 __all__ = [
     "SQUARE_ROOTS",

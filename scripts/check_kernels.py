@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
-from qtensor.compilers import parallel_jobs
+from qtensor.build.compilers import parallel_jobs
 from qtensor.cutlass_gemm import library, tuning
 from qtensor.cutlass_gemm.spec import KernelSpec
 

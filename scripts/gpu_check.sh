@@ -71,11 +71,11 @@ qtensor.kernels.build_gemms(progress=tell)'
 stage launch 60 "$python" scripts/launch_each.py
 # Another version of torch may warn; these warnings must not fail the tests.
 pytest=("$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default)
-stage gemm_tests 150 "${pytest[@]}" tests/test_gemm_gpu.py
+stage gemm_tests 150 "${pytest[@]}" tests/kernels/test_gemm_gpu.py
 stage gemm_benchmark 110 "$python" -m benchmarks.gemm --output "$output" --seconds 90
 # The byte tests of the Triton kernels use the GPU if there is one, otherwise the interpreter.
-stage triton_bytes 120 "${pytest[@]}" tests/test_triton_kernels.py
-mapfile -t others < <(grep -l 'pytest.mark.gpu' tests/test_*.py | grep -v test_gemm_gpu)
+stage triton_bytes 120 "${pytest[@]}" tests/kernels/test_triton_kernels.py
+mapfile -t others < <(grep -rl 'pytest.mark.gpu' --include='test_*.py' tests | grep -v test_gemm_gpu)
 stage other_gpu_tests 60 "${pytest[@]}" -m gpu "${others[@]}"
 if command -v compute-sanitizer >/dev/null; then
     stage sanitizer 90 compute-sanitizer --error-exitcode 1 "$python" scripts/launch_each.py

@@ -19,6 +19,7 @@ from qtensor.kernels.cpu import native
 
 CELLS = pytest.StashKey[list[pytest.Item]]()
 """All collected cells, with the marks of their tiers."""
+SAMPLING = pytest.StashKey[nightly.Sampling]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,11 +32,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Sample the tests; if the default tier alone runs, the other cells are never built."""
+    config.stash[SAMPLING] = nightly.Sampling(
+        drops=config.option.markexpr.startswith("not nightly")
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Sample the cells of a test once all parameters are known."""
+    yield
+    metafunc.config.stash[SAMPLING].sample(metafunc)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cells that ``make test`` leaves out, and select a part of them if one is asked
-    for.
-    """
-    nightly.mark(items)
+    """Select a part of the wide tier if one is asked for."""
     config.stash[CELLS] = list(items)
     if (wanted := config.getoption("--wide-part")) is not None:
         index, parts = wanted

@@ -27,6 +27,7 @@ PAGES = [
     "docs/*.png",
     "docs/*.svg",
     "docs/site/*.css",
+    "benchmarks/measured.md",
     "benchmarks/results/**/*.md",
     "benchmarks/results/**/*.png",
     "benchmarks/results/**/*.svg",

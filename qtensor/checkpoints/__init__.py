@@ -11,7 +11,7 @@ import qtensor.checkpoints.layouts  # noqa: F401
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, Table, load_state_dict
 from qtensor.checkpoints.checkpoint import open_checkpoint as open
 from qtensor.checkpoints.conversion.api import convert, dequantize
-from qtensor.checkpoints.conversion.report import ConversionReport, TensorResult
+from qtensor.checkpoints.conversion.conversion_report import ConversionReport, TensorResult
 from qtensor.checkpoints.conversion.request import Options, Progress
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.compare import Comparison, Difference, compare
@@ -22,7 +22,15 @@ from qtensor.checkpoints.inspection.summary import (
     inspect_tensor,
 )
 from qtensor.checkpoints.inspection.verify import Problem, Verification, verify
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Source, Unreadable, Writer, layouts
+from qtensor.checkpoints.layout_base import (
+    DenseOnly,
+    Group,
+    Layout,
+    Source,
+    Unreadable,
+    Writer,
+    layouts,
+)
 from qtensor.checkpoints.saving import save
 
 __all__ = [

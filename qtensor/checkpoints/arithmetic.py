@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.core.errors import fail
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -36,7 +36,7 @@ def e2m1(codes: Tensor, high_first: bool = False) -> Tensor:
 @functools.lru_cache(maxsize=2)
 def _e2m1_pairs(high_first: bool) -> Tensor:
     """Return the two float32 values of each byte as one int64, (256,)."""
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float32)
     byte = torch.arange(256)
     pair = (table[byte & 15], table[byte >> 4])
     return torch.stack(pair[::-1] if high_first else pair, -1).view(torch.int64).flatten()
@@ -75,7 +75,7 @@ def _fp6_table(exponent_bits: int) -> Tensor:
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
         fraction = mantissa / (1 << mantissa_bits) + (exponent > 0)
         values.append(fraction * 2.0 ** (max(exponent, 1) - bias))
-    return torch.tensor([*values, *(-v for v in values)])
+    return torch.tensor([*values, *(-v for v in values)], dtype=torch.float32)
 
 
 def e8m0(codes: Tensor) -> Tensor:

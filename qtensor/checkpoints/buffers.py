@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.formats import Slot
-from qtensor.layout import Shape, buffer_shape
+from qtensor.core.buffer_shapes import Shape, buffer_shape
+from qtensor.core.errors import fail
+from qtensor.core.formats import Slot
 from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import read_scales, write_scales_
 from qtensor.storage.tensor import QuantizedTensor

@@ -8,16 +8,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.containers.base import STORED_TYPES, Container, TensorInfo, torch_shape
+from qtensor.checkpoints.containers.base import (
+    STORED_TYPES,
+    Container,
+    Path,
+    TensorInfo,
+    torch_shape,
+)
 from qtensor.checkpoints.containers.opening import open_container
-from qtensor.checkpoints.containers.sharded import path_inside, read_json
+from qtensor.checkpoints.containers.shard_files import path_inside, read_json
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
-from qtensor.checkpoints.layout import (
+from qtensor.checkpoints.layout_base import (
     DenseOnly,
     Group,
     Layout,
@@ -27,11 +33,10 @@ from qtensor.checkpoints.layout import (
     recognise,
 )
 from qtensor.checkpoints.modes import in_memory
-from qtensor.errors import QTensorError
+from qtensor.core.errors import QTensorError
+from qtensor.core.texts import aligned
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.texts import aligned
 
-Path = str | os.PathLike[str] | IO[bytes]
 Rounding = Literal["origin"] | None
 _JSON_FILES = ("hf_quant_config.json",)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -97,7 +102,7 @@ class Checkpoint(Mapping[str, Tensor]):
         groups: the quantized weights by name.
     """
 
-    def __init__(self, container: Container, layout: str | None = None, **options: Any) -> None:
+    def __init__(self, container: Container, layout: str | None = None, **options: object) -> None:
         """Find the layout and the groups of an open container.
 
         Raises:
@@ -346,7 +351,7 @@ def _json_files(container: Container) -> dict[str, Mapping[str, Any]]:
     return files
 
 
-def open_checkpoint(path: Path, layout: str | None = None, **options: Any) -> Checkpoint:
+def open_checkpoint(path: Path, layout: str | None = None, **options: object) -> Checkpoint:
     """Open a checkpoint; its tensors are read when they are asked for.
 
     Args:
@@ -410,7 +415,7 @@ def load_state_dict(
     dtype: torch.dtype | None = None,
     rounding: Rounding = None,
     layout: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from qtensor.errors import QTensorError
+from qtensor.core.errors import QTensorError
 
 _LONGEST = 300
 """Characters of a value from a file that a message repeats."""

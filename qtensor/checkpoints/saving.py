@@ -14,9 +14,9 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec, sync_folder
-from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, read_json
+from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX, read_json
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
-from qtensor.checkpoints.layout import Writer, find_layout, layouts
+from qtensor.checkpoints.layout_base import Writer, find_layout, layouts
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.publishing import FolderSwap, restore
 from qtensor.storage.tensor import QuantizedTensor
@@ -404,7 +404,7 @@ def _check_free(paths: Iterable[str], overwrite: bool) -> None:
             refuse(Place(path), "the file must not exist", "an existing file", fix)
 
 
-def _state_dict(model: Any) -> Mapping[str, Tensor]:
+def _state_dict(model: object) -> Mapping[str, Tensor]:
     state = model.state_dict() if isinstance(model, torch.nn.Module) else model
     if not isinstance(state, Mapping):
         got = type(model).__name__
@@ -417,7 +417,7 @@ def _state_dict(model: Any) -> Mapping[str, Tensor]:
     return state
 
 
-def _config_of(model: Any) -> Mapping[str, Any]:
+def _config_of(model: object) -> Mapping[str, Any]:
     """Return the config of an open checkpoint or of a transformers model, or an empty dict."""
     config = getattr(model, "config", {})
     if hasattr(config, "to_dict"):

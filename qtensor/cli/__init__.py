@@ -1,5 +1,6 @@
 """The command ``qtensor``. Slow imports stay inside the command that needs them."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,13 @@ RecipeName = Annotated[
 ]
 
 
+class Backend(StrEnum):
+    """Compiler backends that the demo counts graphs in."""
+
+    aot_eager = "aot_eager"
+    inductor = "inductor"
+
+
 @app.command()
 def demo(
     formats: Annotated[
@@ -42,14 +50,20 @@ def demo(
     ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Quantize this safetensors file instead of the model."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="Quantize this safetensors file instead of the model.",
+        ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")
+        typer.FileTextWrite | None,
+        typer.Option(lazy=False, metavar="FILE", help="Also write the results as JSON."),
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="Compiler backend of part 3: aot_eager or inductor.")
-    ] = "aot_eager",
+        Backend, typer.Option(help="Compiler backend of part 3.")
+    ] = Backend.aot_eager,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Run part 3, torch.compile.")
     ] = True,
@@ -63,11 +77,18 @@ def demo(
     Nothing is downloaded. The exit status is 1 if a compile check fails.
     """
     with plain_errors():
-        from qtensor.demo.render import View, make_console  # noqa: PLC0415 - quick --help
-        from qtensor.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+        import qtensor  # noqa: PLC0415 - quick --help
+        from qtensor.demo.run import run_demo  # noqa: PLC0415
 
-        options = DemoOptions(formats, weights, json, backend, compile)
-        report = run_demo(options, View(make_console()))
+        names = qtensor.formats() if formats is None else formats.split(",")
+        # Each name once, in the order of the option; an unknown one is an error.
+        quantizers = [qtensor.quantizer(name.strip()) for name in names]
+        chosen = list(dict.fromkeys(quantizer.format for quantizer in quantizers))
+        report = run_demo(chosen, weights, backend.value if compile else None, typer.echo)
+    if json is not None:
+        json.write(report.to_json())
+        json.flush()
+        typer.echo(f"\nWritten to {json.name}.")
     if not report.ok:
         raise typer.Exit(1)
 
@@ -76,8 +97,8 @@ def demo(
 def formats() -> None:
     """List the formats with bits per value, block, scale and options."""
     with plain_errors():
-        from qtensor.demo.catalog import show_formats  # noqa: PLC0415 - quick --help
-        from qtensor.demo.render import make_console  # noqa: PLC0415
+        from qtensor.cli.console import make_console  # noqa: PLC0415
+        from qtensor.cli.format_list import show_formats  # noqa: PLC0415 - quick --help
 
         show_formats(make_console())
 
@@ -121,9 +142,9 @@ def kernels_build(
         if arch is None and recipe is None:
             _build_cpu(isa)
             return
+        from qtensor.cli.console import make_console  # noqa: PLC0415
+        from qtensor.cli.gemm_list import build_gemms  # noqa: PLC0415
         from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
-        from qtensor.demo.gemm_list import build_gemms  # noqa: PLC0415
-        from qtensor.demo.render import make_console  # noqa: PLC0415
 
         specs = tuning.select(arch, recipe)
         if cpu or isa is not None:
@@ -145,10 +166,10 @@ def _build_cpu(isa: str | None) -> None:
 def kernels_list(arch: Arch = None, recipe: RecipeName = None) -> None:
     """List the kernels in the cache and those that this CPU uses, or the GEMMs for GPUs."""
     with plain_errors():
+        from qtensor.cli.console import make_console  # noqa: PLC0415
+        from qtensor.cli.gemm_list import show_gemms  # noqa: PLC0415
+        from qtensor.cli.kernel_list import show_kernels  # noqa: PLC0415
         from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - quick --help
-        from qtensor.demo.gemm_list import show_gemms  # noqa: PLC0415
-        from qtensor.demo.kernel_list import show_kernels  # noqa: PLC0415
-        from qtensor.demo.render import make_console  # noqa: PLC0415
 
         if arch is None and recipe is None:
             show_kernels(make_console())
@@ -163,7 +184,7 @@ def kernels_clean(arch: Arch = None, recipe: RecipeName = None) -> None:
     A kernel that is needed again is compiled again.
     """
     with plain_errors():
-        from qtensor.build import cache_dir, clean  # noqa: PLC0415 - quick --help
+        from qtensor.build.cache import cache_dir, clean  # noqa: PLC0415 - quick --help
         from qtensor.cutlass_gemm import library, tuning  # noqa: PLC0415
 
         every = arch is None and recipe is None

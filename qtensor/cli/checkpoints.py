@@ -133,7 +133,7 @@ def _numbers(option: str, text: str | None, separator: str) -> Any:
     Raises:
         QTensorError: the text has another form.
     """
-    from qtensor.errors import check  # noqa: PLC0415 - quick --help
+    from qtensor.core.errors import check  # noqa: PLC0415 - quick --help
 
     if text is None:
         return None
@@ -309,7 +309,7 @@ def report(
     """Write one HTML page about the weights: errors, heat map, codes, factors, worst blocks."""
     with plain_errors("--layout or --against-layout"):
         from qtensor import reporting  # noqa: PLC0415 - quick --help
-        from qtensor.errors import fail  # noqa: PLC0415
+        from qtensor.core.errors import fail  # noqa: PLC0415
 
         if output.exists() and not overwrite:
             fix = "Choose another path, or pass overwrite=True"
@@ -347,7 +347,7 @@ def _usage_errors() -> Any:
     """Return a context in which an error of the library is a wrong call, with status 2."""
     from contextlib import contextmanager  # noqa: PLC0415
 
-    from qtensor.errors import QTensorError  # noqa: PLC0415
+    from qtensor.core.errors import QTensorError  # noqa: PLC0415
 
     @contextmanager
     def context() -> Any:

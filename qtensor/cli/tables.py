@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from qtensor.checkpoints import Comparison, ConversionReport, Summary, TensorSummary
 from qtensor.checkpoints import Progress as State
 from qtensor.checkpoints.inspection.compare import DIFFERENT, difference_words
+from qtensor.cli.console import make_console, make_table
 from qtensor.cli.errors import in_options
-from qtensor.demo.render import make_console
 
 FEW = 20
 """Tensors that a table shows without ``--all``."""
@@ -77,7 +75,7 @@ def show_summary(summary: Summary, every: bool) -> None:
         f"{len(summary.rows)} tensors, {decimal(summary.nbytes)} in "
         f"{_count(len(summary.files), 'file')}",
     )
-    table = _table("kind", "stored as", ">tensors", ">values", ">bytes", ">bits a value")
+    table = make_table("kind", "stored as", ">tensors", ">values", ">bytes", ">bits a value")
     for kind in summary.kinds:
         bits = f"{kind.bits_per_value:.3f}" if kind.values else ""
         numbers = (f"{kind.tensors:,}", f"{kind.values:,}", f"{kind.nbytes:,}", bits)
@@ -89,7 +87,7 @@ def show_summary(summary: Summary, every: bool) -> None:
 
 
 def _rows(console: Console, summary: Summary) -> None:
-    table = _table("name", "kind", ">shape", "dtype", ">bytes")
+    table = make_table("name", "kind", ">shape", "dtype", ">bytes")
     for row in summary.rows:
         dtype = str(row.dtype).removeprefix("torch.")
         table.add_row(escape(row.name), row.kind, _shape(row.shape), dtype, f"{row.nbytes:,}")
@@ -102,7 +100,7 @@ def show_tensor(tensor: TensorSummary) -> None:
     _line(console, f"{tensor.name}: {tensor.kind}, {_shape(tensor.shape)}, {tensor.dtype}")
     if tensor.why_dense:
         _line(console, f"no quantized tensor: {tensor.why_dense}")
-    table = _table("role", "stored tensor", "dtype", ">shape", ">bytes", ">offset", "file")
+    table = make_table("role", "stored tensor", "dtype", ">shape", ">bytes", ">offset", "file")
     for role, info in tensor.stored.items():
         file = info.file.rpartition("/")[2]
         shape, numbers = _shape(info.shape), (f"{info.nbytes:,}", f"{info.start:,}")
@@ -126,7 +124,7 @@ def show_report(report: ConversionReport, every: bool) -> None:
         if len(changed) > FEW:
             _line(console, f"the {FEW} of {len(changed)} with the lowest SQNR; --all lists all")
     if shown:
-        table = _table("name", "action", "before", "after", ">SQNR dB", ">max error")
+        table = make_table("name", "action", "before", "after", ">SQNR dB", ">max error")
         for tensor in shown:
             sqnr = "" if tensor.sqnr_db is None else f"{tensor.sqnr_db:.2f}"
             error = "" if tensor.max_abs_error is None else f"{tensor.max_abs_error:.3g}"
@@ -151,7 +149,7 @@ def show_comparison(comparison: Comparison, every: bool) -> None:
     console = make_console()
     shown = [t for t in comparison.tensors if every or not t.result.startswith("equal")]
     if shown:
-        table = _table("name", "result", "a", "b", ">SQNR dB", ">max error")
+        table = make_table("name", "result", "a", "b", ">SQNR dB", ">max error")
         for t in shown if every else shown[:FEW]:
             style = "yellow" if t.result == DIFFERENT else None
             words = (t.name, t.result, t.a, t.b, *difference_words(t))
@@ -168,17 +166,6 @@ def _listed(console: Console, word: str, pairs: list[tuple[str, str]], every: bo
         _line(console, f"{word}: {name}: {why}")
     if len(pairs) > FEW and not every:
         _line(console, f"{len(pairs) - FEW} more; --all lists all")
-
-
-def _table(*columns: str) -> Table:
-    """Return a table; a column whose name begins with ">" is aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in columns:
-        right = name.startswith(">")
-        # Folded: in a narrow terminal a name would else end in "...".
-        justify: Any = "right" if right else "left"
-        table.add_column(name.removeprefix(">"), justify=justify, overflow="fold")
-    return table
 
 
 def _line(console: Console, text: str) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.build import cache_dir
-from qtensor.cutlass_gemm import layout, library, tuning
+from qtensor.build.cache import cache_dir
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.errors import check
+from qtensor.cutlass_gemm import library, scale_tiles, tuning
 from qtensor.cutlass_gemm.launch import Kernel, Launcher, Tensors
 from qtensor.cutlass_gemm.spec import BITS, OUTPUTS, KernelSpec
 from qtensor.cutlass_gemm.tuning import Want
-from qtensor.errors import check
-from qtensor.layout import ceil_div
 
 Sizes = tuple[int, int, int]
 Timer = Callable[[Callable[[], None]], float]
@@ -131,14 +131,17 @@ def random_tensors(spec: KernelSpec, size: Sizes, device: torch.device) -> Tenso
         return Tensors(a, b, out)
     if spec.block:
         shapes = [
-            layout.blockwise_shape(rows, k, block) for rows, block in ((m, 1), (n, spec.block[1]))
+            scale_tiles.blockwise_shape(rows, k, block)
+            for rows, block in ((m, 1), (n, spec.block[1]))
         ]
-        sfa, sfb = (torch.full(shape, 0.01, device=device) for shape in shapes)
+        sfa, sfb = (torch.full(shape, 0.01, dtype=torch.float32, device=device) for shape in shapes)
         return Tensors(a, b, out, sfa, sfb)
     columns = ceil_div(k, spec.factor_block)
     one = 127 if spec.recipe.startswith("mx") else 0x38  # 1.0 in E8M0 and in E4M3
     sfa, sfb = (
-        torch.full((layout.swizzled_count(rows, columns),), one, dtype=torch.uint8, device=device)
+        torch.full(
+            (scale_tiles.swizzled_count(rows, columns),), one, dtype=torch.uint8, device=device
+        )
         for rows in (m, n)
     )
     return Tensors(a, b, out, sfa, sfb)

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qtensor.core.errors import BuildError, fail
 from qtensor.cutlass_gemm.spec import KernelSpec
-from qtensor.errors import BuildError, fail
 
 FOLDER = Path(__file__).parent
 HEADERS = tuple(FOLDER / f"qt_gemm_{name}.h" for name in ("abi", "driver", "epilogue"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 
 VERSION = 1
 """Version of the C interface: ``QT_GEMM_VERSION`` in qt_gemm_abi.h."""

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from qtensor import build as cache
-from qtensor.build import BuildSpec, Built, Unit
-from qtensor.compilers import parallel_jobs, stop_all
+from qtensor.build import cache as cache
+from qtensor.build.cache import BuildSpec, Built, Unit
+from qtensor.build.compilers import parallel_jobs, stop_all
+from qtensor.core.errors import BuildError, QTensorError
 from qtensor.cutlass_gemm import emit, tuning
 from qtensor.cutlass_gemm.launch import Kernel
 from qtensor.cutlass_gemm.spec import KernelSpec
 from qtensor.cutlass_gemm.toolchain import find_nvcc
-from qtensor.errors import BuildError, QTensorError
 
 GIB = 1 << 30
 COMPILE_MEMORY = 6 * GIB

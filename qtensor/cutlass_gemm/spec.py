@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qtensor.errors import check
+from qtensor.core.errors import check
 
 ARCHS = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120a": (12, 0)}
 """Architecture -> compute capability. Code for an "a" architecture runs on that one only."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qtensor.compilers import Compiler
-from qtensor.errors import CompilerNotFound, fail
+from qtensor.build.compilers import Compiler
+from qtensor.core.errors import CompilerNotFound, fail
 
 VARIABLE = "QTENSOR_NVCC"
 LEAST = {"sm_90a": (12, 0), "sm_100a": (12, 8), "sm_120a": (12, 8)}
@@ -35,7 +35,7 @@ class Nvcc:
     """An nvcc that answered ``--version``.
 
     Attributes:
-        compiler: the compiler, in the form that ``qtensor.build`` takes.
+        compiler: the compiler, in the form that ``qtensor.build.cache`` takes.
         release: (major, minor) of its CUDA toolkit.
         link_flags: flags with which its linker finds the CUDA runtime.
     """

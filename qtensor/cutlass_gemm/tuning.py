@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.errors import check
 from qtensor.cutlass_gemm.spec import ARCHS, RECIPES, KernelSpec
-from qtensor.errors import check
-from qtensor.layout import ceil_div
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.texts import some
+from qtensor.debug.error_report import compare_chunk, decibel
 from qtensor.debug.layers import clean_name, find_layers, run_by, unwrapped
 from qtensor.debug.logits import Scores
-from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.layout import rows_cols
 from qtensor.ops.sequential import Sequential
-from qtensor.report import compare_chunk, decibel
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.texts import some
 
 OP = "debug.compare"
 
@@ -57,7 +57,7 @@ class LayerDifference:
         if not a.numel():
             return
         a, b = (t.reshape(rows_cols(t.shape)) for t in (a, b))
-        chunk = compare_chunk(a, b, torch.ones(1, 1), math.inf)
+        chunk = compare_chunk(a, b, torch.ones(1, 1, dtype=torch.float32), math.inf)
         self.signal += chunk.signal.item()
         self.noise += chunk.noise.item()
         self.max_abs_error = max(self.max_abs_error, chunk.error.max().item())

@@ -1,8 +1,8 @@
 """Find the layers of a model that a recorder can see.
 
-A recorded layer has a method of its own in its ``__dict__``, in place of the method of its class.
-Dynamo guards this place: a compiled model runs another graph while it is recorded, and its first
-graph again afterwards. So a model that is not recorded has no cost.
+A recorded layer of qtensor has a site, and one of torch a ``forward`` of its own in its
+``__dict__``. Dynamo guards both: a compiled model runs another graph while it is recorded, and its
+first graph again afterwards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from qtensor.modules.base import QuantizedModule
 from qtensor.modules.grouped_linear import GroupedLinear
+from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.ops.grouped_linear import GroupedLinear as GroupedOperation
 from qtensor.ops.linear import BasicLinear
 from qtensor.ops.operation import BasicOperation, FusibleOperation
@@ -25,7 +25,7 @@ from qtensor.storage.base import QuantizedTensorStorage
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of names that torch.compile, FSDP and checkpoint wrappers add."""
 
-Method = Literal["forward", "_local_linear", "_local_grouped", "operation"]
+Kind = Literal["torch", "module", "operation"]
 
 
 class Layer(NamedTuple):
@@ -34,9 +34,9 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     weights: tuple[str, ...]
-    method: Method
-    """The method that is replaced: "forward", or the one of qtensor's own layers that gets the
-    tensors of this rank; "operation" for one that a fuser runs."""
+    kind: Kind
+    """"torch" for a module whose forward is replaced, "module" for one of qtensor that tells of its
+    tensors itself, "operation" for one that a fuser runs."""
     owner: nn.Module | None = None
     """The module whose fuser runs an operation: a ``Sequential``, or the operation itself."""
     operations: tuple[BasicOperation, ...] = ()
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
     def labels(self) -> tuple[str, ...]:
         """Return the names of the layer in records: its own, and those of several weights."""
         labels = [self.label(weight) for weight in self.weights]
-        own = () if labels and self.method != "forward" else (self.name,)
+        own = () if labels and self.kind != "torch" else (self.name,)
         return tuple(dict.fromkeys([*own, *labels]))
 
 
@@ -110,9 +110,9 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             inside |= set(module.modules())
             if isinstance(module, GroupedLinear):
                 names = tuple([f"weight{i}" for i in range(module.num_gemms)])
-                yield Layer(name, module, names, "_local_grouped")
+                yield Layer(name, module, names, "module")
             else:
-                yield Layer(name, module, tuple(module._states), "_local_linear")
+                yield Layer(name, module, tuple(module._states), "module")
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]
@@ -120,7 +120,7 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
                 # FSDP's flat parameters leave a view in place of the weight.
                 quantized = [n for n in own if n.startswith("weight")] or ["weight"]
             if quantized:
-                yield Layer(name, module, tuple(quantized), "forward")
+                yield Layer(name, module, tuple(quantized), "torch")
 
 
 def run_by(sequence: Sequential) -> set[nn.Module]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TextIO
 
+from qtensor.core.errors import check
+from qtensor.core.texts import aligned, some
 from qtensor.debug.statistics import Totals
-from qtensor.errors import check
-from qtensor.texts import aligned, some
 
 ROLES = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
 """The tensors of a layer that are recorded, in the order in which a step computes them."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from qtensor.layout import rows_cols
-from qtensor.report import kl_divergences
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.debug.error_report import kl_divergences
 
 _CHUNK = 1 << 18
 """Values that are compared at a time, in float64: a few MiB, whatever the vocabulary."""

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.errors import check
+from qtensor.core.quantizer_registry import parse
+from qtensor.core.torch_state import in_backward
 from qtensor.debug.log import ROLES, known_role
-from qtensor.errors import check
-from qtensor.layout import Shape, rows_cols
 from qtensor.library.checks import check_one
 from qtensor.library.define import Written, below_autograd, leaf_op, no_outputs
 from qtensor.library.ragged import Groups
-from qtensor.registry import parse
 
 FORWARD_ROLES = ROLES[:3]
 
@@ -48,11 +49,6 @@ SINKS: dict[int, Sink] = {}
 def _sink(op: str, token: Tensor) -> Sink | None:
     check_one(op, "token", token, torch.int64)
     return SINKS.get(int(token))
-
-
-def _is_computed_again() -> bool:
-    """Return True inside a backward pass, where a checkpoint runs a forward pass again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class RecordTensorArgs(NamedTuple):
@@ -89,7 +85,7 @@ def _record_fill(_: None, args: RecordTensorArgs) -> None:
     site = int(args.ticket)
     if sink is None or not sink.wants(site, args.role):
         return
-    if args.role in FORWARD_ROLES and _is_computed_again():
+    if args.role in FORWARD_ROLES and in_backward():
         return
     with below_autograd():
         values: Any = args.buffers[0]
@@ -144,7 +140,7 @@ class BeginForwardArgs(NamedTuple):
 
 def _begin_fill(_: None, args: BeginForwardArgs) -> None:
     sink = _sink("begin_recorded_forward_", args.token)
-    if sink is not None and not _is_computed_again():
+    if sink is not None and not in_backward():
         sink.begin_forward()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from typing import Any, NamedTuple
@@ -13,20 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from qtensor import api
+from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.core.quantizer_registry import parse
+from qtensor.core.texts import some
+from qtensor.debug.layer_site import LayerSite, joined
 from qtensor.debug.layers import Layer, clean_name, find_layers, is_conv1d, unwrapped
 from qtensor.debug.log import ROLES, Entry, Log, Record, known_role
-from qtensor.debug.methods import Counted, Recorded, Site, hand_over, replace_method
+from qtensor.debug.methods import Counted, Recorded, gradient_hooks, replace_forward, set_sites
 from qtensor.debug.op import SINKS
 from qtensor.debug.sequences import RecordedFuser, replace_fusers
 from qtensor.debug.statistics import Columns, measure, totals_of
-from qtensor.debug.wgrads import Watched, WeightGradients, gradient_hooks
-from qtensor.dtensor import local_part
-from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.library.gradient import WATCHERS
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.texts import some
 
 OP = "debug.record"
 FORMAT_ROLES = ("input", "weight", "grad_output")
@@ -208,47 +206,41 @@ class Recorder:
             self._undo.close()
 
     def _install(self, undo: ExitStack) -> None:
-        """Replace the methods of the layers; ``undo`` puts them back."""
+        """Give each layer its site; ``undo`` takes them back."""
         plan, numbers = self._plan, itertools.count()
         tokens = self._tensor(self._number), self._tensor(self._number)
         fusers: dict[int, list[RecordedFuser]] = {}
         state = self._reference_state()
-        text = (plan.formats or {}).get("grad_weight", "")
-        watched: list[Watched] = []
         for layer in self._layers:
             sites = {
-                label: Site(self._tensor(next(numbers)), *tokens, plan.roles, plan.formats)
+                label: LayerSite(self._tensor(next(numbers)), *tokens, plan.roles, plan.formats)
                 for label in layer.labels()
             }
             weights = {weight: sites[layer.label(weight)] for weight in layer.weights}
-            own = sites.get(layer.name)
-            if layer.method != "forward" and weights:
-                tickets = torch.cat([site.ticket for site in weights.values()])
-                own = Site(tickets, *tokens, plan.roles, plan.formats)
-            if layer.owner is None:
-                recorded = Recorded(own, weights, is_conv1d(layer.module), None)
-                undo.callback(replace_method(layer.module, layer.method, recorded))
+            if layer.kind == "torch":
+                recorded = Recorded(sites[layer.name], weights, is_conv1d(layer.module))
+                undo.callback(replace_forward(layer.module, recorded))
+            elif layer.kind == "module":
+                undo.callback(set_sites(layer.module, weights))
             else:
                 if id(layer.owner) not in fusers:
                     fusers[id(layer.owner)], restore = replace_fusers(layer.owner)
                     undo.callback(restore)
+                own = joined(weights) if weights else sites[layer.name]
                 for slot in filter(None, [f.slot(layer) for f in fusers[id(layer.owner)]]):
-                    slot.site, slot.weights = own, weights
+                    slot.site = own
             for weight, site in weights.items():
                 self._watch_weight(layer, weight, site, state, undo)
-                watched.append(Watched(layer.module, weight, int(site.ticket), text))
-        WATCHERS[self._number] = WeightGradients(self, watched)
-        undo.callback(WATCHERS.pop, self._number, None)
         if plan.count_forward:
             counted = Counted(tokens[0], None)
-            undo.callback(replace_method(self._root, "forward", counted))
+            undo.callback(replace_forward(self._root, counted))
 
     @staticmethod
     def _tensor(number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int64, device="cpu")
 
     def _watch_weight(
-        self, layer: Layer, weight: str, site: Site, state: Mapping[str, Any], undo: ExitStack
+        self, layer: Layer, weight: str, site: LayerSite, state: Mapping[str, Any], undo: ExitStack
     ) -> None:
         """Record the gradient of a weight, and find the values that it was quantized from."""
         parameter: Any = getattr(layer.module, weight)
@@ -260,9 +252,7 @@ class Recorder:
                 self._references[int(site.ticket)] = high.t() if is_conv1d(layer.module) else high
         leaf = isinstance(parameter, Tensor) and parameter.is_leaf and parameter.requires_grad
         if leaf and "grad_weight" in self._plan.roles:
-            text = (self._plan.formats or {}).get("grad_weight", "")
-            hook = _gradient_hook(site, text, is_conv1d(layer.module))
-            for each in gradient_hooks(parameter, hook):
+            for each in gradient_hooks(parameter, site, is_conv1d(layer.module)):
                 undo.callback(each.remove)
 
     def _reference_state(self) -> Mapping[str, Any]:
@@ -367,14 +357,3 @@ class Recorder:
             self.log.append(self._open_records())
             self._entries, self._columns, self._received = {}, {}, 0
             self._weights = set()
-
-
-def _gradient_hook(site: Site, quantizer: str, transposed: bool) -> Callable[[Tensor], None]:
-    """Return a hook that records the gradient (N, K) of a weight, or (K, N) if ``transposed``."""
-
-    def hook(grad: Tensor) -> None:
-        grad = local_part(grad).detach()
-        grad = grad.t() if transposed else grad
-        hand_over(grad, "grad_weight", quantizer, site, backward=True)
-
-    return hook

@@ -9,40 +9,35 @@ output are seen. The steps of the plan hand their tensors to the recorder.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from qtensor.debug.layer_site import LayerSite
 from qtensor.debug.layers import Layer, find_layers
-from qtensor.debug.methods import (
-    Ragged,
-    Site,
-    hand_over,
-    hand_over_buffers,
-    is_idle,
-    plan_texts,
-    ragged_roles,
-    record,
-)
-from qtensor.functional import grouped_linear, linear
-from qtensor.functional.operands import Quantized
+from qtensor.functional.linear.saved import with_tensors
 from qtensor.ops.fused import fusions_of_users
 from qtensor.ops.fuser import OperationFuser, fuse_nothing, run_plan
 from qtensor.ops.fusions import fuse
 from qtensor.ops.grouped_linear import GroupedLinear
 from qtensor.ops.handover import Unrounded
-from qtensor.ops.linear import BasicLinear
-from qtensor.ops.plan import SequencePlan
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.ops.linear import BasicLinear, LinearCall
+from qtensor.ops.sequence_plan import SequencePlan, WatchedStep
+from qtensor.ops.sequential import Sequential
 
 
 class Slot:
     """A layer of a recorded sequence. A later recording fills it again, and graphs stay valid."""
 
-    def __init__(self) -> None:
-        self.site: Site | None = None
-        self.weights: dict[str, Site] = {}
+    def __init__(self, layer: Layer) -> None:
+        self.site: LayerSite | None = None
+        self.has_product = bool(layer.weights)
+
+    def take(self, role: str, x: Any) -> None:
+        """Record a tensor, or a value that operations pass to each other."""
+        if self.site is not None and x is not None:
+            self.site.take(role, x.sums if isinstance(x, Unrounded) else x)
 
 
 class RecordedFuser(OperationFuser):
@@ -56,12 +51,12 @@ class RecordedFuser(OperationFuser):
         for layer in layers:
             span = self._span(layer)
             if span:
-                self.slots[span[0], span[-1]] = Slot()
+                self.slots[span[0], span[-1]] = Slot(layer)
 
     def __call__(self, input: Any, *extra_inputs: Tensor) -> Any:
         """Return the output, followed by the extra outputs that go to the caller."""
         first = next((slot.site for slot in self.slots.values() if slot.site is not None), None)
-        if first is None or is_idle(first):
+        if first is None or first.is_idle():
             return self.fuser(input, *extra_inputs)
         return super().__call__(input, *extra_inputs)
 
@@ -70,201 +65,87 @@ class RecordedFuser(OperationFuser):
         span = self._span(layer)
         return self.slots[span[0], span[-1]] if span else None
 
+    def empty(self) -> None:
+        """Empty all slots."""
+        for slot in self.slots.values():
+            slot.site = None
+
     def _span(self, layer: Layer) -> list[int]:
         return [i for i, op in enumerate(self.ops) if any([op is o for o in layer.operations])]
 
     def make_plan(self, keys: Sequence[str], first: int) -> SequencePlan:
         """Return a plan whose steps record."""
-        ops = self.ops
-        steps = fuse_nothing(ops, first)
+        steps = fuse_nothing(self.ops, first)
         if self.fusing:
-            steps = fuse(ops, keys, first, fusions_of_users())
-        plan = SequencePlan(ops, steps, False, run_plan)
-        plan.forward = tuple([s._replace(op=self._recorded(s)) for s in plan.forward])
-        plan.backward = tuple([s._replace(op=self._recorded(s)) for s in plan.backward])
-        return plan
+            steps = fuse(self.ops, keys, first, fusions_of_users())
+        return SequencePlan(self.ops, steps, False, run_plan).watched(self._recorded)
 
-    def _recorded(self, step: Any) -> Any:
+    def _recorded(self, step: Any) -> RecordedStep:
         enters = next((s for (i, _), s in self.slots.items() if i == step.first), None)
         leaves = next((s for (_, i), s in self.slots.items() if i == step.last), None)
         within = next((s for (i, j), s in self.slots.items() if i <= step.first <= j), None)
-        kind = RecordedStep
+        if isinstance(step.op, GroupedLinear):
+            # It tells of its output too: each group is a layer of its own.
+            return RecordedStep(step.op, None, None, within)
         if isinstance(step.op, BasicLinear):
-            kind = RecordedLinear
-        elif isinstance(step.op, GroupedLinear):
-            kind = RecordedGroups
-        return kind(step.op, enters, leaves, within)
+            return RecordedStep(step.op, None, leaves, within)
+        return RecordedStep(step.op, enters, leaves, None)
 
 
-class RecordedStep:
-    """A step of a plan: calls an operation, and records what enters and what leaves it."""
+class RecordedStep(WatchedStep):
+    """A step of a plan: calls an operation, and records what enters and what leaves it.
+
+    Args:
+        op: the operation.
+        enters: the layer whose input the operation gets, if the step records it.
+        leaves: the layer whose output the operation returns, if the step records it.
+        product: the layer of a product, which tells of its operands itself.
+    """
 
     def __init__(
-        self, op: Any, enters: Slot | None, leaves: Slot | None, within: Slot | None
+        self, op: Any, enters: Slot | None, leaves: Slot | None, product: Slot | None
     ) -> None:
-        self.op = op
-        self.enters, self.leaves, self.within = enters, leaves, within
-        self.label, self.basic_ops = op.label, op.basic_ops
-        # A layer with a product records the gradient that the product gets.
-        products = (BasicLinear, GroupedLinear)
-        self.sees_gradient = leaves is not None and not leaves.weights
-        if isinstance(op, products):
-            self.sees_gradient = within is not None
+        super().__init__(op)
+        self.enters, self.leaves, self.product = enters, leaves, product
 
-    # ---- forward
-
-    def op_forward_compute(self, input: Any, **kwargs: Any) -> Any:
+    def fuser_forward_compute(self, input: Any, *, basic_op_kwargs: Any, **kwargs: Any) -> Any:
         """Run and record the function of the operation."""
-        result = self.op.op_forward_compute(input, **kwargs)
-        self._forward(input, result[0], [kwargs], [()])
+        if self.product is not None:
+            basic_op_kwargs = [{"call": telling(basic_op_kwargs[0]["call"], self.product.site)}]
+        result = self.op.fuser_forward_compute(input, basic_op_kwargs=basic_op_kwargs, **kwargs)
+        self._forward(input, result[0])
         return result
-
-    def op_forward_save_ctx(self, *args: Any, **kwargs: Any) -> None:
-        """Run the function of the operation."""
-        self.op.op_forward_save_ctx(*args, **kwargs)
-
-    def fuser_forward_compute(self, input: Any, **kwargs: Any) -> Any:
-        """Run and record the function of the operation."""
-        result = self.op.fuser_forward_compute(input, **kwargs)
-        self._forward(input, result[0], kwargs["basic_op_kwargs"], kwargs["basic_op_extra_inputs"])
-        return result
-
-    def fuser_forward_save_ctx(self, *args: Any, **kwargs: Any) -> None:
-        """Run the function of the operation."""
-        self.op.fuser_forward_save_ctx(*args, **kwargs)
 
     def fuser_forward(self, ctxs: Any, input: Any, **kwargs: Any) -> Any:
         """Run and record the function of the operation."""
         result = self.op.fuser_forward(ctxs, input, **kwargs)
-        self._forward(input, result[0], kwargs["basic_op_kwargs"], kwargs["basic_op_extra_inputs"])
-        return result
-
-    def published(self, returned: Any) -> Any:
-        """Run the function of the operation."""
-        return self.op.published(returned)
-
-    def published_by_op(self, returned: Any) -> Any:
-        """Run the function of the operation."""
-        return self.op.published_by_op(returned)
-
-    # ---- backward
-
-    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
-        """Run and record the function of the operation."""
-        result = self.op.op_backward(ctx, grad_output)
-        self._backward([ctx], grad_output, result[0])
+        self._forward(input, result[0])
         return result
 
     def fuser_backward(self, ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
         """Run and record the function of the operation."""
         result = self.op.fuser_backward(ctxs, grad_output, **kwargs)
-        self._backward(ctxs, grad_output, result[0])
+        # A layer with a product records the gradient that the product gets.
+        if self.leaves is not None and not self.leaves.has_product:
+            self.leaves.take("grad_output", grad_output)
+        if self.enters is not None:
+            self.enters.take("grad_input", result[0])
         return result
 
-    # ---- records
-
-    def _forward(self, input: Any, out: Any, kwargs: Any, extra: Any) -> None:
-        """Record the input and the output."""
-        if self.enters is not None and self.enters.site is not None:
-            site = self.enters.site
-            _record(input, "input", site, site.formats or {})
-        if self.leaves is not None and self.leaves.site is not None:
-            site = self.leaves.site
-            _record(out, "output", site, site.formats or {})
-
-    def _backward(self, ctxs: Any, grad_output: Any, grad_input: Any) -> None:
-        """Record the gradients of the output and the input."""
-        if self.sees_gradient and self.leaves is not None and self.leaves.site is not None:
-            site = self.leaves.site
-            _record(grad_output, "grad_output", site, site.formats or {}, backward=True)
-        if self.enters is not None and self.enters.site is not None:
-            site = self.enters.site
-            _record(grad_input, "grad_input", site, site.formats or {}, backward=True)
+    def _forward(self, input: Any, out: Any) -> None:
+        if self.enters is not None:
+            self.enters.take("input", input)
+        if self.leaves is not None:
+            self.leaves.take("output", out)
 
 
-class RecordedLinear(RecordedStep):
-    """A product: its operands are recorded with their quantizers."""
-
-    def _forward(self, input: Any, out: Any, kwargs: Any, extra: Any) -> None:
-        if self.within is not None and self.within.site is not None:
-            site, call = self.within.site, kwargs[0]["call"]
-            texts, factors = plan_texts(site, call.plan), [None, None]
-            if call.delayed is not None and site.formats is None:
-                scales, delayed = call.delayed.scales.clone(), call.plan.delayed
-                factors = [scales[i : i + 1] if delayed[i] else None for i in (0, 1)]
-            _record(input, "input", site, texts, factors[0])
-            record(self.op.weight, "weight", site, texts, factors[1])
-        if self.leaves is not None and self.leaves.site is not None:
-            site = self.leaves.site
-            _record(out, "output", site, site.formats or {})
-
-    def _backward(self, ctxs: Any, grad_output: Any, grad_input: Any) -> None:
-        if self.within is not None and self.within.site is not None:
-            site, ctx = self.within.site, ctxs[0]
-            args = linear.restored(ctx.args, ctx.saved_tensors, None)
-            scale = None
-            if args.delayed is not None and args.plan.delayed[2] and site.formats is None:
-                scale = args.delayed.scales[2:3]
-            texts = plan_texts(site, args.plan)
-            _record(grad_output, "grad_output", site, texts, scale, backward=True)
-            _record(grad_input, "grad_input", site, texts, backward=True)
-
-
-class RecordedGroups(RecordedStep):
-    """Products of groups: each group is recorded as a layer of its own."""
-
-    def _forward(self, input: Any, out: Any, kwargs: Any, extra: Any) -> None:
-        if self.within is None or self.within.site is None:
-            return
-        site, call = self.within.site, kwargs[0]["call"]
-        splits = self.op._splits(input, extra[0][0])
-        texts = plan_texts(site, call.plan)
-        call = with_splits(call, splits)
-        ragged = ragged_roles(site, call)
-        _record(input, "input", site, texts, ragged[0])
-        for i, own in enumerate(self.within.weights.values()):
-            scales = ragged[1].scales
-            scale = None if scales is None else scales[i : i + 1]
-            record(call.weights[i], "weight", own, texts, scale)
-        _record(out, "output", site, texts, Ragged(splits, None))
-
-    def _backward(self, ctxs: Any, grad_output: Any, grad_input: Any) -> None:
-        if self.within is None or self.within.site is None:
-            return
-        site, ctx = self.within.site, ctxs[0]
-        args = grouped_linear.restored(ctx.args, ctx.saved_tensors, None)
-        texts = plan_texts(site, args.plan)
-        _record(grad_output, "grad_output", site, texts, ragged_roles(site, args)[2], backward=True)
-        _record(grad_input, "grad_input", site, texts, Ragged(args.splits, None), backward=True)
-
-
-def with_splits(call: Any, splits: Any) -> Any:
-    """Return the arguments of a grouped call with the sizes of the groups."""
-    copy = grouped_linear.with_tensors(call, call.inp, call.weights, call.biases)
-    copy.splits = splits
+def telling(call: Any, site: LayerSite | None) -> Any:
+    """Return the arguments of a product that tells a site of its tensors."""
+    if isinstance(call, LinearCall):
+        return call._replace(site=site)
+    copy = with_tensors(call, call.inp, call.weights, call.biases)
+    copy.site = site
     return copy
-
-
-def _record(
-    x: Any,
-    role: str,
-    site: Site,
-    texts: Mapping[str, str],
-    scale: Tensor | Ragged | None = None,
-    backward: bool = False,
-) -> None:
-    """Hand a tensor, or a value that operations pass to each other, to the recorder."""
-    if x is None or role not in site.roles:
-        return
-    if isinstance(x, Unrounded):
-        x = x.sums
-    if isinstance(x, Quantized):
-        hand_over_buffers(x.buffers, (x.canonical, x.shape), role, site, backward)
-    elif isinstance(x, QuantizedTensorStorage):
-        stored = x._quantizer.canonical, x.shape
-        hand_over_buffers(x.buffers(), stored, role, site, backward)
-    else:
-        hand_over(x.detach(), role, texts.get(role, ""), site, scale, backward)
 
 
 # ---- install
@@ -276,20 +157,18 @@ def replace_fusers(owner: Any) -> tuple[list[RecordedFuser], Callable[[], None]]
     Returns:
         The fusers, whose slots are still empty, and a function that undoes it.
     """
-    own = owner.__dict__
-    if "_groups" not in own:
+    if not isinstance(owner, Sequential):
         return _replace_forward(owner)
-    before = own["_groups"], own["_only"]
     layers = [layer for layer in find_layers(owner) if layer.owner is owner]
-    groups = tuple([_twin(g, layers) if isinstance(g, OperationFuser) else g for g in before[0]])
-    fusers = [g for g in groups if isinstance(g, RecordedFuser)]
-    own["_groups"], own["_only"] = groups, groups[0] if before[1] is not None else None
+    put_back = owner.replace_groups(
+        lambda group: _twin(group, layers) if isinstance(group, OperationFuser) else group
+    )
+    fusers = [group for group in owner.groups if isinstance(group, RecordedFuser)]
 
     def restore() -> None:
         for fuser in fusers:
-            fuser.slots = {key: _emptied(slot) for key, slot in fuser.slots.items()}
-        if own["_groups"] is groups:  # the user may have changed the sequence
-            own["_groups"], own["_only"] = before
+            fuser.empty()
+        put_back()
 
     return fusers, restore
 
@@ -307,7 +186,7 @@ def _replace_forward(operation: Any) -> tuple[list[RecordedFuser], Callable[[], 
     own["forward"] = types.MethodType(forward, operation)
 
     def restore() -> None:
-        fuser.slots = {key: _emptied(slot) for key, slot in fuser.slots.items()}
+        fuser.empty()
         own.pop("forward")
         own.pop("_alone")
         if before is not None:
@@ -321,8 +200,3 @@ def _twin(fuser: OperationFuser, layers: Sequence[Layer]) -> RecordedFuser:
         fuser.recorded = RecordedFuser(fuser, layers)
     twin: RecordedFuser = fuser.recorded
     return twin
-
-
-def _emptied(slot: Slot) -> Slot:
-    slot.site, slot.weights = None, {}
-    return slot

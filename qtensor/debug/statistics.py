@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qtensor.layout import rows_cols
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.debug.error_report import ChunkErrors, compare_chunk, decibel, decode_factors
 from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import to_blocks
-from qtensor.report import ChunkErrors, compare_chunk, decibel, decode_factors
 from qtensor.storage.base import QuantizedTensorStorage
 
 OUTLIER = 10.0

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, UnsupportedError, check, fail
-from qtensor.formats import Element
-from qtensor.layout import rows_cols
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, check, fail
+from qtensor.core.formats import Element
+from qtensor.debug.error_report import decode_factors
 from qtensor.reference.elements import code_values, unpack_pairs, unpack_quads
-from qtensor.report import decode_factors
 from qtensor.storage.base import QuantizedTensorStorage
 
 OP = "debug.show"

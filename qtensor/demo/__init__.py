@@ -1,6 +1,6 @@
 """``qtensor demo``: quantize real weights in every format, run the model, compile it.
 
-``weights`` loads matrices, ``model`` embeds sentences, ``sweep`` quantizes, ``compile_check``
-compiles, ``report`` holds the results as data, ``render`` prints them, and ``run`` calls all of
-these in order.
+``weights`` loads matrices, ``sweep`` quantizes them, ``model`` embeds the ``sentences``, and
+``compile_check`` compiles. ``run`` calls these in order, ``render`` lays out the texts, and
+``report`` holds all results.
 """

@@ -16,49 +16,39 @@ from torch._inductor.exc import InductorError
 
 import qtensor
 from qtensor import QuantizedTensor
-from qtensor.demo.report import CompileResult
+from qtensor.core.errors import fail
 from qtensor.demo.sweep import call_options
-from qtensor.errors import check, fail
 
-BACKENDS = ("aot_eager", "inductor")
 BATCHES = (8, 24, 40)
 """Batch sizes of the calls of one compiled function; one graph must serve all of them."""
 _ENOUGH = 32
 """Rows and columns of at least one whole block of every MX format."""
 
 
-@dataclass
-class CountingBackend:
-    """A compiler backend that counts the graphs that it compiles."""
+@dataclass(frozen=True)
+class CompileResult:
+    """One format in and out of ``torch.compile(fullgraph=True)``."""
 
-    name: str
-    graphs: int = 0
+    format: str
+    matrix: str
+    """Name of the weight that was passed in."""
+    backend: str
+    batches: tuple[int, ...]
+    graphs: int
+    graph_breaks: int
+    bytes_equal: int
+    bytes_total: int
+    seconds: float
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Count the graph and compile it with the backend ``name``."""
-        self.graphs += 1
-        return lookup_backend(self.name)(graph, inputs)
-
-
-def check_backend(name: str) -> None:
-    """Check that the demo supports a backend.
-
-    Raises:
-        QTensorError: ``name`` is not in ``BACKENDS``.
-    """
-    check(
-        name in BACKENDS,
-        op="demo",
-        rule="--backend must be a backend of torch.compile that the demo counts graphs in",
-        got=f"'{name}'",
-        fix=f"Choose from {', '.join(BACKENDS)}, or --no-compile",
-    )
+    @property
+    def ok(self) -> bool:
+        """True if there was one graph, no break, and every byte equals eager."""
+        whole = self.graphs == 1 and self.graph_breaks == 0
+        return whole and self.bytes_equal == self.bytes_total > 0
 
 
 def pick_matrix(weights: Mapping[str, Tensor]) -> str:
-    """Return the name of the smallest matrix with at least 32 rows and columns.
-
-    If there is none, return that of the smallest matrix.
+    """Return the name of the smallest matrix with at least 32 rows and columns, or of the smallest.
 
     Compiling takes the same time for every size, and a small matrix keeps the other calls fast.
     """
@@ -91,7 +81,7 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
         name: name of the weight, for the report.
         weight: (N, K) float.
         fmt: a name of ``qtensor.formats()``.
-        backend: one of ``BACKENDS``.
+        backend: a compiler backend of torch.
 
     Raises:
         QTensorError: the function did not compile as one graph.
@@ -101,71 +91,46 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
     inputs = [x.to(weight.dtype) for x in inputs]
     quantized = qtensor.quantize(weight, fmt, **call_options(weight, fmt))
     options = call_options(F.linear(inputs[0], weight), fmt)
-    counting = CountingBackend(backend)
+    graphs = equal = total = 0
+
+    def counting(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend(backend)(graph, examples)
+
     dynamo.reset()
     counters.clear()
     compiled = torch.compile(cross, fullgraph=True, backend=counting)
     start = time.perf_counter()
-    equal = total = 0
     for x in inputs:
         dynamo.mark_dynamic(x, 0)
         expected = cross(quantized, x, fmt, options)
-        actual = _call(compiled, quantized, x, fmt, options)
-        for one, other in zip(expected, actual, strict=True):
-            same, size = compare_bytes(one, other)
-            equal, total = equal + same, total + size
-    return CompileResult(
-        format=fmt,
-        matrix=name,
-        backend=backend,
-        batches=BATCHES,
-        graphs=counting.graphs,
-        graph_breaks=sum(counters["graph_break"].values()),
-        bytes_equal=equal,
-        bytes_total=total,
-        seconds=time.perf_counter() - start,
-    )
+        try:
+            actual = compiled(quantized, x, fmt, options)
+        except (TorchDynamoException, InductorError) as error:
+            fail(
+                op=f"demo[{fmt}]",
+                rule="the function must compile as one graph",
+                got=f"{type(error).__name__}: {error}",
+                fix="Run with --no-compile, or with the other --backend",
+            )
+        total += sum(one.nbytes for one in expected)
+        equal += sum(map(equal_bytes, expected, actual))
+    breaks, seconds = sum(counters["graph_break"].values()), time.perf_counter() - start
+    return CompileResult(fmt, name, backend, BATCHES, graphs, breaks, equal, total, seconds)
 
 
-def _call(
-    compiled: Callable[..., tuple[Any, Any]], *args: Tensor | str | dict[str, Tensor]
-) -> tuple[Any, Any]:
-    """Call a compiled function, and turn compiler errors into a ``QTensorError``."""
-    try:
-        return compiled(*args)
-    except (TorchDynamoException, InductorError) as error:
-        fail(
-            op=f"demo[{args[2]}]",
-            rule="the function must compile as one graph",
-            got=f"{type(error).__name__}: {error}",
-            fix="Run with --no-compile, or with the other --backend",
-        )
-
-
-def compare_bytes(expected: QuantizedTensor, actual: Tensor) -> tuple[int, int]:
-    """Compare two quantized tensors buffer by buffer.
-
-    Returns:
-        (equal bytes, expected bytes). No byte is equal if ``actual`` is a plain tensor or differs
-        in class, flatten context, buffer name, shape or dtype.
-    """
-    total = sum(buffer.nbytes for buffer in _buffers(expected).values())
+def equal_bytes(expected: QuantizedTensor, actual: Tensor) -> int:
+    """Return the number of equal bytes of two tensors, 0 if one is plain or has another layout."""
     if not isinstance(actual, QuantizedTensor) or _layout(expected) != _layout(actual):
-        return 0, total
-    others = _buffers(actual)
-    pairs = ((buffer, others[name]) for name, buffer in _buffers(expected).items())
-    return sum(int((_bytes(one) == _bytes(other)).sum()) for one, other in pairs), total
+        return 0
+    pairs = zip(expected.buffers(), actual.buffers(), strict=True)
+    return sum(int((_bytes(one) == _bytes(other)).sum()) for one, other in pairs)
 
 
 def _layout(q: QuantizedTensor) -> tuple[object, ...]:
-    _, context = q.__tensor_flatten__()
-    inner = [(name, buffer.shape, buffer.dtype) for name, buffer in _buffers(q).items()]
-    return type(q), q.shape, q.dtype, context, inner
-
-
-def _buffers(q: QuantizedTensor) -> dict[str, Tensor]:
-    names, _ = q.__tensor_flatten__()
-    return {name: getattr(q, name) for name in names}
+    buffers = [(buffer.shape, buffer.dtype) for buffer in q.buffers()]
+    return type(q), q.shape, q.dtype, q.__tensor_flatten__(), buffers
 
 
 def _bytes(buffer: Tensor) -> Tensor:

@@ -2,76 +2,71 @@
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 import qtensor.kernels
-from qtensor.demo.compile_check import check_backend, check_compile, pick_matrix
-from qtensor.demo.render import View
-from qtensor.demo.report import (
-    CompileResult,
-    DemoReport,
-    FormatResult,
-    SentenceResult,
-    environment,
-)
-from qtensor.demo.sentences import SENTENCES, compare_embeddings
-from qtensor.demo.sweep import choose_formats, sweep
-from qtensor.demo.weights import Weights, load_weights
-from qtensor.errors import BuildError, check
+from qtensor.core.errors import BuildError
+from qtensor.demo import render
+from qtensor.demo.compile_check import CompileResult, check_compile, pick_matrix
+from qtensor.demo.report import DemoReport, environment
+from qtensor.demo.sentences import SENTENCES, SentenceResult, compare_embeddings
+from qtensor.demo.sweep import FormatResult, sweep
+from qtensor.demo.weights import load_weights
 from qtensor.kernels.cpu import native
 
 if TYPE_CHECKING:
     from qtensor.demo.model import SentenceModel
 
-_OWN_WEIGHTS = "--weights gives matrices, not a model to run them in"
-_NO_COMPILE = "--no-compile was given"
 
+def run_demo(
+    formats: Sequence[str],
+    path: Path | None,
+    backend: str | None,
+    say: Callable[[str], object],
+) -> DemoReport:
+    """Run every part, and print the result of each as soon as it is known.
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """The options of ``qtensor demo``."""
-
-    formats: str | None = None
-    weights: Path | None = None
-    json: Path | None = None
-    backend: str = "aot_eager"
-    compile: bool = True
-
-
-def run_demo(options: DemoOptions, view: View) -> DemoReport:
-    """Run every part, print each result, and write ``options.json`` if it is set.
+    Args:
+        formats: names of ``qtensor.formats()``.
+        path: a safetensors file; None for the model of the demo.
+        backend: compiles part 3; None leaves the part out.
+        say: prints a text.
 
     Raises:
-        QTensorError: an option or the user's file cannot be used.
+        QTensorError: the user's file cannot be used, or a function does not compile.
     """
-    formats = choose_formats(options.formats)
-    check_backend(options.backend)
-    _check_json(options.json)
-    with view.busy("Loading the weights"):
-        weights, model = _load(options.weights)
+    model: SentenceModel | None = None
+    if path is not None:
+        source, matrices = load_weights(path)
+    else:
+        # Imported here because transformers takes seconds to import, and a file does not need it.
+        from qtensor.demo import model as sentence_model  # noqa: PLC0415
+
+        source, matrices = load_weights(sentence_model.weights_file(), sentence_model.NAME)
+        model = sentence_model.load_model()
     here = environment()
-    view.header(here, weights.source)
-    _have_kernels()
+    say(render.header(here, source))
+    _build_kernels()
 
-    swept, sentences = _quantize(weights, formats, model, view)
-    view.formats(swept, weights.source)
-    no_sentences = _OWN_WEIGHTS if model is None else None
-    view.sentences(sentences, no_sentences)
+    swept, sentences = _quantize(matrices, formats, model)
+    no_sentences = None if model else "--weights gives matrices, not a model to run them in"
+    say(render.formats(swept, source))
+    say(render.sentences(sentences, no_sentences))
 
-    compiled = _compile(weights, formats, options.backend, view) if options.compile else ()
-    no_compile = None if options.compile else _NO_COMPILE
-    view.compiled(compiled, no_compile)
-
-    report = DemoReport(here, weights.source, swept, sentences, no_sentences, compiled, no_compile)
-    if options.json is not None:
-        report.write_json(options.json)
-    view.footer(report, options.json)
-    return report
+    compiled: list[CompileResult] = []
+    if backend is not None:
+        name = pick_matrix(matrices)
+        compiled = [check_compile(name, matrices[name], fmt, backend) for fmt in formats]
+    no_compile = "--no-compile was given" if backend is None else None
+    say(render.compiled(compiled, no_compile))
+    return DemoReport(here, source, swept, sentences, no_sentences, compiled, no_compile)
 
 
-def _have_kernels() -> None:
+def _build_kernels() -> None:
     """Compile the kernels before the parts, so that the measured seconds do not include it."""
     # Without kernels the first call has warned already, and the reference is used.
     if not isinstance(native.library(), str):
@@ -79,60 +74,21 @@ def _have_kernels() -> None:
             qtensor.kernels.build()
 
 
-def _check_json(path: Path | None) -> None:
-    """Check before the work that the result can be written."""
-    if path is None:
-        return
-    check(
-        path.absolute().parent.is_dir() and not path.is_dir(),
-        op="demo",
-        rule="--json must be a file in a folder that exists",
-        got=str(path),
-        fix="Create the folder first, or pass another path",
-    )
-
-
-def _load(path: Path | None) -> tuple[Weights, "SentenceModel | None"]:
-    """Load the user's matrices, or the demo's model with its own matrices."""
-    if path is not None:
-        return load_weights(path), None
-    # Imported here because transformers takes seconds to import, and --weights does not need it.
-    from qtensor.demo import model  # noqa: PLC0415
-
-    return load_weights(model.weights_file(), model.NAME), model.load_model()
-
-
 def _quantize(
-    weights: Weights, formats: tuple[str, ...], model: "SentenceModel | None", view: View
-) -> tuple[tuple[FormatResult, ...], tuple[SentenceResult, ...]]:
+    matrices: Mapping[str, Tensor], formats: Sequence[str], model: "SentenceModel | None"
+) -> tuple[list[FormatResult], list[SentenceResult]]:
     """Quantize every matrix in every format, and run the model with each."""
     swept: list[FormatResult] = []
     sentences: list[SentenceResult] = []
     exact = model.embed(SENTENCES) if model else None
-    steps = len(formats) * (len(weights.matrices) + (model is not None))
-    with view.progress(steps) as tick:
-        for fmt in formats:
-            result, quantized = sweep(weights.matrices, fmt, tick)
-            swept.append(result)
-            if model is None or exact is None:
-                continue
-            with model.swapped(quantized):
-                start = time.perf_counter()
-                embeddings = model.embed(SENTENCES)
-                seconds = time.perf_counter() - start
-            sentences.append(compare_embeddings(fmt, exact, embeddings, seconds))
-            tick(f"{fmt}  {len(SENTENCES)} sentences")
-    return tuple(swept), tuple(sentences)
-
-
-def _compile(
-    weights: Weights, formats: tuple[str, ...], backend: str, view: View
-) -> tuple[CompileResult, ...]:
-    """Run the compile check of one matrix in every format."""
-    name = pick_matrix(weights.matrices)
-    results: list[CompileResult] = []
-    with view.progress(len(formats)) as tick:
-        for fmt in formats:
-            results.append(check_compile(name, weights.matrices[name], fmt, backend))
-            tick(f"{fmt}  torch.compile")
-    return tuple(results)
+    for fmt in formats:
+        result, quantized = sweep(matrices, fmt)
+        swept.append(result)
+        if model is None or exact is None:
+            continue
+        with model.swapped(quantized):
+            start = time.perf_counter()
+            embeddings = model.embed(SENTENCES)
+            seconds = time.perf_counter() - start
+        sentences.append(compare_embeddings(fmt, exact, embeddings, seconds))
+    return swept, sentences

@@ -1,9 +1,9 @@
 """The sentences of the demo, and the comparison of their embeddings."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-
-from qtensor.demo.report import SentenceResult
 
 SENTENCES = (
     "A quantized tensor stores a code and a scale for every block of values.",
@@ -16,6 +16,18 @@ SENTENCES = (
     "Yes.",
 )
 """Similar pairs, different sentences, a question, and a sentence of one word."""
+
+
+@dataclass(frozen=True)
+class SentenceResult:
+    """The model's embeddings with weights in one format, compared with float32."""
+
+    format: str
+    cosine_min: float
+    cosine_mean: float
+    worst_sentence: str
+    seconds: float
+    """Seconds of one forward pass over all sentences."""
 
 
 def compare_embeddings(
@@ -32,9 +44,5 @@ def compare_embeddings(
     cosine = torch.nn.functional.cosine_similarity(exact.double(), approximate.double(), dim=1)
     worst = int(cosine.argmin())
     return SentenceResult(
-        format=fmt,
-        cosine_min=float(cosine[worst]),
-        cosine_mean=float(cosine.mean()),
-        worst_sentence=SENTENCES[worst],
-        seconds=seconds,
+        fmt, float(cosine[worst]), float(cosine.mean()), SENTENCES[worst], seconds
     )

@@ -2,37 +2,42 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 import qtensor
-from qtensor.demo.report import FormatResult, LayerResult
-from qtensor.errors import check
-
-Tick = Callable[[str], None]
-"""Called with a label after each step of the work."""
 
 
-def choose_formats(asked: str | None) -> tuple[str, ...]:
-    """Return the formats of ``--formats a,b`` in that order, or all formats for None.
+@dataclass(frozen=True)
+class LayerResult:
+    """One matrix in one format."""
 
-    Raises:
-        QTensorError: a name is not a format, or none was given.
-    """
-    known = tuple(qtensor.formats())
-    if asked is None:
-        return known
-    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
-    unknown = [name for name in names if name not in known]
-    check(
-        bool(names) and not unknown,
-        op="demo",
-        rule="--formats must name formats of qtensor, separated by commas",
-        got=", ".join(unknown) if unknown else f"'{asked}'",
-        fix=f"Choose from {', '.join(known)}",
-    )
-    return names
+    name: str
+    shape: tuple[int, ...]
+    sqnr_db: float
+    """Signal to quantization noise in dB; infinite if every value is exact."""
+    not_finite: int
+    """Number of values that are NaN or infinite, before or after; the dB leaves them out."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """Every matrix in one format."""
+
+    format: str
+    bits_per_value: float
+    """8 * nbytes / values, with codes, scales and padding."""
+    sqnr_mean_db: float
+    """Mean of the finite values; infinite if every matrix is exact, NaN if one has NaN."""
+    sqnr_worst_db: float
+    worst_layer: str
+    nbytes: int
+    seconds: float
+    """Time in ``qtensor.quantize`` alone, summed over the matrices."""
+    layers: tuple[LayerResult, ...]
 
 
 def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
@@ -48,15 +53,12 @@ def call_options(x_hp: Tensor, fmt: str) -> dict[str, Tensor]:
     return {"scale": qtensor.delayed_scaling_update(history, scale)[1]}
 
 
-def sweep(
-    weights: Mapping[str, Tensor], fmt: str, tick: Tick
-) -> tuple[FormatResult, dict[str, Tensor]]:
+def sweep(weights: Mapping[str, Tensor], fmt: str) -> tuple[FormatResult, dict[str, Tensor]]:
     """Quantize every matrix to ``fmt``.
 
     Args:
         weights: name to (rows, columns) tensor.
         fmt: a name of ``qtensor.formats()``.
-        tick: called after each matrix.
 
     Returns:
         The measurements, and the quantized tensors by name.
@@ -73,31 +75,22 @@ def sweep(
         shape = tuple(weight.shape)
         layers.append(LayerResult(name, shape, errors.sqnr_db, errors.not_finite, q.nbytes))
         quantized[name] = q
-        tick(f"{fmt}  {name}")
-    return _summary(fmt, layers, seconds), quantized
+    return summary(fmt, layers, seconds), quantized
 
 
-def _summary(fmt: str, layers: list[LayerResult], seconds: float) -> FormatResult:
-    worst = min(layers, key=lambda layer: _rank(layer.sqnr_db))
+def summary(fmt: str, layers: list[LayerResult], seconds: float) -> FormatResult:
+    """Return the result of a format from those of its matrices."""
+    # A matrix with NaN is the worst.
+    worst = min(layers, key=lambda layer: (not math.isnan(layer.sqnr_db), layer.sqnr_db))
+    inexact = [layer.sqnr_db for layer in layers if layer.sqnr_db != math.inf]
     nbytes = sum(layer.nbytes for layer in layers)
     return FormatResult(
         format=fmt,
         bits_per_value=8 * nbytes / sum(math.prod(layer.shape) for layer in layers),
-        sqnr_mean_db=_mean(layer.sqnr_db for layer in layers),
+        sqnr_mean_db=sum(inexact) / len(inexact) if inexact else math.inf,
         sqnr_worst_db=worst.sqnr_db,
         worst_layer=worst.name,
         nbytes=nbytes,
         seconds=seconds,
         layers=tuple(layers),
     )
-
-
-def _rank(sqnr_db: float) -> float:
-    """Return a sort key that puts NaN (a matrix with NaN in it) first, as the worst."""
-    return -math.inf if math.isnan(sqnr_db) else sqnr_db
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; inf if every matrix is exact, NaN if one has NaN."""
-    finite = [value for value in values if value != math.inf]
-    return sum(finite) / len(finite) if finite else math.inf

@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qtensor.autocasting import active_recipe
-from qtensor.dtensor import is_dtensor, local_part, part_of
-from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.dtensors import is_dtensor, local_part, part_of
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.library.quantize import AMAX, QUANTIZE
-from qtensor.modules.base import QuantizedModule
+from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.recipes import Recipe, parse_recipe, role_quantizers
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.groups import group_of_mesh
 from qtensor.storage.maxima import is_shared_by_rows, max_over_ranks
-from qtensor.storage.parameter_names import names_parameter
-from qtensor.storage.shards import (
+from qtensor.storage.process_groups import group_of_mesh
+from qtensor.storage.ranks.fully_shard import (
     Gathered,
     GatheredWeight,
-    Shards,
     check_dim,
-    pack,
+    gathered,
+    named_in_errors,
+    sent_bytes,
     sent_quantizer,
+    storage_of,
 )
 
 _OP = "quantized_all_gather"
@@ -130,7 +131,6 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _like(self, values: Tensor, memory: _Memory | None) -> MasterWeight:
         """Return a weight with other values; ``memory`` is that of this weight for a view."""
         other = MasterWeight(values, self._quantizer_of_weight, self._name)
-        other._shards = self._shards
         if memory is not None:
             other._memory = memory
         return other
@@ -149,23 +149,23 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     def _now(self, group: str) -> tuple[int, int, str]:
         return self._memory.writes, self._memory.root._version, group
 
-    def _maxima(self, values: Tensor, sent: Any, shards: Shards) -> list[Tensor] | None:
+    def _maxima(self, values: Tensor, sent: Any, group: Any) -> list[Tensor] | None:
         """Return the maxima of a shard; the ones that all rows share are those of all shards."""
         maxima: list[Tensor] = AMAX(values, sent.canonical)
         flags = is_shared_by_rows(sent.canonical)
         shared = [a for a, flag in zip(maxima, flags, strict=True) if flag]
-        if not shared or len(shards.rows) == 1:
+        if not shared or group.size() == 1:
             return maxima or None
-        if self._memory.valid_for == self._now(shards.group):
+        if self._memory.valid_for == self._now(group.group_name):
             # Rounding is monotonic: the maximum of rounded values is the rounded maximum.
             whole = [a.to(values.dtype).float() for a in self._memory.maxima]
         else:
-            whole = max_over_ranks(shared, shards.group, _OP)
+            whole = max_over_ranks(shared, group.group_name, _OP)
         for target, reduced in zip(shared, whole, strict=True):
             target.copy_(reduced.view(target.shape))
         return maxima
 
-    def fsdp_pre_all_gather(  # type: ignore[override]
+    def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard, and what the second hook needs.
@@ -181,7 +181,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
                 of a block.
         """
-        with names_parameter(self, self._name):
+        with named_in_errors(self._name):
             group = group_of_mesh(mesh, None, _OP)
             return self._quantized_shard(group, tuple(outer_size), mp_policy.param_dtype)
 
@@ -189,25 +189,20 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         self, group: Any, shape: tuple[int, ...], dtype: torch.dtype | None
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard of a weight of ``shape``, rounded to ``dtype``."""
-        sizes = zip(self.shape[1:], shape[1:], strict=True)
-        cut = [dim for dim, (own, whole) in enumerate(sizes, 1) if own != whole]
-        check_dim(cut[0] if cut else 0, self._quantizer_of_weight)
-        shards, rest = self._known_shards(group), shape[1:]
-        if len(set(shards.rows)) > 1:
-            ranks = len(shards.rows)
+        quantizer, ranks = self._quantizer_of_weight, group.size()
+        check_dim(self.shape, shape, quantizer)
+        if shape[0] % ranks:
             fail(
                 f"{_OP} {self._name} (Shard(0))",
                 f"the {ranks} ranks must have equally many rows of the weight",
-                f"{shape[0]} rows as {list(shards.rows)}",
+                f"{shape[0]} rows",
                 f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
             )
         values = self._high_precision if dtype is None else self._high_precision.to(dtype)
-        sent = sent_quantizer(self._quantizer_of_weight)
-        maxima = self._maxima(values, sent, shards)
-        buffers = QUANTIZE(values, sent.canonical, None, maxima, None)
-        named = dict(zip([slot.name for slot in sent.slots], buffers, strict=True))
-        data = Gathered(sent, self._quantizer_of_weight, shards.rows, rest)
-        return (pack(sent, named, shards, rest),), data
+        data = gathered(values, quantizer, (shape[0] // ranks,) * ranks, group)
+        maxima = self._maxima(values, data.sent, group)
+        buffers = QUANTIZE(values, data.sent.canonical, None, maxima, None)
+        return (sent_bytes(storage_of(data.sent, buffers, values.shape, data.dtype), data),), data
 
 
 # ---- public calls --------------------------------------------------------------------------------

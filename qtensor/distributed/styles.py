@@ -26,9 +26,9 @@ from torch.distributed.tensor import (
     parallel,
 )
 
-from qtensor.dtensor import local_part
-from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
-from qtensor.functional.sharded import SequenceExchange
+from qtensor.core.dtensors import local_part
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.functional.ranks.dtensors import SequenceExchange
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.layernorm_linear import LayerNormLinear
 from qtensor.modules.layernorm_mlp import LayerNormMLP

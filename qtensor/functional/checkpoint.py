@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from qtensor.autocasting import captured, restored
+from qtensor.library.recomputation import Tape, running
 
 
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
 ) -> Any:
-    """Return ``function(*args)``, which backward computes again under the recipe of this call.
+    """Return ``function(*args)``, which backward computes again as this call computes it.
 
-    Backward often runs outside of the ``qtensor.autocast`` region of the forward; torch's own
-    function would then compute again in high precision.
+    Backward often runs outside of the ``qtensor.autocast`` region of the forward, and after delayed
+    scaling has taken further steps. The second run has the recipe and the factors of the first one.
 
     Args:
         function: runs at once, and again in the backward pass.
@@ -26,9 +28,17 @@ def checkpoint(
             ``function``.
     """
     state = captured()
+    tape = Tape()
+    has_run = False
 
     def run(*inputs: Any, **options: Any) -> Any:
-        with restored(state):
+        nonlocal has_run
+        if torch.compiler.is_compiling():
+            # Dynamo would write the tape before or after the program, not while it runs.
+            with restored(state):
+                return function(*inputs, **options)
+        again, has_run = has_run, True
+        with restored(state), running(tape, again):
             return function(*inputs, **options)
 
     return torch_checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

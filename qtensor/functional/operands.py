@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.functional.plan import parts
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.functional.linear.layer_plan import parts
 from qtensor.library.gemm import GEMM
 from qtensor.library.quantize import DRAW_SEEDS, QUANTIZE
 

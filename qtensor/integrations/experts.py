@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.integrations.stacking import stack
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR
-from qtensor.storage.compute import gemm_operands
-from qtensor.storage.grouped import check_call, group_sizes, grouped_product
+from qtensor.storage.ops.grouped import check_call, group_sizes, grouped_product
+from qtensor.storage.ops.products import gemm_operands
 from qtensor.storage.tensor import QuantizedTensor
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from qtensor.checkpoints import Checkpoint
-from qtensor.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.stacking import stack
 from qtensor.storage.tensor import QuantizedTensor

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qtensor import checkpoints
-from qtensor.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
 
 

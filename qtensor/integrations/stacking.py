@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.nvfp4_factor import factor_of
-from qtensor.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import NVFP4Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 Grid = Sequence[Sequence[QuantizedTensor]]

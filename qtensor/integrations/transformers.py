@@ -29,8 +29,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import qtensor
 from qtensor import checkpoints
-from qtensor.checkpoints.layout import Writer, find_layout
-from qtensor.errors import UnsupportedError, fail
+from qtensor.checkpoints.layout_base import Writer, find_layout
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.quantizer_registry import parse
 from qtensor.integrations.experts import ExpertWeights
 from qtensor.integrations.loading import (
     QuantizeWeight,
@@ -40,7 +41,6 @@ from qtensor.integrations.loading import (
     transforms,
 )
 from qtensor.integrations.stacking import common_factors, quantize_each
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "qtensor"

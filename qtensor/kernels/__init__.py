@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qtensor.errors import BuildError as BuildError
-from qtensor.errors import check
+from qtensor.core.errors import BuildError as BuildError
+from qtensor.core.errors import check
 
 
 def build(isa: str | None = None) -> Path:

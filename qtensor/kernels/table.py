@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.quantizer_registry import transposed
 from qtensor.kernels.cpu import native, state
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
 from qtensor.kernels.triton.calls import quantize_ as triton_quantize_
 from qtensor.kernels.triton.calls import supports as triton_supports
 from qtensor.kernels.triton.float_calls import KERNELS as TRITON_FLOATS
-from qtensor.layout import Shape
-from qtensor.registry import transposed
 
 QuantizeKernel = Callable[
     [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
@@ -96,7 +96,7 @@ def state_(name: str, *args: Any) -> bool:
 
 
 def _backend(t: Tensor) -> Backend | None:
-    # The name of a device costs as much as a small tensor takes to quantize.
+    # Hot path: the name of a device is slow to make.
     return BACKENDS.get("cpu" if t.is_cpu else t.device.type)
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qtensor.encoding import decode_call, encode_call
-from qtensor.errors import QTensorError, check
+from qtensor.core.encoding import decode_call, encode_call
+from qtensor.core.errors import QTensorError, check
 from qtensor.kernels import table
 from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.norm import check_tensor

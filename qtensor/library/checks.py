@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check, fail
-from qtensor.layout import Shape
-from qtensor.registry import QuantizerLike, check_buffers, parse
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import DtypeError, check, fail
+from qtensor.core.quantizer_registry import QuantizerLike, check_buffers, parse
 
 
 def check_operand(op: str, buffers: Sequence[Tensor], canonical: str, shape: Shape) -> None:

@@ -8,13 +8,14 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, fail
-from qtensor.layout import Shape
+from qtensor.core import torch_state
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import ArgumentTypeError, fail
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Context of the torch ops in a fill: without gradients, each op costs a tenth less."""
+below_autograd = torch_state.below_autograd
+"""Context of the torch ops in a fill, which need no gradients."""
 
 BODIES: dict[str, Callable[..., Any]] = {}
 """Functions that the dispatcher calls for real tensors, by op name."""
@@ -84,7 +85,8 @@ def leaf_op(
 ) -> Callable[..., Any]:
     """Define ``qtensor::<name>`` and return its overload.
 
-    ``Library.define`` costs about 2 us a call where the ``custom_op`` decorator costs 7 to 9.
+    It uses ``Library.define``, because calls are a hot path and the ``custom_op`` decorator adds
+    to each of them.
 
     Args:
         name: of the op.
@@ -247,13 +249,3 @@ def empty(like: Tensor, shape: Shape | None = None, dtype: torch.dtype | None = 
 
 def no_outputs(args: Any) -> None:
     """Allocate nothing: for ops that only write to their arguments."""
-
-
-def watched() -> bool:
-    """Return True if a dispatch mode, transform, profiler or trace observes ops."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-    )

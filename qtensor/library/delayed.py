@@ -15,13 +15,15 @@ dtypes of the state.
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.core.errors import check
 from qtensor.kernels import table
 from qtensor.library.define import (
     Written,
@@ -31,6 +33,7 @@ from qtensor.library.define import (
     leaf_op,
     no_outputs,
 )
+from qtensor.library.recomputation import in_backward, recall_or_keep
 from qtensor.reference.float8 import delayed_scales, roll_history
 
 ALGORITHMS = ("max", "most_recent")
@@ -41,7 +44,7 @@ _FIX = "Pass the state that the module made"
 
 
 def _check_tensors(op: str, dtype: torch.dtype, **tensors: tuple[Tensor, int | None]) -> None:
-    """Raise unless each tensor has `dtype` and the number of elements beside it (None: any).
+    """Raise unless each tensor has `dtype` and is a vector of so many elements (None: any tensor).
 
     Counters (int64) must be on the CPU too.
     """
@@ -50,8 +53,8 @@ def _check_tensors(op: str, dtype: torch.dtype, **tensors: tuple[Tensor, int | N
         good = t.dtype is dtype and (t.is_cpu or not counters)
         rule = f"{name} must be {dtype}{' on the CPU' * counters}"
         check(good, op, rule, f"{t.dtype} on {t.device}", _FIX)
-        good = count is None or t.numel() == count
-        check(good, op, f"{name} must have {count} elements", f"shape {tuple(t.shape)}", _FIX)
+        good = count is None or t.shape == (count,)
+        check(good, op, f"{name} must be a vector of {count} elements", tuple(t.shape), _FIX)
 
 
 def _check_history(op: str, history: Tensor, length: int) -> None:
@@ -125,6 +128,8 @@ class DelayedBeginArgs(NamedTuple):
     largest: list[float]
     rows: Tensor | None = None
     new_scale: Tensor | None = None
+    report: Tensor | None = None
+    kept: bool = False
 
 
 def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
@@ -132,30 +137,51 @@ def _begin_alloc(args: DelayedBeginArgs) -> tuple[Tensor, Tensor]:
 
 
 def _begin_fill(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
-    rows, new_scale = args.rows, args.new_scale
+    if args.report is None:
+        _begin(outputs, args)
+    else:
+        _check_tensors("delayed_begin_", torch.int64, report=(args.report, 2))
+        recall_or_keep(args.report.tolist()[0], *outputs, lambda: _begin(outputs, args))
+
+
+def _begin(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs) -> None:
+    """Begin a step if there is a new one, and write its scales and its ticket."""
+    advance = args.advance and not in_backward()
+    before = args.steps.clone()
+    if not _begin_natively(outputs, args, advance):
+        _check_begin(args)
+        with below_autograd():
+            _begin_by_torch(outputs, args, advance)
+    if not (torch.equal(before, args.steps) or args.scale.is_inference()):
+        # A compiled region that a checkpoint computes again has saved the scales, not the factors
+        # of its call. torch must refuse to compute it with later ones.
+        torch.autograd.graph.increment_version(args.scale)
+
+
+def _begin_natively(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> bool:
+    """Return False, with nothing written, if native code does not serve the call."""
+    if args.rows is not None or args.new_scale is not None:
+        return False
     tensors = (args.scale, args.history, args.steps, args.cell, args.cell_step, args.step)
     options = (args.length, args.algorithm, args.margin)
-    by_recipe = rows is None and new_scale is None
-    if by_recipe and table.state_(
-        "delayed_begin_", outputs, tensors, args.advance, options, args.largest
-    ):
-        return
-    _check_begin(args)
-    with below_autograd():
-        now = int(args.step)
-        if args.advance and now != int(args.steps[0]):
-            if rows is None:
-                rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
-            if new_scale is None:
-                amax = rows.amax(0) if args.algorithm == "max" else rows[0]
-                new_scale = delayed_scales(amax, args.scale, args.margin, args.largest)
-            # Through .data: the version of a tensor that a graph saved must not change.
-            args.scale.data.copy_(new_scale)
-            args.history.data[: args.length].copy_(roll_history(rows))
-            args.steps.data[1] = max(int(args.cell_step), int(args.steps[1]))
-            args.steps.data[0] = now
-        outputs[0].copy_(args.scale)
-        outputs[1].copy_(args.steps)
+    return table.state_("delayed_begin_", outputs, tensors, advance, options, args.largest)
+
+
+def _begin_by_torch(outputs: tuple[Tensor, Tensor], args: DelayedBeginArgs, advance: bool) -> None:
+    rows, new_scale, now = args.rows, args.new_scale, int(args.step)
+    if advance and now != int(args.steps[0]):
+        if rows is None:
+            rows = _merged(args.history, args.steps, args.cell, args.cell_step, args.length)
+        if new_scale is None:
+            amax = rows.amax(0) if args.algorithm == "max" else rows[0]
+            new_scale = delayed_scales(amax, args.scale, args.margin, args.largest)
+        # Through .data: the version of a tensor that a graph saved must not change.
+        args.scale.data.copy_(new_scale)
+        args.history.data[: args.length].copy_(roll_history(rows))
+        args.steps.data[1] = max(int(args.cell_step), int(args.steps[1]))
+        args.steps.data[0] = now
+    outputs[0].copy_(args.scale)
+    outputs[1].copy_(args.steps)
 
 
 def _check_begin(args: DelayedBeginArgs) -> None:
@@ -192,9 +218,44 @@ DELAYED_BEGIN = leaf_op(
 """At the first call of a step, move the history up by one row and compute new scales.
 
 `step` (1,) int64 on the CPU counts steps; nothing changes unless `advance` is true and `step`
-differs from the step of the state. Returns the scales to use, (n,), and a ticket (2,) for
-`record_gradient_amax_`: new tensors, which no later call writes. `rows` replaces the merged
-history; `new_scale` (n,) replaces the result of the algorithm.
+differs from the step of the state. In a backward pass nothing changes either: checkpoints call
+layers again there. Returns the scales to use, (n,), and a ticket (2,) for `record_gradient_amax_`:
+new tensors, which no later call writes. `rows` replaces the merged history; `new_scale` (n,)
+replaces the result of the algorithm. `report`, (2,) int64 on the CPU, begins with the key of the
+layer: if a checkpoint computes a call of compiled code again, it gets the outputs of the first run.
+`kept` says that the call runs without gradients, as the first run of some checkpoints does.
+"""
+
+
+class DelayedReadArgs(NamedTuple):
+    """Arguments of the op ``delayed_read``."""
+
+    scale: Tensor
+    steps: Tensor
+    report: Tensor
+
+
+def _read_alloc(args: DelayedReadArgs) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args.scale), torch.empty_like(args.steps)
+
+
+def _read_fill(outputs: tuple[Tensor, Tensor], args: DelayedReadArgs) -> None:
+    _check_tensors("delayed_read", torch.float32, scale=(args.scale, None))
+    _check_tensors("delayed_read", torch.int64, steps=(args.steps, 2), report=(args.report, 2))
+
+    def read() -> None:
+        outputs[0].copy_(args.scale)
+        outputs[1].copy_(args.steps)
+
+    recall_or_keep(args.report.tolist()[0], *outputs, read)
+
+
+DELAYED_READ = leaf_op(
+    "delayed_read", DelayedReadArgs, "(Tensor scales, Tensor ticket)", _read_alloc, _read_fill
+)
+"""Return copies of the scales and of the steps, which is the ticket, for an evaluation.
+
+A checkpoint that computes the call again gets those of its first run.
 """
 
 
@@ -208,6 +269,8 @@ class RecordAmaxArgs(NamedTuple):
 
 def _record_fill(_: None, args: RecordAmaxArgs) -> None:
     history, amax, first = args
+    if in_backward():
+        return
     if table.state_("record_amax_", history, amax, first):
         return
     op = "record_amax_"
@@ -237,7 +300,8 @@ def _check_maxima(op: str, amax: list[Tensor], device: torch.device) -> None:
 RECORD_AMAX = leaf_op("record_amax_", RecordAmaxArgs, "()", no_outputs, _record_fill)
 """Write `history[0, first:] = max(history[0, first:], amax)`; history is (rows, n) float32.
 
-Each amax is a float32 vector: (1,), or the maxima of several tensors side by side.
+Each amax is a float32 vector: (1,), or the maxima of several tensors side by side. A backward pass,
+where checkpoints call layers again, writes nothing.
 """
 
 
@@ -277,7 +341,44 @@ side by side; `ticket` (2,) int64 comes from `delayed_begin_`.
 """
 
 
+LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The states of layers (``modules.state.LinearState``) by their keys."""
+
+
+class SendGradientAmaxArgs(NamedTuple):
+    """Arguments of the op ``send_gradient_amax_``."""
+
+    report: Tensor
+    amax: list[Tensor]
+    ticket: Tensor
+
+
+def _send_fill(_: None, args: SendGradientAmaxArgs) -> None:
+    _check_tensors("send_gradient_amax_", torch.int64, report=(args.report, 2))
+    layer = LAYERS.get(args.report.tolist()[0])
+    if layer is not None:
+        state = layer.delayed_state
+        RECORD_GRADIENT_AMAX(state.cell, state.cell_step, args.amax, args.ticket)
+
+
+SEND_GRADIENT_AMAX = leaf_op(
+    "send_gradient_amax_", SendGradientAmaxArgs, "()", no_outputs, _send_fill
+)
+"""Do ``record_gradient_amax_`` for the layer of key ``report[0]``, if it still exists.
+
+`report` is int64 (2,) on the CPU. Compiled graphs use this op, which writes none of its arguments.
+"""
+torch.fx.has_side_effect(SEND_GRADIENT_AMAX)  # Compilers would drop it.
+
+
 _STEP_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # The child has none of the other threads; a lock that one of them held would stay locked.
+    os.register_at_fork(
+        before=_STEP_LOCK.acquire,
+        after_in_parent=_STEP_LOCK.release,
+        after_in_child=_STEP_LOCK.release,
+    )
 
 
 class AdvanceStepArgs(NamedTuple):
@@ -289,11 +390,13 @@ class AdvanceStepArgs(NamedTuple):
 
 
 def _advance_fill(_: None, args: AdvanceStepArgs) -> None:
-    if args.forward_only and torch._C._current_graph_task_id() != -1:
+    if args.forward_only and in_backward():
         return
+    _check_tensors("advance_step_", torch.int64, step=(args.step, 1))
     if args.counter is None:
         args.step.data.add_(1)
         return
+    _check_tensors("advance_step_", torch.int64, counter=(args.counter, 1))
     with _STEP_LOCK:
         args.counter.data.add_(1)
         args.step.data.copy_(args.counter)

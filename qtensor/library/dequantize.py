@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import DtypeError, fail
+from qtensor.core.quantizer_registry import by_name, check_buffers, parse
 from qtensor.kernels import table
-from qtensor.layout import Shape
 from qtensor.library.define import LIBRARY, Written, below_autograd, empty, leaf_op, no_outputs
 from qtensor.reference.denormals import denormals_kept
-from qtensor.registry import by_name, check_buffers, parse
 
 
 def refuse_dtype(format_name: str, dtype: object) -> NoReturn:
@@ -57,7 +57,8 @@ def _dequantize_alloc(args: DequantizeArgs) -> Tensor:
 
 def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
     quantizer = parse(args.quantizer)
-    if table.dequantize_(quantizer, args.buffers, args.shape, out):
+    has_all = len(args.buffers) == len(quantizer.slots)
+    if has_all and table.dequantize_(quantizer, args.buffers, args.shape, out):
         return
     op = f"dequantize[{quantizer.format}]"
     check_buffers(op, quantizer, args.buffers, args.shape)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.core.quantizer_registry import alloc_slots, parse
 from qtensor.kernels import table
 from qtensor.kernels.fusion import Factors, Target
 from qtensor.library.activation import ActivationArgs, activated_shape, check_kind
@@ -14,7 +15,6 @@ from qtensor.library.checks import check_seed
 from qtensor.library.define import FILLS, empty, leaf_op
 from qtensor.library.norm import NormArgs, alloc_stats, check_norm
 from qtensor.library.quantize import QuantizeArgs, alloc_amax
-from qtensor.registry import alloc_slots, parse
 
 
 def _alloc_quantized(

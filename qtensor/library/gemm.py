@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.kernels.gemm.problem import Pair, Product
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import ArgumentTypeError, DtypeError, check, fail
+from qtensor.core.quantizer_registry import QuantizerLike, parse
+from qtensor.core.torch_state import without_autocast
+from qtensor.kernels.products.problem import Pair, Product
 from qtensor.library.checks import check_operand
 from qtensor.library.define import (
     FILLS,
@@ -20,7 +22,7 @@ from qtensor.library.define import (
     empty,
     leaf_op,
 )
-from qtensor.registry import QuantizerLike, parse
+from qtensor.reference.denormals import denormals_kept
 
 LAYOUTS = ("TN", "NN", "NT")
 """Layouts of a product, named as in column-major GEMMs.
@@ -76,15 +78,17 @@ def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:
     check_operand("gemm", pair.b, pair.b_quantizer, pair.b_shape)
     if bias is not None:
         check_bias(bias.shape, output_shape(pair.a_shape, pair.b_shape, layout))
+        fix = "Pass its real part"
+        check(not bias.is_complex(), "gemm", "the bias must be real", bias.dtype, fix, DtypeError)
 
 
 def _gemm_fill(out: Tensor, args: GemmArgs) -> None:
     check_product(args.operands, args.layout, args.bias)
     # Only a product needs the backends.
-    from qtensor.kernels.gemm import choice  # noqa: PLC0415
+    from qtensor.kernels.products import choice  # noqa: PLC0415
 
     # torch.autocast would round operands to its dtype, in eager code alone.
-    with below_autograd(), torch._C._DisableAutocast():
+    with below_autograd(), without_autocast(), denormals_kept():
         product = Product(args.operands, args.layout, args.bias, args.backend, args.fast)
         choice.multiply_(out, product)
 
@@ -191,8 +195,8 @@ WEIGHT_GEMM = leaf_op(
 )
 """``gemm`` in layout TN of plain x (..., K) and the buffers of a quantized weight (N, K).
 
-A call has half the arguments of ``gemm``, which take longer to pass than a small product takes to
-compute. The dtype of the result is that of x.
+A call has half the arguments of ``gemm``: small products are a hot path, and passing arguments is
+most of their time. The dtype of the result is that of x.
 """
 
 LIBRARY.define(

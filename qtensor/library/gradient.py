@@ -7,26 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.kernels.gemm.problem import Pair, Product
+from qtensor.core.errors import fail
+from qtensor.core.torch_state import without_autocast
+from qtensor.kernels.products.problem import Pair, Product
 from qtensor.library.checks import check_one
 from qtensor.library.define import BODIES, Written, below_autograd, leaf_op, no_outputs
 from qtensor.library.gemm import check_layout, check_product, output_shape
-
-Watcher = Callable[[int, int, Pair], None]
-
-WATCHERS: dict[int, Watcher] = {}
-"""Functions that see each weight gradient which does not pass through autograd, before it is added
-or postponed. A recording adds one under its number. The arguments are the key of the layer, the
-index of the group (0 without groups), and the operands grad_output (M, N) and input (M, K)."""
-
-
-def show_watchers(key: int, group: int, pair: Pair) -> None:
-    """Call the watchers."""
-    for watch in WATCHERS.values():
-        watch(key, group, pair)
 
 
 class GemmAccumulateArgs(NamedTuple):
@@ -36,7 +23,6 @@ class GemmAccumulateArgs(NamedTuple):
     operands: Pair
     layout: str
     overwrite: bool = False
-    report: Tensor | None = None
 
 
 def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
@@ -48,15 +34,12 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
         got = f"{target.dtype} {tuple(target.shape)}"
         fail("gemm_accumulate_", rule, got, "Pass such a tensor")
-    if args.report is not None and WATCHERS:
-        check_one("gemm_accumulate_", "report", args.report, torch.int64, 2)
-        show_watchers(int(args.report[0]), 0, pair)
     if not target.is_cpu:
-        from qtensor.kernels.gemm import choice  # noqa: PLC0415 - as in gemm.py
+        from qtensor.kernels.products import choice  # noqa: PLC0415 - as in gemm.py
 
         check_product(pair, args.layout)
         in_place = choice.overwrite_ if args.overwrite else choice.accumulate_
-        with below_autograd(), torch._C._DisableAutocast():
+        with below_autograd(), without_autocast():
             if in_place(target, Product(pair, args.layout)):
                 return
     # The product in float32, where it is accumulated; the sum is rounded once.
@@ -72,9 +55,7 @@ GEMM_ACCUMULATE = leaf_op(
 )
 """``out += a.T @ b`` (layout NT), or ``out = a.T @ b`` with ``overwrite``: a weight gradient.
 
-``a`` is grad_output (M, N), ``b`` the input (M, K), ``out`` (N, K). ``report``, int64 (2,) on the
-CPU, begins with the key of the layer, by which watchers identify it: compilers may pass a copy of
-``out``. Without it no watcher is called.
+``a`` is grad_output (M, N), ``b`` the input (M, K), ``out`` (N, K).
 """
 
 _PENDING: dict[int, deque[Pair]] = {}
@@ -84,26 +65,24 @@ _PENDING: dict[int, deque[Pair]] = {}
 class PostponeWgradArgs(NamedTuple):
     """Arguments of the op ``postpone_wgrad_``."""
 
-    token: Written
     key: int
     operands: Pair
 
 
 def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
-    show_watchers(args.key, 0, args.operands)
-    postpone(args.token, args.key, args.operands)
+    postpone(args.key, args.operands)
 
 
-def postpone(token: Tensor, key: int, pair: Pair) -> None:
-    """Store the operands of a weight gradient, and count it in ``token``."""
+def postpone(key: int, pair: Pair) -> None:
+    """Store the operands of a weight gradient."""
     # A compiled graph may use the memory again once the op is done, so the buffers are copied.
     a, b = ([t.detach().clone() for t in buffers] for buffers in (pair.a, pair.b))
     _PENDING.setdefault(key, deque()).append(pair._replace(a=a, b=b))
-    token.data.add_(1)
 
 
 POSTPONE = leaf_op("postpone_wgrad_", PostponeWgradArgs, "()", no_outputs, _postpone_fill)
-"""Store the operands of a weight gradient; writing the token keeps the op in compiled code."""
+"""Store the operands of a weight gradient."""
+torch.fx.has_side_effect(POSTPONE)  # It writes none of its arguments: compilers would drop it.
 
 
 def take_postponed(key: int) -> Pair:

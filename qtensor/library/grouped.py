@@ -14,27 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
-from qtensor.kernels.gemm.problem import Pair
-from qtensor.kernels.gemm.stacks import matrix_buffers, stack_refusal
-from qtensor.layout import Shape
-from qtensor.library.checks import check_one, check_operand, check_seed
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import check
+from qtensor.core.quantizer_registry import parse
+from qtensor.kernels.products.problem import Pair
+from qtensor.kernels.products.stacks import matrix_buffers, stack_refusal
+from qtensor.library.checks import check_operand, check_seed
 from qtensor.library.define import (
     BODIES,
     FILLS,
     SymInt,
-    Written,
     WrittenList,
     below_autograd,
     empty,
     leaf_op,
 )
 from qtensor.library.gemm import GemmArgs, check_layout, output_shape
-from qtensor.library.gradient import WATCHERS, GemmAccumulateArgs, postpone, show_watchers
+from qtensor.library.gradient import GemmAccumulateArgs, postpone
 from qtensor.library.norm import BiasGradArgs, check_tensor
 from qtensor.library.quantize import alloc_amax, check_input
 from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes, group_buffers
-from qtensor.registry import parse
 
 # ---- sizes
 
@@ -285,7 +284,6 @@ class GroupedWgradAccumulateArgs(NamedTuple):
     split: Groups
     wanted: list[int]
     overwrite: list[bool]
-    report: Tensor | None = None
 
 
 def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
@@ -295,10 +293,6 @@ def _accumulate_check(args: GroupedWgradAccumulateArgs) -> None:
 def _accumulate_fill(_: None, args: GroupedWgradAccumulateArgs) -> None:
     with below_autograd():
         pairs = _pairs("grouped_wgrad_accumulate_", args.operands, args.split)
-        if args.report is not None and WATCHERS:
-            check_one("grouped_wgrad_accumulate_", "report", args.report, torch.int64, 2)
-            for i in args.wanted:
-                show_watchers(int(args.report[0]), i, pairs[i])
         for target, i, over in zip(args.out, args.wanted, args.overwrite, strict=True):
             FILLS["gemm_accumulate_"](None, GemmAccumulateArgs(target, pairs[i], "NT", over))
 
@@ -310,16 +304,12 @@ GROUPED_WGRAD_ACCUMULATE = leaf_op(
     _accumulate_check,
     _accumulate_fill,
 )
-"""Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``.
-
-``report`` is that of ``gemm_accumulate_``.
-"""
+"""Add ``a_i.T @ b_i`` to ``out_j`` (N, K), or write it if ``overwrite``, for groups ``wanted``."""
 
 
 class PostponeGroupedWgradArgs(NamedTuple):
     """Arguments of the op ``postpone_grouped_wgrad_``."""
 
-    token: Written
     key: int
     operands: Pair
     split: Groups
@@ -331,15 +321,15 @@ def _postpone_check(args: PostponeGroupedWgradArgs) -> None:
 
 def _postpone_fill(_: None, args: PostponeGroupedWgradArgs) -> None:
     pairs = _pairs("postpone_grouped_wgrad_", args.operands, args.split)
-    for i, pair in enumerate(pairs):
-        show_watchers(args.key, i, pair)
-        postpone(args.token, args.key, pair)
+    for pair in pairs:
+        postpone(args.key, pair)
 
 
 GROUPED_POSTPONE = leaf_op(
     "postpone_grouped_wgrad_", PostponeGroupedWgradArgs, "()", _postpone_check, _postpone_fill
 )
 """``postpone_wgrad_`` of each group, the first one first."""
+torch.fx.has_side_effect(GROUPED_POSTPONE)
 
 
 # ---- bias

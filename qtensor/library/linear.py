@@ -13,16 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.kernels.gemm.problem import Pair
-from qtensor.layout import Shape
-from qtensor.library.checks import check_seed
-from qtensor.library.define import FILLS, SymInt, below_autograd, empty, leaf_op
-from qtensor.library.gemm import GEMM, GemmArgs
-from qtensor.library.norm import BiasGradArgs
-from qtensor.library.quantize import QUANTIZE, QuantizeArgs, alloc_amax, check_input
-from qtensor.linear_plans import ForwardPlan, backward_plan, forward_plan
-from qtensor.registry import (
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import fail
+from qtensor.core.linear_plans import ForwardPlan, backward_plan, forward_plan
+from qtensor.core.quantizer_registry import (
     alloc_outputs,
     alloc_slots,
     parse,
@@ -30,6 +24,12 @@ from qtensor.registry import (
     slots_within,
     usage_part,
 )
+from qtensor.kernels.products.problem import Pair
+from qtensor.library.checks import check_seed
+from qtensor.library.define import FILLS, SymInt, below_autograd, empty, leaf_op
+from qtensor.library.gemm import GEMM, GemmArgs
+from qtensor.library.norm import BiasGradArgs
+from qtensor.library.quantize import QUANTIZE, QuantizeArgs, alloc_amax, check_input
 
 
 class LinearForwardArgs(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.core.errors import DtypeError, check, fail
 from qtensor.kernels import table
 from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.quantize import INPUT_DTYPES

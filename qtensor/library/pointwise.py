@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
+from qtensor.core.errors import check
 from qtensor.library.checks import check_one
 from qtensor.library.define import below_autograd, empty, leaf_op
 from qtensor.library.norm import check_tensor

@@ -7,12 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, check, fail
+from qtensor.core.errors import DtypeError, check, fail
+from qtensor.core.quantizer_registry import (
+    QuantizerLike,
+    alloc_outputs,
+    by_name,
+    check_buffers,
+    parse,
+)
 from qtensor.kernels import table
 from qtensor.library.checks import check_factors, check_one, check_seed
 from qtensor.library.define import Written, WrittenList, below_autograd, empty, leaf_op
 from qtensor.reference.denormals import denormals_kept
-from qtensor.registry import QuantizerLike, alloc_outputs, by_name, check_buffers, parse
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +42,7 @@ def alloc_amax(quantizer: QuantizerLike, device: torch.device, count: int = 1) -
     """Return [an empty float32 amax (count,)] under delayed scaling; [] for other quantizers."""
     if not quantizer.returns_amax:
         return []
-    # Passing strides to torch saves time: see ``alloc_outputs``.
+    # Hot path: torch does not compute strides that it gets, as in ``alloc_outputs``.
     return [torch.empty_strided((count,), (1,), dtype=torch.float32, device=device)]
 
 

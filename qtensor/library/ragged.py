@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import check, fail
-from qtensor.layout import Shape, buffer_shapes, flat_bound, flat_sizes
-from qtensor.registry import QuantizerLike, parse
+from qtensor.core.buffer_shapes import Shape, buffer_shapes, flat_bound, flat_sizes
+from qtensor.core.errors import check, fail
+from qtensor.core.quantizer_registry import QuantizerLike, parse
 
 
 class Groups(NamedTuple):

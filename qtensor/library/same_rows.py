@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError, this_rank
+from qtensor.core.errors import QTensorError, this_rank
 from qtensor.library.define import below_autograd, leaf_op
 
 

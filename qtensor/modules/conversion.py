@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qtensor.texts import aligned
+from qtensor.core.texts import aligned
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _TITLES = ("layer", "in -> out", "count", "note")

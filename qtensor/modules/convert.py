@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtensor.dtensor import is_dtensor
-from qtensor.errors import ArgumentTypeError, QTensorError, fail
-from qtensor.functional.plan import alignment, weight_canonical
-from qtensor.modules.base import QuantizedModule
+from qtensor.core.dtensors import is_dtensor
+from qtensor.core.errors import ArgumentTypeError, QTensorError, fail
+from qtensor.functional.linear.layer_plan import alignment, weight_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
 from qtensor.modules.in_place import is_held, plain_class, with_base
 from qtensor.modules.linear import Linear
 from qtensor.modules.parameters import FLOATING, stored_canonical
+from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.modules.state import LinearState
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe, role_quantizers
@@ -175,7 +175,6 @@ def revert_(model: nn.Module, filter_fn: Filter | None = None) -> Conversion:
 
 
 # ---- the layers of a model
-# --------------------------------------------------------------------------------------
 
 
 def _check_root(op: str, model: Any, kind: type[nn.Module]) -> None:
@@ -235,7 +234,6 @@ def _report(module: Any, places: list[Place], note: str) -> LayerReport:
 
 
 # ---- why a layer is skipped
-# ----------------------------------------------------------------------------------
 
 
 def _filtered(module: nn.Module, places: list[Place], filter_fn: Filter | None) -> str:
@@ -370,7 +368,6 @@ def _revert_obstacle(
 
 
 # ---- the swap
-# -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -438,7 +435,7 @@ def _store_quantized(layer: QuantizedModule, weights: list[Weight]) -> None:
         if old.is_meta:
             continue
         if old not in made:
-            values = layer._quantized_parameter(old.detach(), layer.recipe, options[old])
+            values = layer._quantized_parameter(old.detach(), options[old])
             made[old] = _successor(old, values)
         setattr(layer, weight.attribute, made[old])
 

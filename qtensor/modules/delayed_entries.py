@@ -7,7 +7,6 @@ rank. ``StateOfRank`` tells it to store those of all ranks, joined along dim 0, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,19 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qtensor.dtensor import is_dtensor
-from qtensor.errors import UnsupportedError, fail
+from qtensor.core.dtensors import is_dtensor
+from qtensor.core.errors import UnsupportedError, fail, this_rank
 from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
-from qtensor.storage.groups import check_group
+from qtensor.storage.process_groups import check_group
+from qtensor.storage.ranks.state_dict_broadcast import is_installed
 
 SCALE, HISTORY = "scale", "amax_history"
 
 MAX_RANKS = 1 << 20
 """Upper bound of the ranks of a checkpoint; no memory is allocated for it."""
-
-_PLANNER = "torch.distributed.checkpoint.default_planner"
-HELPERS = "torch.distributed.checkpoint.state_dict"
-"""The module of ``get_model_state_dict`` and its siblings."""
 
 _OP = "distributed checkpoint[fp8_delayed]"
 
@@ -87,6 +83,9 @@ class StateOfRank(Tensor):
             return StateOfRank.of(result, state.kind, state.rank, state.ranks)
         return result
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StateOfRank({self.as_subclass(Tensor)!r}, {self.rank} of {self.ranks})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StateOfRank:
         copied = memo[id(self)] = self.clone()
         return copied  # type: ignore[return-value]
@@ -96,17 +95,19 @@ class StateOfRank(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     # ---- hooks of torch.distributed.checkpoint
-    # -------------------------------------------------------------------------------------
 
     @property
     def size(self) -> Any:
-        """The method ``Tensor.size``; None where torch compares it with the size in a checkpoint.
+        """Missing, so that torch does not compare it with the size in a checkpoint.
 
-        A checkpoint of another number of ranks has another size; ``RowsOfRanks`` checks it instead.
+        A checkpoint holds the rows of all its ranks; ``RowsOfRanks`` checks the size of a row.
         """
-        if sys._getframe(1).f_globals.get("__name__") == _PLANNER:
-            return None
-        return super().size
+        raise AttributeError(
+            "the state of delayed scaling in a state_dict has a shape and no size(): a checkpoint "
+            "joins the rows of all ranks. Use .shape, or entry.as_subclass(torch.Tensor); for "
+            "broadcast_from_rank0, add `import qtensor.distributed`; for async_save, pass "
+            "async_stager=qtensor.distributed.Stager()."
+        )
 
     def _chunk(self, rank: int, ranks: int) -> Any:
         from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
@@ -272,11 +273,24 @@ def take_entries(module: Any, state_dict: Any, prefix: str) -> dict[str, tuple[T
             rule = "the state of delayed scaling is two entries, scale and amax_history"
             fail(label, rule, f"{present[0]} alone", "Load both, or leave out both")
         if present:
+            _check_taught(label)
             scale, history = (state_dict.pop(name) for name in names)
             scale, history = _of_this_rank(module._weights(weight), state, scale, history)
             check_checkpoint(label, scale, history, state.groups)
             loaded[weight] = (scale, history)
     return loaded
+
+
+def _check_taught(label: str) -> None:
+    """Refuse entries that ``broadcast_from_rank0`` would have given to rank 0 alone.
+
+    Raises:
+        UnsupportedError: a program of several ranks has not imported ``qtensor.distributed``.
+    """
+    if (rank := this_rank()) and not is_installed():
+        rule = "with broadcast_from_rank0, the other ranks get them after an import alone"
+        fix = "Add `import qtensor.distributed` to the program"
+        fail(label, rule, f"entries for {rank}, without the import", fix, UnsupportedError)
 
 
 def _of_this_rank(

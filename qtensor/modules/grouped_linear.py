@@ -8,24 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.dtensor import is_dtensor, local_part
-from qtensor.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
-from qtensor.functional.grouped_args import GroupedFwdArgs, GroupedWgrad, Splits
-from qtensor.functional.grouped_linear import run_grouped_linear
-from qtensor.functional.main_grad import report_when_accumulated
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.dtensors import is_dtensor
+from qtensor.core.errors import ArgumentTypeError, DtypeError, UnsupportedError, check, fail
+from qtensor.functional.grouped.args import GroupedFwdArgs, GroupedWgrad, Splits
+from qtensor.functional.grouped.grouped_function import run_grouped_linear
+from qtensor.functional.linear.layer_plan import LinearPlan, linear_plan, stored_weight_plan
+from qtensor.functional.linear.main_grad import report_when_accumulated
 from qtensor.functional.operands import draw
-from qtensor.functional.plan import LinearPlan, covers, linear_plan, stored_weight_plan
-from qtensor.functional.sharded import localize
-from qtensor.layout import rows_cols
+from qtensor.functional.ranks.dtensors import localize
+from qtensor.functional.site import active
 from qtensor.library.gradient import take_postponed
 from qtensor.library.grouped import LISTED_SIZES, SPLIT_SIZES
 from qtensor.library.ragged import is_partition
-from qtensor.modules.base import QuantizedModule
+from qtensor.modules.input_checks import check_layer_input, check_width
 from qtensor.modules.linear import make_parallel, one_dtype
 from qtensor.modules.options import LinearOptions, check_features, check_original_input
-from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
-from qtensor.modules.sharded import backward_dw, check_not_sharded, set_values
+from qtensor.modules.parameters import activation_dtype
+from qtensor.modules.quantized_module import QuantizedModule
+from qtensor.modules.sharded_parameters import backward_dw
 from qtensor.modules.state import LinearState
+from qtensor.modules.weight_gradients import main_grad_of
+from qtensor.modules.workspace import store_workspace, use_workspace
 from qtensor.recipes import Recipe
 
 MODULE = "grouped_linear"
@@ -115,10 +119,8 @@ class GroupedLinear(QuantizedModule):
         self._own_state("weight", LinearState(groups=num_gemms))
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
         for i in range(num_gemms):
-            weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
-            self.register_parameter(f"weight{i}", weight)
-            own_bias = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
-            self.register_parameter(f"bias{i}", own_bias)
+            names = f"weight{i}", f"bias{i}"
+            self._make_parameters(names, (out_features, in_features), bias, factory)
         if not self.weight0.is_meta:
             self.reset_parameters()
 
@@ -152,21 +154,11 @@ class GroupedLinear(QuantizedModule):
 
         With ``quantized_params`` the weights are then quantized.
         """
-        for i, (weight, bias) in enumerate(
-            zip(self._parameters_of("weight"), self._parameters_of("bias"), strict=True)
-        ):
-            values = initial_weight(weight.shape, weight, self.init_method)
-            if bias is not None:
-                set_values(bias, initial_bias(self.out_features, self.in_features, bias))
-            if not self.quantized_params:
-                set_values(weight, values)
-                continue
-            check_not_sharded(self.label, weight)
-            stored = self._quantized_parameter(values, self.recipe, self._options)
-            setattr(self, f"weight{i}", nn.Parameter(stored, requires_grad=weight.requires_grad))
+        shape = (self.out_features, self.in_features)
+        for i in range(self.num_gemms):
+            self._reset_parameters((f"weight{i}", f"bias{i}"), shape, self._options)
 
     # ---- the call
-    # -------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -205,29 +197,23 @@ class GroupedLinear(QuantizedModule):
         weights, added = self._parameters_of("weight"), () if self.return_bias else biases
         own = None
         if is_dtensor(weights[0]) or is_dtensor(input):
-            self._check_features(input, weights[0].shape[1])
+            check_width(self.label, input, weights[0].shape[1])
             own = localize(self.label, input, weights, added, grouped=True)
             own.check_schedule(self.label, self._options)
             input, weights, added = own.input, tuple(own.weights), tuple(own.biases)
         args = self._args(input, m_splits, weights, added)
-        if is_first_microbatch is not None and args.plan.weight:
-            self._use_group_workspaces(args, is_first_microbatch, skip_weight_update)
-        state = self._states["weight"]
-        out, workspace, amaxes = self._local_grouped(args)
-        if workspace:
-            state.workspace = [buffer.detach() for buffer in workspace]
-            state.workspace_quantizer = args.plan.weight
-            state.workspace_shape = tuple(weights[0].shape)
+        state, shape = self._states["weight"], weights[0].shape
+        if is_first_microbatch is not None:
+            use_workspace(args, state, shape, is_first_microbatch, skip_weight_update)
+        args.site = active(state.site)
+        out, workspace, amaxes = run_grouped_linear(args)
+        store_workspace(state, workspace, args.plan.weight, shape)
         self._record_groups(amaxes, args.plan)
         if args.wgrad is not None and args.wgrad.main_grads:
             out = report_when_accumulated(out, state.report)
         if own is not None:
             out = own.whole(out)
         return (out, list(biases)) if self.return_bias else out
-
-    def _local_grouped(self, args: GroupedFwdArgs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return ``run_grouped_linear(args)``; the tensors are those of this rank."""
-        return run_grouped_linear(args)
 
     def _args(
         self,
@@ -245,7 +231,7 @@ class GroupedLinear(QuantizedModule):
         options, whole = self._options, self.weight0
         if is_dtensor(whole):
             options = options._replace(placements=whole.placements)  # type: ignore[attr-defined]
-        self._check_input(input, weights[0], plan, options)
+        check_layer_input(self.label, input, weights[0], plan, options)
         args = GroupedFwdArgs(input, weights, biases, self._splits(input, m_splits), dgrad)
         args.wanted = tuple(wanted)
         args.bias_requires_grad = training and any([b.requires_grad for b in biases])
@@ -331,40 +317,10 @@ class GroupedLinear(QuantizedModule):
         """Return the destination of the weight gradients of groups ``wanted``."""
         state = self._states["weight"]
         if self._options.delay_wgrad_compute:
-            return GroupedWgrad(token=state.token, key=state.key)
-        weights = [getattr(self, f"weight{i}") for i in wanted]
-        for i, weight in zip(wanted, weights, strict=True):
-            if getattr(weight, "main_grad", None) is None:
-                fail(
-                    f"{self.label} weight{i}",
-                    "fuse_wgrad_accumulation adds to main_grad of each weight",
-                    "none",
-                    f"Set weight{i}.main_grad = torch.zeros_like(weight{i}, dtype=torch.float32)",
-                )
-        overwrite = tuple([bool(getattr(w, "overwrite_main_grad", False)) for w in weights])
-        # Aliases, so that the caller may change main_grad between forward and backward.
-        main_grads = [local_part(w.main_grad).data for w in weights]
-        return GroupedWgrad(tuple(main_grads), overwrite, self._states["weight"].report)
-
-    def _use_group_workspaces(self, args: GroupedFwdArgs, first: bool, noop: Tensor | None) -> None:
-        """Use the quantized weights of an earlier microbatch, or store those of this call."""
-        state = self._states["weight"]
-        if first and noop is None:
-            # Allocate new buffers, so that the graph does not depend on the stored weights.
-            args.cache_weight = True
-            return
-        valid = (
-            state.workspace is not None
-            and covers(state.workspace_quantizer, args.plan.weight)
-            and state.workspace_shape == tuple(args.weights[0].shape)
-        )
-        if valid:
-            args.weight_workspace = state.workspace
-            args.workspace_quantizer = state.workspace_quantizer
-            args.update_workspace = first
-            args.noop = noop
-        else:
-            args.cache_weight = True
+            return GroupedWgrad(key=state.key)
+        weights = [(f"{self.label} weight{i}", getattr(self, f"weight{i}")) for i in wanted]
+        main_grads, overwrite = zip(*[main_grad_of(*weight) for weight in weights], strict=True)
+        return GroupedWgrad(main_grads, overwrite)
 
     def backward_dw(self) -> None:
         """Compute the oldest postponed weight gradients, and add them to ``grad`` or ``main_grad``.

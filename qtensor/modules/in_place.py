@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from qtensor.dtensor import is_dtensor
+from qtensor.core.dtensors import is_dtensor
 
 _MADE: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 """Classes that ``with_base`` made, by the class of a layer and the new base."""

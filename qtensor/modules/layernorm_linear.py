@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import fail
+from qtensor.modules.input_checks import check_width
 from qtensor.modules.linear import LinearBase, Output
 from qtensor.modules.normed import Normed
 from qtensor.modules.parameters import activation_dtype
@@ -54,10 +56,10 @@ class LayerNormLinear(Normed, LinearBase):
         self._mark_norm(self._options.parallel)
 
     def _make_parameters(
-        self, rows: int, columns: int, bias: bool, factory: dict[str, Any]
+        self, names: tuple[str, str], shape: Shape, has_bias: bool, factory: dict[str, Any]
     ) -> None:
         self._make_norm(self.in_features, factory)
-        super()._make_parameters(rows, columns, bias, factory)
+        super()._make_parameters(names, shape, has_bias, factory)
 
     def reset_parameters(self) -> None:
         """Initialise like ``Linear``, and set the norm's weight to 1 and its bias to 0."""
@@ -81,7 +83,7 @@ class LayerNormLinear(Normed, LinearBase):
             input (..., in_features) with ``return_layernorm_output``.
         """
         input = activation_dtype(input)
-        self._check_features(input, self.in_features)
+        check_width(self.label, input, self.in_features)
         normed = self._norm(input)
         out = super().forward(
             normed,

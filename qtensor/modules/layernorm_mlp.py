@@ -6,29 +6,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
-from qtensor.modules.base import QuantizedModule
+from qtensor.library.activation import is_gated
+from qtensor.modules.input_checks import check_width
 from qtensor.modules.linear import (
     Output,
     make_parallel,
     one_dtype,
-    own_part,
     requested_output,
     shard,
 )
+from qtensor.modules.linear_module import LinearModule
 from qtensor.modules.normed import Normed
-from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
-from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
-from qtensor.modules.sharded import set_values
-from qtensor.modules.state import LinearState
+from qtensor.modules.options import Call, LinearOptions, check_features
+from qtensor.modules.parameters import activation_dtype
 from qtensor.recipes import Recipe
+from qtensor.reference.activation import KINDS
 
-GATED = ("swiglu", "geglu", "reglu", "qgeglu", "sreglu", "glu", "clamped_swiglu")
-ACTIVATIONS = ("gelu", "relu", "silu", "srelu", "qgelu", *GATED)
+_FC1, _FC2 = ("fc1_weight", "fc1_bias"), ("fc2_weight", "fc2_bias")
 
 
 def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
@@ -37,8 +36,8 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
     Raises:
         QTensorError: the activation is unknown, or does not have these parameters.
     """
-    if activation not in ACTIVATIONS:
-        rule = f"activation must be one of {', '.join(ACTIVATIONS)}"
+    if activation not in KINDS:
+        rule = f"activation must be one of {', '.join(KINDS)}"
         fail(label, rule, repr(activation), "Choose one of them")
     if activation != "clamped_swiglu":
         rule = "activation_params are for clamped_swiglu"
@@ -52,7 +51,7 @@ def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | 
     return clamped_swiglu(**numbers)
 
 
-class LayerNormMLP(Normed, QuantizedModule):
+class LayerNormMLP(Normed, LinearModule):
     """A norm, a linear layer, an activation, a linear layer: ``fc2(activation(fc1(norm(x))))``.
 
     Args:
@@ -138,58 +137,33 @@ class LayerNormMLP(Normed, QuantizedModule):
         prefix = f"{name}." if name else ""
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *wgrad_options)
         self._fc2_options = LinearOptions("linear", f"{prefix}fc2", second, *wgrad_options)
-        self._roles["fc1_weight"] = one_op_roles(self._fc1_options)
-        self._roles["fc2_weight"] = one_op_roles(self._fc2_options)
-        self._own_state("fc1_weight", LinearState())
-        self._own_state("fc2_weight", LinearState())
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
-        fc1_features = 2 * ffn if activation in GATED else ffn
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, **factory))
-
         self._make_norm(hidden_size, factory)
-        self.fc1_weight = parameter(fc1_features, hidden_size)
-        self.fc1_bias = parameter(fc1_features) if bias else None
-        self.fc2_weight = parameter(hidden_size, ffn)
-        self.fc2_bias = parameter(hidden_size) if bias else None
+        shapes = (self._halves * ffn, hidden_size), (hidden_size, ffn)
+        self._make_layer(_FC1, self._fc1_options, shapes[0], bias, factory)
+        self._make_layer(_FC2, self._fc2_options, shapes[1], bias, factory)
         self._mark_norm(first)
         if not self.fc1_weight.is_meta:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm.
-
-        Each rank of a split layer draws the whole layer and takes its part. With a gated activation
-        it takes its part of each half of fc1.
-        """
+        """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm."""
         self._reset_norm()
         # `to_empty` replaces the parameters; the new ones have no marks.
         self._mark_norm(self._fc1_options.parallel)
-        halves = 2 if self.activation in GATED else 1
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        wholes = {"fc1": (halves * ffn, hidden), "fc2": (hidden, ffn)}
-        for layer, options in (("fc1", self._fc1_options), ("fc2", self._fc2_options)):
-            weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
-            shape, count = wholes[layer], halves if layer == "fc1" else 1
-            values = initial_weight(shape, weight, self.init_method)
-            if bias is not None:
-                drawn = initial_bias(*shape, bias)
-                set_values(bias, self._own_part(drawn, bias.shape, count))
-            self._set_weight(
-                f"{layer}_weight", self._own_part(values, weight.shape, count), options
-            )
+        hidden, ffn, halves = self.hidden_size, self.ffn_hidden_size, self._halves
+        self._reset_parameters(_FC1, (halves * ffn, hidden), self._fc1_options, halves)
+        self._reset_parameters(_FC2, (hidden, ffn), self._fc2_options)
+
+    @property
+    def _halves(self) -> int:
+        """The halves of fc1's output features: a gated activation has two."""
+        return 2 if is_gated(self._activation_kind) else 1
 
     def _layer_options(self, weight: str) -> LinearOptions:
         return self._fc1_options if weight == "fc1_weight" else self._fc2_options
-
-    def _own_part(self, whole: Tensor, shape: torch.Size, halves: int) -> Tensor:
-        """Return this rank's part, of shape ``shape``: its part of each half, concatenated."""
-        part_shape = torch.Size((shape[0] // halves, *shape[1:]))
-        parts = [own_part(half, part_shape, self._rank) for half in whole.chunk(halves)]
-        return parts[0] if halves == 1 else torch.cat(parts)
 
     def forward(
         self,
@@ -210,7 +184,7 @@ class LayerNormMLP(Normed, QuantizedModule):
             normed input (..., hidden_size) with ``return_layernorm_output``.
         """
         input = activation_dtype(input)
-        self._check_features(input, self.hidden_size)
+        check_width(self.label, input, self.hidden_size)
         normed = self._norm(input)
         first = None if is_first_microbatch is None else Call(is_first_microbatch)
         second = first

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.functional.output import output_canonical
-from qtensor.functional.parallel import MODES, Parallel
-from qtensor.layout import Shape
-from qtensor.modules.base import QuantizedModule
-from qtensor.modules.options import Call, LinearOptions, check_features, one_op_roles
-from qtensor.modules.parameters import activation_dtype, initial_bias, initial_weight
-from qtensor.modules.sharded import set_values
-from qtensor.modules.state import LinearState
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.functional.linear.output import output_canonical
+from qtensor.functional.ranks.parallel import MODES, Parallel
+from qtensor.modules.linear_module import LinearModule
+from qtensor.modules.options import Call, LinearOptions, check_features
+from qtensor.modules.parameters import activation_dtype
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Recipe
 
 Output = bool | str | Quantizer
+_NAMES = ("weight", "bias")
 
 
 def make_parallel(
@@ -92,14 +90,6 @@ def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
     return size // parallel.size
 
 
-def own_part(whole: Tensor, shape: Shape, rank: int) -> Tensor:
-    """Return a rank's part, of shape ``shape``, of a whole parameter; split dims split evenly."""
-    for dim, size in enumerate(shape):
-        if whole.shape[dim] != size:
-            whole = whole.narrow(dim, rank * size, size).clone()
-    return whole
-
-
 def requested_output(key: Callable[[], str], request: Output, options: LinearOptions) -> str:
     """Return the canonical string of the output's quantizer; "" for a plain output.
 
@@ -129,7 +119,7 @@ def one_dtype(
     return dtype if params_dtype is None else params_dtype
 
 
-class LinearBase(QuantizedModule):
+class LinearBase(LinearModule):
     """Base of ``Linear``, ``LayerNormLinear`` and the linear operations of ``qtensor.ops``.
 
     See ``Linear`` for the arguments. Only ``Linear`` is a ``torch.nn.Linear``, because the other
@@ -184,39 +174,17 @@ class LinearBase(QuantizedModule):
             delay_wgrad_compute,
             fuse_wgrad_accumulation,
         )
-        self._roles["weight"] = one_op_roles(self._options)
-        self._own_state("weight", LinearState())
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
-        self._make_parameters(rows, columns, bias, factory)
+        self._make_layer(_NAMES, self._options, (rows, columns), bias, factory)
         if not self.weight.is_meta:
             self.reset_parameters()
-
-    def _make_parameters(
-        self, rows: int, columns: int, bias: bool, factory: dict[str, Any]
-    ) -> None:
-        self.weight = nn.Parameter(torch.empty(rows, columns, **factory))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(rows, **factory))
-        else:
-            self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
         """Initialise as ``torch.nn.Linear`` does, or by ``init_method``.
 
-        With ``quantized_params`` the weight is then quantized. Each rank of a split layer draws the
-        whole layer and takes its part. If it drew its part alone, ranks with equal seeds would
-        have equal parts, and ranks with different seeds would have different biases in a row layer.
+        With ``quantized_params`` the weight is then quantized.
         """
-        shape = (self.out_features, self.in_features)
-        values = initial_weight(shape, self.weight, self.init_method)
-        if self.bias is not None:
-            bias = initial_bias(*shape, self.bias)
-            set_values(self.bias, self._own_part(bias))
-        self._set_weight("weight", self._own_part(values), self._options)
-
-    def _own_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole weight (N, K) or bias (N,)."""
-        return own_part(whole, self.weight.shape[: whole.ndim], self._rank)
+        self._reset_parameters(_NAMES, (self.out_features, self.in_features), self._options)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the initial values of a quantized weight, on the CPU; None without them."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import fail
+from qtensor.core.errors import fail
 from qtensor.functional.norm import norm
-from qtensor.functional.parallel import Parallel
+from qtensor.functional.ranks.parallel import Parallel
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """The ``kind`` of ``functional.norm`` for each legal value of ``normalization``."""

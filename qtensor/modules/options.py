@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qtensor.errors import UnsupportedError, check, fail
-from qtensor.functional.parallel import Parallel
-from qtensor.functional.plan import LinearPlan, is_requantization_safe
-from qtensor.functional.sharded import SequenceExchange
+from qtensor.core.errors import UnsupportedError, check, fail
+from qtensor.functional.linear.layer_plan import LinearPlan, is_requantization_safe
+from qtensor.functional.ranks.dtensors import SequenceExchange
+from qtensor.functional.ranks.parallel import Parallel
 
 
 class Call(NamedTuple):

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.dtensor import local_part
-from qtensor.layout import Shape
-from qtensor.storage.shards import GatheredWeight
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.dtensors import local_part
+from qtensor.modules.options import LinearOptions
+from qtensor.recipes import Role, parse_recipe, role_quantizers
+from qtensor.storage.ranks.fully_shard import GatheredWeight
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,6 +28,19 @@ def stored_canonical(parameter: Any) -> str:
     own = local_part(parameter)
     # A weight in high precision that fully_shard gathers quantized reaches the layer so.
     return own._whole_quantizer().canonical if isinstance(own, GatheredWeight) else ""
+
+
+def weight_quantizer(key: str, options: LinearOptions) -> Any:
+    """Return the quantizer, with both usages, of a weight that a layer stores quantized.
+
+    None if the recipe with this key reads the layer's weight in high precision.
+    """
+    quantizer: Any = role_quantizers(key, options.module, options.name)["weight"]
+    if quantizer is None:
+        return None
+    if quantizer.needs_scale:
+        quantizer = parse_recipe(key).own_quantizer(Role("output", options.module, options.name))
+    return quantizer.with_usage(rowwise=True, columnwise=True)
 
 
 def activation_dtype(input: Tensor) -> Tensor:
@@ -54,6 +69,20 @@ def initial_weight(
         else:
             init_method(values)
     return values
+
+
+def own_part(whole: Tensor, shape: Shape, rank: int, halves: int = 1) -> Tensor:
+    """Return a rank's part, of shape ``shape``, of a whole parameter; split dims split evenly.
+
+    With two ``halves`` the part consists of the rank's part of each half, concatenated.
+    """
+    if halves > 1:
+        shape = (shape[0] // halves, *shape[1:])
+        return torch.cat([own_part(half, shape, rank) for half in whole.chunk(halves)])
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] != size:
+            whole = whole.narrow(dim, rank * size, size).clone()
+    return whole
 
 
 def initial_bias(size: int, in_features: int, like: Tensor) -> Tensor:

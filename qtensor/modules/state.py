@@ -10,22 +10,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.autocasting import active_group, is_outside, step_in_force
-from qtensor.errors import DtypeError, check
-from qtensor.functional.linear_args import DelayedCall
-from qtensor.functional.plan import caller_functions, delayed_options, largest_values
+from qtensor.core.errors import DtypeError, check
+from qtensor.core.torch_state import constant_in_graphs, has_modes, in_backward, without_modes
+from qtensor.functional.linear.args import DelayedCall
+from qtensor.functional.linear.layer_plan import caller_functions, delayed_options, largest_values
+from qtensor.functional.site import Site
 from qtensor.library.delayed import (
     ADVANCE_STEP,
     DELAYED_BEGIN,
+    DELAYED_READ,
+    LAYERS,
     MERGED_HISTORY,
     RECORD_AMAX,
 )
 from qtensor.library.gradient import drop_listener, drop_postponed
+from qtensor.library.recomputation import (
+    Factors,
+    active_runs,
+    forget,
+    is_running,
+    keep,
+    recall,
+)
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import FUNCTIONS
-from qtensor.storage.groups import max_over
+from qtensor.storage.process_groups import max_over
 
 _KEYS = itertools.count(1)
 
@@ -93,22 +104,30 @@ class DelayedState:
         for name in ("scale", "history", "cell"):
             setattr(self, name, getattr(self, name).to(device))
 
-    def begin(
-        self, key: str, module: str, name: str, training: bool, groups: int = 1
-    ) -> DelayedCall:
-        """Return the scales of this call; the first call of a step computes new ones.
+    def read(self, report: Tensor) -> Factors:
+        """Return the factors as they are.
+
+        An evaluation reads them so: no op may write to the state, because a program that writes to
+        state cannot be exported, and ranks may evaluate on their own, so that no maxima are reduced
+        over them.
+
+        Args:
+            report: (2,) int64 on the CPU; begins with the key of the layer.
+        """
+        if torch.compiler.is_compiling() and is_running():
+            return Factors(*DELAYED_READ(self.scale, self.steps, report))
+        return Factors(self.scale.clone(), self.steps.clone())
+
+    def begin(self, key: str, module: str, name: str, groups: int, report: Tensor) -> Factors:
+        """Return the factors of a call in training; the first call of a step computes new ones.
 
         Args:
             key: key of the recipe.
             module: the kind of module, for the recipe's roles.
             name: the module's name, for the recipe's roles.
-            training: False leaves the state as it is.
             groups: number of GEMMs.
+            report: (2,) int64 on the CPU; begins with the key of the layer.
         """
-        if not training:
-            # No op may write to the state: a program that writes to state cannot be exported.
-            # Ranks may evaluate on their own, so that no maxima are reduced over them.
-            return DelayedCall(self.scale.clone(), self.steps.clone(), self.cell, self.cell_step)
         options = delayed_options(key)
         length = options.amax_history_len
         step = step_in_force(self.own_step)
@@ -126,7 +145,7 @@ class DelayedState:
         if group is not None or algorithm >= 0 or factor >= 0:
             rows, new_scale = self._by_caller(key, length, largest, group)
         algorithm_name = options.amax_compute_algo if algorithm < 0 else ""
-        scales, ticket = DELAYED_BEGIN(
+        factors = DELAYED_BEGIN(
             self.scale,
             self.history,
             self.steps,
@@ -140,16 +159,18 @@ class DelayedState:
             largest,
             rows,
             new_scale,
+            # In compiled code the op finds out whether a checkpoint computes the call again.
+            report if torch.compiler.is_compiling() else None,
+            not torch.is_grad_enabled(),
         )
-        return DelayedCall(scales, ticket, self.cell, self.cell_step)
+        return Factors(*factors)
 
     @staticmethod
     def without_data(groups: int) -> DelayedCall:
         """Return the fields of a call on the meta device, which reads and writes no state."""
         scales = torch.empty(3 * groups, dtype=torch.float32, device="meta")
-        counters = torch.empty(3, dtype=torch.int64, device="meta")
-        cell = torch.empty(groups, dtype=torch.float32, device="meta")
-        return DelayedCall(scales, counters[:2], cell, counters[2:])
+        counters = torch.empty(2, dtype=torch.int64, device="meta")
+        return DelayedCall(scales, counters, report=counters)
 
     def _by_caller(
         self, key: str, length: int, largest: list[float], group: str | None
@@ -244,6 +265,7 @@ _STATES: weakref.WeakSet[LinearState] = weakref.WeakSet()
 """All states, see ``allocate_traced``."""
 
 
+@constant_in_graphs
 def allocate_traced() -> bool:
     """Allocate the delayed scaling of all layers, when Dynamo traces a call of one.
 
@@ -254,9 +276,6 @@ def allocate_traced() -> bool:
     for state in list(_STATES):
         state.allocate()
     return True
-
-
-allocate_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class LinearState:
@@ -271,11 +290,11 @@ class LinearState:
         groups: number of GEMMs.
         group: name of the process group over which the last step reduced the maxima of delayed
             scaling, or None.
-        key: identifies the layer's postponed weight gradients, and its listener for gradients that
-            were added to ``main_grad``.
+        key: identifies the layer: its postponed weight gradients, its listener for gradients that
+            were added to ``main_grad``, and its factors in checkpoints.
         report: (2,) int64 on the CPU: the key, and the number of additions to ``main_grad``.
-        token: (1,) int64 on the CPU: written when a weight gradient is postponed.
         draws: (1,) int64 on the CPU: counts the seeds drawn for stochastic rounding.
+        site: where ``qtensor.debug`` records the tensors of the layer; None if it does not.
     """
 
     def __init__(self, device: torch.device | None = None, groups: int = 1) -> None:
@@ -284,9 +303,10 @@ class LinearState:
         self.workspace_shape: tuple[int, ...] = ()
         self.groups = groups
         self.group: str | None = None
+        self.site: Site | None = None
         self.device = torch.device("cpu") if device is None else device
         self.delayed_state: DelayedState | None = None
-        if torch._C._len_torch_dispatch_stack():
+        if has_modes():
             # A module that is built under a fake tensor mode has fake state.
             self.delayed_state = DelayedState(self.device, self.groups)
         self.renew_key()
@@ -306,22 +326,42 @@ class LinearState:
         """Allocate the state of delayed scaling if there is none."""
         if self.delayed_state is None:
             # The first call may be an evaluation or happen below a fake tensor mode.
-            with torch.inference_mode(False), _disable_current_modes():
+            with torch.inference_mode(False), without_modes():
                 self.delayed_state = DelayedState(self.device, self.groups)
 
     def begin(self, key: str, module: str, name: str, training: bool) -> DelayedCall:
-        """Return the factors of delayed scaling of a call, see ``DelayedState.begin``."""
-        if training:
+        """Return the factors of delayed scaling of a call.
+
+        Args:
+            key: key of the recipe.
+            module: the kind of module, for the recipe's roles.
+            name: the module's name, for the recipe's roles.
+            training: False leaves the state as it is.
+        """
+        delayed = self.delayed
+        is_compiling = torch.compiler.is_compiling()
+        runs = [] if is_compiling else active_runs()
+        factors = None if is_compiling else recall(runs, self.key)
+        begins = training and factors is None and (is_compiling or not in_backward())
+        if begins:
             self.group = active_group() if delayed_options(key).reduce_amax else None
-        return self.delayed.begin(key, module, name, training, self.groups)
+            factors = delayed.begin(key, module, name, self.groups, self.report)
+        elif factors is None:
+            factors = delayed.read(self.report)
+        if is_compiling:
+            return DelayedCall(*factors, report=self.report)
+        keep(runs, self.key, factors)
+        return DelayedCall(*factors, delayed.cell, delayed.cell_step)
 
     def renew_key(self) -> None:
         """Assign a new key and new counters, for a new layer or a copy of a layer."""
         self.key = next(_KEYS)
-        self.token, self.draws = counter(), counter()
+        self.draws = counter()
         self.report = torch.tensor([self.key, 0], device="cpu")
+        LAYERS[self.key] = self
         weakref.finalize(self, drop_postponed, self.key)
         weakref.finalize(self, drop_listener, self.key)
+        weakref.finalize(self, forget, self.key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
         copy = LinearState(self.device, self.groups)

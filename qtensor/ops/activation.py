@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 from qtensor.library.activation import (
     ACTIVATION,
     ACTIVATION_BACKWARD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qtensor.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
+from qtensor.core.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
 
 
 def name_operation(op: Any, error: QTensorError) -> None:
@@ -26,7 +26,7 @@ def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
         form: descriptions of the tuple's elements, for the message.
 
     Raises:
-        QTensorError: ``items`` is not a list or tuple of ``count``.
+        QTensorError: ``result`` is not a tuple with as many elements as ``form``.
     """
     if not isinstance(result, tuple) or len(result) != len(form):
         kind = type(result).__name__

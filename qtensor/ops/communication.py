@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, check
-from qtensor.functional.parallel import Parallel, all_gather, all_reduce, reduce_scatter
+from qtensor.core.errors import ArgumentTypeError, check
+from qtensor.functional.ranks.parallel import Parallel, all_gather, all_reduce, reduce_scatter
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 

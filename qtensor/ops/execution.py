@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError
+from qtensor.core.errors import QTensorError
 from qtensor.ops.checks import (
     check_gradients,
     check_list,
@@ -24,8 +24,8 @@ from qtensor.ops.operation import (
     BasicOperation,
     OperationContext,
 )
-from qtensor.ops.plan import ForwardStep, SequencePlan
 from qtensor.ops.routes import Routes
+from qtensor.ops.sequence_plan import ForwardStep, SequencePlan
 
 _COMPUTED = ("the output", "extra outputs of each operation", "data for save_ctx")
 _LISTS = (tuple, list)

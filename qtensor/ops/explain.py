@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qtensor.autocasting import active_recipe
-from qtensor.errors import fail
-from qtensor.linear_plans import backward_plan, forward_plan
-from qtensor.ops.fuser import OperationFuser, SequencePlan, run_plan
-from qtensor.ops.fusions import Step
+from qtensor.core.errors import fail
+from qtensor.core.linear_plans import backward_plan, forward_plan
+from qtensor.core.texts import aligned
+from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import BasicOperation
-from qtensor.texts import aligned
+from qtensor.ops.sequence_plan import SequencePlan, WatchedStep
 
 ROWS = 1024
 """Rows of the example input that is used if the caller passes none."""
@@ -114,10 +115,10 @@ class SequenceExplanation:
 class _Log(TorchDispatchMode):
     """Records which quantizing ops run in which step."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rows = rows
-        self.index: int | None = None
+        self.rows: list[Row] = []
+        self.row: Row | None = None
         self.backward = False
         self.calls: list[str] = []
 
@@ -125,64 +126,77 @@ class _Log(TorchDispatchMode):
         name = func._opname if func.namespace == "qtensor" else ""
         for canonical in _QUANTIZERS[name](args) if name in _QUANTIZERS else ():
             self.calls.append(name)
-            if self.index is not None:
-                row = self.rows[self.index]
+            if self.row is not None:
                 format_ = canonical.partition("(")[0]
-                into = row.grad_quantized if self.backward else row.quantized
+                into = self.row.grad_quantized if self.backward else self.row.quantized
                 into.append(f"{format_} ({name})" if name in _IN_PASSING else format_)
         return func(*args, **(kwargs or {}))
 
 
-class _Observed:
-    """Wraps a step's operation, and records when it runs and what it saves."""
+class _ObservedFuser(OperationFuser):
+    """Runs the operations of ``fuser``, and fills in their rows."""
 
-    def __init__(self, step: Step, log: _Log, offset: int, parameters: set[int]) -> None:
-        self._step, self._log, self._offset = step, log, offset
-        self._parameters = parameters
+    def __init__(self, fuser: OperationFuser, log: _Log, parameters: set[int]) -> None:
+        super().__init__(fuser.ops, fuser.fusing)
+        self.log, self.parameters = log, parameters
+        self.rows = [Row(_name(op)) for op in self.ops]
+        log.rows += self.rows
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step.op, name)
+    def __call__(self, *inputs: Any) -> Any:
+        out = super().__call__(*inputs)
+        self.log.row = None
+        return out
+
+    def make_plan(self, keys: Sequence[str], first: int) -> SequencePlan:
+        plan = super().make_plan(keys, first)
+        for steps, attribute in ((plan.forward, "forward"), (plan.backward, "backward")):
+            for step in steps:
+                for row in self.rows[step.first : step.last + 1]:
+                    setattr(row, attribute, type(step.op).__name__)
+        return plan.watched(lambda step: _ObservedStep(step, self))
+
+
+class _ObservedStep(WatchedStep):
+    """Stands for a step's operation, and records when it runs and what it saves."""
+
+    def __init__(self, step: Any, fuser: _ObservedFuser) -> None:
+        super().__init__(step.op)
+        self._rows = fuser.rows[step.first : step.last + 1]
+        self._log, self._parameters = fuser.log, fuser.parameters
 
     def _enter(self, backward: bool) -> None:
-        self._log.index, self._log.backward = self._offset + self._step.first, backward
+        self._log.row, self._log.backward = self._rows[0], backward
 
     def fuser_forward_compute(self, *args: Any, **kwargs: Any) -> Any:
         self._enter(False)
-        return self._step.op.fuser_forward_compute(*args, **kwargs)
+        return self.op.fuser_forward_compute(*args, **kwargs)
 
-    def fuser_forward_save_ctx(self, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
-        self._step.op.fuser_forward_save_ctx(ctxs, *args, **kwargs)
+    def fuser_forward_save_ctx(self, ctxs: Any, *args: Any, **kwargs: Any) -> None:
+        self.op.fuser_forward_save_ctx(ctxs, *args, **kwargs)
         self._saved(ctxs)
 
     def fuser_forward(self, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
         self._enter(False)
-        result = self._step.op.fuser_forward(ctxs, *args, **kwargs)
+        result = self.op.fuser_forward(ctxs, *args, **kwargs)
         self._saved(ctxs)
         return result
 
     def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
         self._enter(True)
-        return self._step.op.fuser_backward(*args, **kwargs)
+        return self.op.fuser_backward(*args, **kwargs)
 
     def _saved(self, ctxs: Any) -> None:
-        for i, ctx in enumerate(ctxs):
+        for row, ctx in zip(self._rows, ctxs, strict=True):
             saved = [t for t in ctx.to_save if t is not None and id(t) not in self._parameters]
-            row = self._log.rows[self._offset + self._step.first + i]
             row.saved = sum(t.nbytes for t in saved)
 
 
-def _observed(plan: SequencePlan, log: _Log, offset: int, parameters: set[int]) -> SequencePlan:
-    def watched(step: Any) -> _Observed:
-        return _Observed(step, log, offset, parameters)
-
-    result = copy.copy(plan)
-    # Use the functions that are wrapped, so that each call is recorded.
-    result.forward = tuple([
-        s._replace(op=watched(s), form="single" if s.form == "single" else "split")
-        for s in plan.forward
-    ])
-    result.backward = tuple([s._replace(op=watched(s), is_plain=False) for s in plan.backward])
-    return result
+def _observed(group: Any, log: _Log, parameters: set[int]) -> Any:
+    """Return what runs in place of a group of the sequence: a fuser that fills in its rows."""
+    if isinstance(group, OperationFuser):
+        return _ObservedFuser(group, log, parameters)
+    log.rows.append(Row(type(group).__name__, "itself", "itself"))
+    return group
 
 
 def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -215,13 +229,6 @@ def _example_input(sequence: nn.Sequential) -> Tensor:
     fail("Sequential.explain", rule, "no input", "Pass the input and the extra inputs")
 
 
-def _row_backward(rows: list[Row], plan: SequencePlan, offset: int) -> None:
-    for steps, attribute in ((plan.forward, "forward"), (plan.backward, "backward")):
-        for step in steps:
-            for index in range(step.first, step.last + 1):
-                setattr(rows[offset + index], attribute, type(step.op).__name__)
-
-
 def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
     """Return how ``sequence`` would run now, without computing anything or changing state.
 
@@ -234,16 +241,16 @@ def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
         QTensorError: for the same reasons as a call.
     """
     used = inputs or (_example_input(sequence).requires_grad_(),)
-    rows: list[Row] = []
-    log = _Log(rows)
+    log = _Log()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
         fakes = [mode.from_tensor(t).detach().requires_grad_(t.requires_grad) for t in used]
         twin: Any = _faked(sequence, mode)
         parameters = {id(p) for p in twin.parameters()}
+        twin.replace_groups(partial(_observed, log=log, parameters=parameters))
         with mode, log:
-            outputs = _run_observed(twin, fakes, log, parameters)
-            log.index = None
+            outputs = twin(*fakes)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             differentiable = [t for t in outputs if t.requires_grad]
             if differentiable:
                 torch.autograd.backward(
@@ -253,41 +260,7 @@ def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in used)
     separate = sum(name not in _IN_PASSING for name in log.calls)
     recipe = key.partition("(")[0] or "high precision"
-    return SequenceExplanation(recipe, shapes, rows, len(log.calls), separate)
-
-
-def _run_observed(twin: Any, inputs: list[Tensor], log: _Log, parameters: set[int]) -> list[Tensor]:
-    """Run a forward whose steps are recorded, and return its outputs."""
-    x, *extra = inputs
-    extra_outputs: list[Tensor] = []
-    for group in twin.groups:
-        offset = len(log.rows)
-        if not isinstance(group, OperationFuser):
-            log.rows.append(Row(type(group).__name__, "itself", "itself"))
-            count = getattr(group, "n_extra_inputs", None)
-            if count is None:
-                x = group(x)
-                continue
-            taken, extra = extra[:count], extra[count:]
-            out = group(x, *taken)
-            x, *more = out if isinstance(out, tuple) else (out,)
-            extra_outputs += more
-            continue
-        log.rows += [Row(_name(op)) for op in group.ops]
-        count = group.n_extra_inputs
-        if len(extra) < count:
-            group.refuse(len(extra))
-        taken, extra = extra[:count], extra[count:]
-        plan, first = group.plan(x, taken)
-        _row_backward(log.rows, plan, offset)
-        out = run_plan(group, _observed(plan, log, offset, parameters), first, x, taken)
-        log.index = None
-        if isinstance(out, tuple):
-            x, *more = out
-            extra_outputs += more
-        else:
-            x = out
-    return [x, *extra_outputs]
+    return SequenceExplanation(recipe, shapes, log.rows, len(log.calls), separate)
 
 
 def _name(op: BasicOperation) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 from qtensor.library.pointwise import add
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation

@@ -44,8 +44,7 @@ class _Fused(FusedOperation):
         super().__init__(basic_ops)
 
 
-# -------------------------------------------------------------------------------------------------
-# forward
+# ---- forward
 
 
 class _ForwardLinear(_Fused):
@@ -196,8 +195,7 @@ class ForwardGroupedMLP(_Fused):
         return [hidden[0].amaxes, [], out[0].amaxes]
 
 
-# -------------------------------------------------------------------------------------------------
-# backward
+# ---- backward
 
 
 class BackwardActivationBias(_Fused):

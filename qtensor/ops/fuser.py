@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.torch_state import constant_in_graphs
 from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
-from qtensor.ops.plan import SequencePlan, channels
+from qtensor.ops.sequence_plan import SequencePlan, channels
 
 HAND_OVER_FROM = 2**16
 """Smallest input, in elements, for which operations pass each other quantized tensors on a CPU.
@@ -32,6 +33,7 @@ MOST_PLANS = 64
 """Plans that a fuser keeps. Each recipe and each first operation with a gradient has its own."""
 
 
+@constant_in_graphs
 def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> str:
     """Return the name of the fuser's attribute that holds the plan for these values.
 
@@ -54,10 +56,6 @@ def _plan_name(number: int, keys: tuple[str, ...], first: int, epoch: int) -> st
     if len(fuser.plan_names) > MOST_PLANS:
         delattr(fuser, fuser.plan_names.pop(next(iter(fuser.plan_names))))
     return name
-
-
-# Dynamo calls the function while it traces, and takes the name for a constant.
-_plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def fuse_nothing(ops: Sequence[BasicOperation], first: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.ops.operation import BasicOperation, FusedOperation
 from qtensor.recipes import Recipe, parse_recipe
 

@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
-from qtensor.functional.grouped_args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs, Splits
-from qtensor.functional.grouped_linear import (
+from qtensor.core.errors import check
+from qtensor.functional.grouped.args import NO_SPLITS, GroupedBwdArgs, GroupedFwdArgs, Splits
+from qtensor.functional.grouped.grouped_function import (
     GroupedForward,
     grouped_backward,
     grouped_forward_impl,
     grouped_setup_ctx,
     restored,
 )
-from qtensor.functional.main_grad import report_when_accumulated
-from qtensor.functional.saved import with_tensors
+from qtensor.functional.linear.main_grad import report_when_accumulated
+from qtensor.functional.linear.saved import with_tensors
 from qtensor.modules.grouped_linear import GroupedLinear as GroupedModule
+from qtensor.modules.input_checks import check_layer_input
 from qtensor.ops.extra import check_channel
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext, operation_label
@@ -87,7 +88,7 @@ class GroupedLinear(GroupedModule, BasicOperation):
 
         If ``known`` holds checked splits, ``m_splits`` is not read again.
         """
-        self._check_input(input, self.weight0, call.plan, self._options)
+        check_layer_input(self.label, input, self.weight0, call.plan, self._options)
         args = with_tensors(call, input, call.weights, call.biases)
         args.dtype = input.dtype
         args.splits = self._splits(input, m_splits) if known is None else known

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.quantizer_registry import parse
 from qtensor.functional.operands import Quantized
-from qtensor.layout import Shape
 from qtensor.library.quantize import QUANTIZE
-from qtensor.registry import parse
 
 
 class Request(NamedTuple):

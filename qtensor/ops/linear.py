@@ -7,24 +7,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import check
-from qtensor.functional.linear import (
+from qtensor.core.errors import check
+from qtensor.functional.linear.args import DelayedCall, LinearBwdArgs, LinearFwdArgs, Wgrad
+from qtensor.functional.linear.layer_plan import LinearPlan
+from qtensor.functional.linear.linear_function import (
     LinearForward,
     linear_backward,
     linear_forward_impl,
     linear_setup_ctx,
     restored,
 )
-from qtensor.functional.linear_args import DelayedCall, LinearBwdArgs, LinearFwdArgs, Wgrad
-from qtensor.functional.main_grad import report_when_accumulated
+from qtensor.functional.linear.main_grad import report_when_accumulated
 from qtensor.functional.operands import Quantized
-from qtensor.functional.plan import LinearPlan
+from qtensor.functional.site import Site
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.pointwise import BIAS_ADD
+from qtensor.modules.input_checks import check_alignment, check_layer_input, check_width
 from qtensor.modules.linear import LinearBase
 from qtensor.modules.options import Call
-from qtensor.modules.parameters import initial_bias
-from qtensor.modules.sharded import set_values
+from qtensor.modules.parameters import initial_bias, own_part
+from qtensor.modules.sharded_parameters import set_values
 from qtensor.ops.handover import UNROUNDED, Request, Unrounded
 from qtensor.ops.operation import (
     BackwardContext,
@@ -47,6 +49,7 @@ class LinearCall(NamedTuple):
     delayed: DelayedCall | None
     seeds: tuple[Tensor | None, Tensor | None, Tensor | None]
     wgrad: Wgrad | None
+    site: Site | None = None
 
 
 class Product(NamedTuple):
@@ -134,13 +137,14 @@ class BasicLinear(LinearBase, BasicOperation):
         quantized: Any = None
         if isinstance(input, Quantized):
             plain, quantized = None, input
-            self._check_features(quantized, weight.shape[1])
-            self._check_alignment(weight, call.plan, options)
+            check_width(self.label, quantized, weight.shape[1])
+            check_alignment(self.label, weight, call.plan, options)
         else:
-            self._check_input(input, weight, call.plan, options)
+            check_layer_input(self.label, input, weight, call.plan, options)
         args = LinearFwdArgs(plain, weight, bias, call.inp_requires_grad, call.weight_requires_grad)
         args.plan, args.dtype, args.quantized_input = call.plan, dtype, quantized
         args.delayed, args.seeds, args.wgrad = call.delayed, call.seeds, call.wgrad
+        args.site = call.site
         args.parallel = options.parallel
         args.save_original_input = options.save_original_input
         return args
@@ -309,7 +313,7 @@ class Linear(FusedOperation):
 
     def _reset_bias(self) -> None:
         whole = initial_bias(self.linear.out_features, self.linear.in_features, self.bias)
-        set_values(self.bias, self.linear._own_part(whole))
+        set_values(self.bias, own_part(whole, self.bias.shape, self.linear._rank))
 
     @property
     def weight(self) -> nn.Parameter:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 from qtensor.library.fused import NORM_QUANTIZE
 from qtensor.library.norm import NORM, NORM_BACKWARD
 from qtensor.library.pointwise import L2_NORM, L2_NORM_BACKWARD

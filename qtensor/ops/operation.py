@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from qtensor.errors import UnsupportedError, fail
+from qtensor.core.errors import UnsupportedError, fail
 from qtensor.ops.checks import check_tuple
 from qtensor.ops.handover import Request
 from qtensor.recipes import compile_constant
@@ -218,7 +218,6 @@ class BasicOperation(FusibleOperation, is_base=True):
         return bool(self.op_is_split if self.fuser_is_split is None else self.fuser_is_split)
 
     # ---- what a subclass may define
-    # ------------------------------------------------------------------------
 
     def op_forward_compute(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """Return (the output, data for ``op_forward_save_ctx``).
@@ -299,7 +298,6 @@ class BasicOperation(FusibleOperation, is_base=True):
         return ""
 
     # ---- an operation alone, as a fused one of one
-    # -----------------------------------------------------------
 
     def fuser_forward_compute(
         self,

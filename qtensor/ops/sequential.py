@@ -6,13 +6,13 @@ import contextlib
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.ops.checks import hooks_of, refuse_hooks
 from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import FusibleOperation
@@ -110,6 +110,22 @@ class Sequential(nn.Sequential):
     def groups(self) -> tuple[Any, ...]:
         """Fusers of neighbouring operations, and the modules between them."""
         return self.__dict__["_groups"]
+
+    def replace_groups(self, replace: Callable[[Any], Any]) -> Callable[[], None]:
+        """Run ``replace(group)`` in place of each of ``groups``; return a function that undoes it.
+
+        A change of the sequence makes its groups anew.
+        """
+        own = self.__dict__
+        before = own["_groups"], own["_only"]
+        own["_groups"] = groups = tuple([replace(group) for group in before[0]])
+        own["_only"] = None if before[1] is None else groups[0]
+
+        def restore() -> None:
+            if own["_groups"] is groups:
+                own["_groups"], own["_only"] = before
+
+        return restore
 
     @property
     def n_extra_inputs(self) -> int:

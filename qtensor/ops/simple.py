@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from qtensor.autocasting import active_recipe as active_key
-from qtensor.errors import check
-from qtensor.functional.linear import quantized_output
+from qtensor.core.errors import check
+from qtensor.core.quantizer_registry import parse
+from qtensor.functional.linear.linear_function import quantized_output
+from qtensor.functional.linear.output import output_canonical
 from qtensor.functional.operands import draw_seeds
-from qtensor.functional.output import output_canonical
 from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.modules.state import counter
 from qtensor.ops.handover import Request, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, compile_constant, parse_recipe
-from qtensor.registry import parse
 from qtensor.storage.base import QuantizedTensorStorage
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from qtensor.dtensor import is_dtensor
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.dtensors import is_dtensor
 from qtensor.library.quantize import QUANTIZE
-from qtensor.quantizers.calls import check_call, prepare
+from qtensor.quantizers.calls import check_call, prepare, refuse_transforms
 from qtensor.quantizers.constants import constants_of
-from qtensor.quantizers.sharded import quantize_parts
+from qtensor.quantizers.dtensor_parts import quantize_parts
+from qtensor.storage.origin import FRESH
 from qtensor.storage.rebuild import wrap
 
 
@@ -63,7 +64,7 @@ def assembled(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: to
         dtype: the nominal dtype.
     """
     if not is_compiling():
-        return wrap(quantizer.tensor_cls, shape, dtype, quantizer, buffers)
+        return wrap(quantizer.tensor_cls, shape, dtype, quantizer, buffers, FRESH)
     return _assembled(quantizer, buffers, shape, dtype)
 
 
@@ -92,6 +93,8 @@ def quantized(
         group: the process group of ``amax_reduction_group``, or None.
         amax: the maxima, if they are known.
     """
+    if not is_compiling():
+        refuse_transforms(quantizer, x)
     if is_dtensor(x):
         return quantize_parts(quantizer, x, scale, generator, group, quantized)
     seed = None

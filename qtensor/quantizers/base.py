@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from qtensor.encoding import encode_call
-from qtensor.errors import UnsupportedError, fail
-from qtensor.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
-from qtensor.layout import Shape, buffer_shapes
+from qtensor.core.buffer_shapes import Shape, buffer_shapes
+from qtensor.core.encoding import encode_call
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
+from qtensor.core.quantizer_registry import alloc_slots, check_buffers, parse, register_quantizer
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.quantizers.autograd import assembled, quantize_traced, quantized
 from qtensor.quantizers.calls import (
@@ -33,7 +34,6 @@ from qtensor.quantizers.options import (
     option_word,
     refuse_unknown,
 )
-from qtensor.registry import alloc_slots, check_buffers, parse, register_quantizer
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape, check_nominal
@@ -290,7 +290,7 @@ class Quantizer(FormatMethods):
                 "generator": generator,
                 "amax_reduction_group": amax_reduction_group,
             }
-            refuse_gradient(self, x)
+            refuse_gradient(f"quantize[{self.format}]", x)
             return cast(Any, self.update_quantized(x, out, noop_flag=noop_flag, **call))
         if is_compiling():
             arguments = scale, generator, amax_reduction_group, noop_flag
@@ -403,12 +403,12 @@ class Quantizer(FormatMethods):
                 getattr(quantizer, "canonical", type(dst).__name__),
                 "Pass a tensor that this quantizer made, or drop out=",
             )
-        if getattr(dst, "_view_note", None) is not None:
+        if dst._origin.is_part or dst._parts:
             fail(
                 name,
                 "the destination must be a whole tensor",
-                "a part of one",
-                "Write into a part with part.copy_(values)",
+                "a part of one, or a view without buffers",
+                "Write into it with copy_(values)",
             )
         if tuple(src.shape) != tuple(dst.shape):
             fail(

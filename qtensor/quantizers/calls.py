@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from qtensor.errors import ArgumentTypeError, DtypeError, QTensorError, check, fail
+from qtensor.core.errors import (
+    ArgumentTypeError,
+    DtypeError,
+    QTensorError,
+    UnsupportedError,
+    check,
+    fail,
+)
+from qtensor.core.torch_state import in_transform
 from qtensor.library.quantize import AMAX, RANDOM_SEED
-from qtensor.storage.groups import check_group
+from qtensor.storage.process_groups import check_group
 
 
 def check_call(
@@ -65,7 +74,7 @@ def check_call(
         fail(name, f"scale must be on the device of x, {x.device}", scale.device, "Move it there")
 
 
-def refuse_gradient(quantizer: Any, x: Any) -> None:
+def refuse_gradient(op: str, x: Any) -> None:
     """Refuse an input of ``out=`` whose gradient would be lost, as torch's own ``out=`` does.
 
     Raises:
@@ -73,10 +82,28 @@ def refuse_gradient(quantizer: Any, x: Any) -> None:
     """
     if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
         fail(
-            f"quantize[{quantizer.format}]",
+            op,
             "out= does not support automatic differentiation",
             "an input that requires grad",
             "Pass x.detach(), call under torch.no_grad(), or drop out=",
+        )
+
+
+def refuse_transforms(quantizer: Any, x: Tensor) -> None:
+    """Refuse to run inside a transform of ``torch.func``, or with a forward-mode derivative.
+
+    Raises:
+        UnsupportedError: the transform cannot follow the buffers, and would lose the derivative.
+    """
+    if in_transform() or (
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    ):
+        fail(
+            f"quantize[{quantizer.format}]",
+            "transforms of torch.func and forward-mode derivatives cannot follow quantized tensors",
+            f"an input {tuple(x.shape)} inside of one",
+            "Use torch.autograd, or quantize outside of the transformed function",
+            UnsupportedError,
         )
 
 

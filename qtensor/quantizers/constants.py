@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from qtensor.compile_constants import compile_constant
-from qtensor.registry import parse
+from qtensor.core.compile_constants import compile_constant
+from qtensor.core.quantizer_registry import parse
 
 
 class QuantizerConstants(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qtensor.errors import check
-from qtensor.formats import E4M3, E5M2
+from qtensor.core.errors import check
+from qtensor.core.formats import E4M3, E5M2
 from qtensor.quantizers.options import find_element
 from qtensor.reference.float8 import delayed_scale, roll_history
 

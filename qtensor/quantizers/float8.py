@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.layout import Shape, rows_cols
+from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.errors import fail
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice

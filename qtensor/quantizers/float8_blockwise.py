@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtensor.layout import Shape, ceil_div, rows_cols
+from qtensor.core.buffer_shapes import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice

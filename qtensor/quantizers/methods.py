@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import UnsupportedError
-from qtensor.formats import Element
-from qtensor.layout import Shape, rows_cols
+from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.errors import UnsupportedError
+from qtensor.core.formats import Element
 from qtensor.reference.blocks import as_matrix
 from qtensor.reference.elements import decode, encode_fp8_
 

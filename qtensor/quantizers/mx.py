@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from qtensor.layout import Shape, ceil_div, rows_cols
+from qtensor.core.buffer_shapes import Shape, ceil_div, rows_cols
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice

@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from qtensor.errors import DtypeError, fail
-from qtensor.formats import E2M1, E4M3
-from qtensor.layout import Shape, ceil_div, round_up, rows_cols
+from qtensor.core.buffer_shapes import Shape, ceil_div, round_up, rows_cols
+from qtensor.core.errors import DtypeError, fail
+from qtensor.core.formats import E2M1, E4M3
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice

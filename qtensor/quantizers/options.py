@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qtensor.errors import ArgumentTypeError, fail
-from qtensor.formats import Element
+from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.formats import Element
 
 _TORCH_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 PLAIN_TYPES = (bool, int, float, str)

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from qtensor.errors import ArgumentTypeError, check, fail
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers.base import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
-from qtensor.compile_constants import compile_constant as compile_constant
-from qtensor.encoding import Function, decode_literals, encode_literals
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.compile_constants import compile_constant as compile_constant
+from qtensor.core.encoding import Function, decode_literals, encode_literals
+from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 
 TensorRole = Literal["input", "weight", "grad_output", "output", "grad_input"]
 TENSOR_ROLES: tuple[str, ...] = get_args(TensorRole)
@@ -285,7 +285,6 @@ def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -
 
 
 # ---- keys
-# ----------------------------------------------------------------------------------------------
 
 
 def _plain_value(value: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -23,7 +24,6 @@ from qtensor.recipes.base import (
     parse_recipe,
     refuse_value,
 )
-from qtensor.registry import parse
 
 
 @dataclass(kw_only=True, eq=False)

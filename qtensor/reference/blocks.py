@@ -6,7 +6,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtensor.layout import rows_cols
+from qtensor.core.buffer_shapes import rows_cols
 
 
 def as_matrix(x: Tensor) -> Tensor:

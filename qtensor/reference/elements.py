@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtensor.errors import fail
-from qtensor.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Element
+from qtensor.core.errors import fail
+from qtensor.core.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Element
 from qtensor.reference.constants import table
 
 

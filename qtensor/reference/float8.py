@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qtensor.formats import Element
+from qtensor.core.formats import Element
 from qtensor.reference.blocks import as_matrix, block_amax, scale_blocks, to_blocks, write_padded_
 from qtensor.reference.elements import decode, encode_fp8_
 from qtensor.reference.scaling import fp8_scale

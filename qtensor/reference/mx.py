@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qtensor.formats import Element
+from qtensor.core.formats import Element
 from qtensor.reference.blocks import block_amax, scale_blocks, to_blocks
 from qtensor.reference.elements import encode_fp8_, encode_narrow
 from qtensor.reference.scaling import e8m0_code, e8m0_decode_factor, e8m0_encode_factor

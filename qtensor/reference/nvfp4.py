@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from qtensor.formats import E2M1, E4M3
+from qtensor.core.formats import E2M1, E4M3
 from qtensor.reference.blocks import block_amax, from_blocks, scale_blocks, to_blocks
 from qtensor.reference.constants import constant
 from qtensor.reference.elements import decode as decode_codes

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qtensor.formats import Element
+from qtensor.core.formats import Element
 from qtensor.reference.constants import constant
 
 FLOAT32_MAX = torch.finfo(torch.float32).max

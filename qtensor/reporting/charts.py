@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from qtensor.formats import Element
+from qtensor.core.formats import Element
 from qtensor.reference.elements import code_values
 from qtensor.reporting.markup import number, text
 

@@ -21,13 +21,13 @@ from qtensor.checkpoints.conversion.rows import (
     plain_values,
     row_parts,
 )
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.formats import Element
+from qtensor.debug.error_report import RunningErrors, decibel, decode_factors
 from qtensor.debug.statistics import OUTLIER
 from qtensor.debug.viewer import View, codes_of, show
-from qtensor.formats import Element
-from qtensor.layout import rows_cols
 from qtensor.reference.blocks import to_blocks
 from qtensor.reference.elements import code_values
-from qtensor.report import compare_chunk, decibel, decode_factors
 from qtensor.storage.tensor import QuantizedTensor
 
 _SHOWN_ROWS, _SHOWN_COLS = 2, 32
@@ -51,29 +51,22 @@ class Statistics:
     columns: int = 0
     compared: int = 0
     """Number of values that were compared: finite before and after."""
-    signal: float = math.nan
-    """Sum of the squared originals; NaN without a comparison, as all numbers below."""
-    noise: float = math.nan
-    """Sum of the squared errors."""
-    decoded: float = math.nan
-    """Sum of the squared decoded values."""
-    dot: float = math.nan
+    errors: RunningErrors = field(default_factory=RunningErrors)
+    """Errors of the values that were compared."""
+    decoded: float = 0.0
+    """Sum of the squared decoded values that were compared."""
+    dot: float = 0.0
     """Sum of the products of originals and decoded values."""
-    max_abs_error: float = math.nan
-    saturated: float = math.nan
-    """Number of values beyond the largest code of their block."""
-    flushed: float = math.nan
-    """Number of non-zero values that became zero."""
 
     @property
     def sqnr_db(self) -> float:
         """10 log10(signal / noise); NaN without a comparison."""
-        return decibel(self.signal, self.noise) if self.compared else math.nan
+        return decibel(self.errors.signal, self.errors.noise) if self.compared else math.nan
 
     @property
     def cosine(self) -> float:
         """Cosine similarity of the original and the decoded values; NaN without a comparison."""
-        length = math.sqrt(self.signal * self.decoded) if self.compared else 0.0
+        length = math.sqrt(self.errors.signal * self.decoded) if self.compared else 0.0
         return self.dot / length if length else math.nan
 
     def share(self, count: float) -> float:
@@ -204,9 +197,6 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
     codes = None if quantizer is None else Codes.empty(quantizer.element)
     cols = rows_cols(tensor.shape)[1]
     found = Statistics(columns=cols)
-    if original is not None:
-        for name in ("signal", "noise", "decoded", "dot", "max_abs_error", "saturated", "flushed"):
-            setattr(found, name, 0.0)
     column_max = torch.zeros(cols, dtype=torch.float32, device=tensor.device)
     worst: Block | None = None
     for bounds in bounds_of(tensor):
@@ -227,7 +217,7 @@ def measure(tensor: Tensor, original: Tensor | None) -> Measured:
             if candidate is not None and (worst is None or candidate.badness > worst.badness):
                 worst = candidate
     if quantizer is not None and not quantizer.factors_are_local:
-        found.saturated = math.nan
+        found.errors.saturated = math.nan
     used = column_max[column_max > 0]
     if used.numel():
         found.amax = used.max().item()
@@ -264,17 +254,12 @@ def _compare(
     """
     largest = math.inf if quantizer is None else quantizer.element.max
     bounds = torch.ones_like(decoded) if factors is None else factors
-    chunk = compare_chunk(x, decoded, bounds, largest)
+    found.errors.add(x, decoded, bounds, largest)
     finite = x.isfinite() & decoded.isfinite()
     after = torch.where(finite, decoded, 0).double()
     found.compared += int(finite.sum())
-    found.signal += chunk.signal.item()
-    found.noise += chunk.noise.item()
     found.decoded += after.square().sum().item()
     found.dot += (after * torch.where(finite, x, 0)).sum().item()
-    found.max_abs_error = max(found.max_abs_error, chunk.error.max().item())
-    found.saturated += int(chunk.saturated) if quantizer is not None else 0
-    found.flushed += int(chunk.flushed)
 
 
 def _add_codes(

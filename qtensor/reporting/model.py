@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
 from qtensor.checkpoints.modes import in_memory
-from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.texts import some
 from qtensor.reporting.findings import Findings, TensorReport, WorstBlock
 from qtensor.reporting.measuring import Block, measure, view_of
 from qtensor.reporting.page import page
 from qtensor.reporting.recorded import OP, Recorded, recorded
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.texts import some
 from qtensor.weights.search_result import SearchResult
 
 _WORST = 6

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from qtensor.core.version import __version__
 from qtensor.reporting import charts
 from qtensor.reporting.findings import Findings, TensorReport, mean
 from qtensor.reporting.markup import (
@@ -23,7 +24,6 @@ from qtensor.reporting.markup import (
     words,
 )
 from qtensor.reporting.measuring import Codes
-from qtensor.version import __version__
 
 _FOLDER = Path(__file__).parent
 _LIMIT_DB = 10.0
@@ -211,9 +211,9 @@ def _tensor_cells(tensor: TensorReport, compared: bool) -> list[Cell]:
         cells += [
             numeric(tensor.sqnr_db, ".2f", "bad" if tensor.sqnr_db < _LIMIT_DB else ""),
             numeric(tensor.cosine, ".5f"),
-            numeric(s.max_abs_error if s and s.compared else nan, ".3g"),
-            numeric(s.share(s.saturated) if s and s.compared and codes else nan, ".3%"),
-            numeric(s.share(s.flushed) if s and s.compared else nan, ".3%"),
+            numeric(s.errors.max_abs if s and s.compared else nan, ".3g"),
+            numeric(s.share(s.errors.saturated) if s and s.compared and codes else nan, ".3%"),
+            numeric(s.share(s.errors.flushed) if s and s.compared else nan, ".3%"),
         ]
     bad = s.nan + s.inf if s else 0
     has_factors = codes is not None and codes.factor_max > 0

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from qtensor.core.errors import fail
 from qtensor.debug.log import COLUMNS, ROLES, Log, Record
-from qtensor.errors import fail
 
 OP = "model_report"
 _TEXTS = ("layer", "role", "quantizer", "note")

@@ -10,45 +10,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.encoding import decode_list, encode_list
-from qtensor.errors import QTensorError, UnsupportedError, check, fail
-from qtensor.formats import FormatSpec
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.core.formats import FormatSpec
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.library.dequantize import DEQUANTIZE, refuse_dtype
-from qtensor.registry import QuantizerLike
-from qtensor.storage.rebuild import wrap
+from qtensor.storage.origin import FRESH, Origin
+from qtensor.storage.rebuild import FROM_PARTS, of_parts, set_origin, wrap
 from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
+from qtensor.storage.usages import memory_of, note_partners
 
 Context = tuple[str, torch.dtype, Any, str]
 """The flatten context: qualname, nominal dtype, quantizer, scale layout.
 
-The context holds no size, device or tensor. The context of a part of a tensor appends a note to the
-layout: ``plain;part;_scale_inv`` (see ``ViewNote``).
+The context holds no size, device or tensor. The layout of a part of a tensor ends with its origin:
+``plain;shared=_scale_inv`` (``Origin.suffix``).
 """
-
-
-@dataclass(frozen=True)
-class ViewNote:
-    """Describe how a part of a tensor relates to the whole, so that writes stay correct."""
-
-    shared: tuple[str, ...] = ()
-    """Buffers that also serve values outside this part; a write must leave them unchanged."""
-    is_copy: bool = False
-    """The part has bytes of its own, so a write to it would not reach the whole."""
-
-    def suffix(self) -> str:
-        """Return the note as the tail of a scale layout."""
-        words = ("copy" if self.is_copy else "part", *self.shared)
-        return f";{encode_list(words, ';')}"
-
-    @staticmethod
-    def parse(tail: str) -> ViewNote | None:
-        """Return the note that the tail of a scale layout holds, or None for an empty tail."""
-        if not tail:
-            return None
-        kind, *shared = decode_list(tail, ";")
-        return ViewNote(tuple(shared), kind == "copy")
 
 
 @dataclass(frozen=True)
@@ -59,6 +37,7 @@ class SavedLayout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     quantizer: QuantizerLike
+    origin: Origin
 
 
 class QuantizedTensorStorage:
@@ -76,13 +55,13 @@ class QuantizedTensorStorage:
         device: Any
         ndim: Any
         _scale_inv: Any
-        _view_note: Any
-        _stack: Any
-        _splits: Any
+        _origin: Origin
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     spec: ClassVar[FormatSpec]
+    _parts: tuple[Any, ...] = ()
+    """What a tensor without buffers shows (``ops/lazy_view.py``)."""
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(attribute, constructor keyword) of each inner buffer, in slot order."""
 
@@ -152,6 +131,10 @@ class QuantizedTensorStorage:
         if new == old:
             return
         name = f"update_usage[{old.format}]"
+        if self._parts:
+            rule = "a view without buffers has the data of its parts"
+            fix = "Call it on the tensor that it shows, or on a copy: view.clone()"
+            fail(name, rule, self.get_usages(), fix, UnsupportedError)
         missing = [u for u in ("rowwise", "columnwise") if getattr(new, u) and not getattr(old, u)]
         present = {slot.name: getattr(self, slot.name) for slot in old.slots}
         if missing:
@@ -165,10 +148,16 @@ class QuantizedTensorStorage:
                     UnsupportedError,
                 )
             present.update(derived)
-        remaining = {slot.name: present[slot.name] for slot in new.slots}
+        remaining = {slot.name: present.pop(slot.name) for slot in new.slots}
+        kept = memory_of([b for name, b in remaining.items() if name in old.slot_names])
+        dropped = memory_of(present.values())
+        gained = memory_of([b for name, b in remaining.items() if name not in old.slot_names])
+        present.clear()
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, remaining.get(attribute))
         self._set_quantizer(new)
+        # An alias may hold what this tensor has dropped, or lack what it has gained.
+        note_partners(kept, dropped + gained)
 
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
         self._quantizer = quantizer  # type: ignore[misc]
@@ -190,7 +179,9 @@ class QuantizedTensorStorage:
         The storage itself stays as it is.
         """
         tensors = [getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]
-        return tensors, SavedLayout(type(self), tuple(self.shape), self.dtype, self._quantizer)
+        return tensors, SavedLayout(
+            type(self), tuple(self.shape), self.dtype, self._quantizer, self._origin
+        )
 
     @staticmethod
     def restore_from_saved(
@@ -219,13 +210,15 @@ class QuantizedTensorStorage:
             )
         }
         storage = layout.cls(layout.shape, layout.dtype, layout.quantizer, **named)
+        if layout.origin is not FRESH:
+            set_origin(storage, layout.origin)
         return storage, list(tensors[count:])
 
 
 class BareStorage(QuantizedTensorStorage):
     """Hold buffers without being a tensor: no autograd, no dispatch, 0.5 us to build."""
 
-    __slots__ = ("_dtype", "_quantizer", "_shape")
+    __slots__ = ("_dtype", "_origin", "_quantizer", "_shape")
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, quantizer: QuantizerLike, **buffers: Tensor | None
@@ -235,6 +228,7 @@ class BareStorage(QuantizedTensorStorage):
         self._shape = shape
         self._dtype = dtype
         self._quantizer = quantizer
+        self._origin = FRESH
         for attribute, keyword in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, buffers.get(keyword))
 
@@ -297,7 +291,8 @@ class BareStorage(QuantizedTensorStorage):
 def make_context(storage: QuantizedTensorStorage) -> Context:
     """Return the flatten context of a storage or tensor."""
     quantizer = storage._quantizer
-    return (type(storage).__qualname__, storage.dtype, quantizer, quantizer.scale_layout)
+    layout = quantizer.scale_layout + storage._origin.suffix()
+    return (type(storage).__qualname__, storage.dtype, quantizer, layout)
 
 
 class _Known(NamedTuple):
@@ -306,7 +301,7 @@ class _Known(NamedTuple):
     context: Context
     cls: Any
     names: list[str]
-    note: ViewNote | None
+    origin: Origin
 
 
 _KNOWN: dict[int, _Known] = {}
@@ -345,10 +340,10 @@ def _known(context: Context) -> _Known:
             f"got {dtype!r}, {quantizer!r}, {layout!r}. Use the context that __tensor_flatten__ "
             "returned."
         )
-    note = ViewNote.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
+    origin = Origin.parse(layout.removeprefix(quantizer.scale_layout).removeprefix(";"))
     if len(_KNOWN) >= _MOST:
         _KNOWN.clear()
-    known = _KNOWN[id(context)] = _Known(context, cls, [slot.name for slot in slots], note)
+    known = _KNOWN[id(context)] = _Known(context, cls, [slot.name for slot in slots], origin)
     return known
 
 
@@ -358,8 +353,13 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
     Raises:
         QTensorError: ``context`` is not a flatten context, or the buffers do not match it.
     """
-    _, cls, names, note = _known(context)
+    _, cls, names, origin = _known(context)
     name, dtype, quantizer, _ = context
+    if origin.layout:
+        parts = [*inner.values()]
+        if origin.layout in FROM_PARTS:
+            return FROM_PARTS[origin.layout](parts)
+        return of_parts(cls, outer_size, dtype, quantizer, parts, origin, context)
     if list(inner) != names or cls.spec is not quantizer.spec:
         raise QTensorError(
             f"unflatten[{name}]: the buffers must be {names} of {quantizer.spec.name}; got "
@@ -367,11 +367,10 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
             "named."
         )
     if not issubclass(cls, Tensor):
-        return cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
-    tensor = wrap(cls, outer_size, dtype, quantizer, [*inner.values()], context)
-    if note is not None:
-        tensor._view_note = note
-    return tensor
+        storage = cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
+        set_origin(storage, origin)
+        return storage
+    return wrap(cls, outer_size, dtype, quantizer, [*inner.values()], origin, context)
 
 
 def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoReturn:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qtensor.errors import DtypeError, fail
-from qtensor.layout import Shape
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import DtypeError, fail
 from qtensor.storage.rebuild import FLOATING
 
 

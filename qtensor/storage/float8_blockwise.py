@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qtensor.formats import E4M3, E5M2, LEAD, Buffer, Dim, FormatSpec, K
+from qtensor.core.formats import E4M3, E5M2, LEAD, Buffer, Dim, FormatSpec, K
 from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 

@@ -15,9 +15,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from qtensor.errors import QTensorError, UnsupportedError, fail
-from qtensor.formats import Dim, FormatSpec, Slot
-from qtensor.layout import Shape, buffer_shape, ceil_div, is_empty, rows_cols
+from qtensor.core.buffer_shapes import Shape, buffer_shape, ceil_div, is_empty, rows_cols
+from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.core.formats import Dim, FormatSpec, Slot
 from qtensor.library.same_rows import equal_when_run, has_data
 
 TILE = (128, 4)
@@ -35,17 +35,6 @@ def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
         fix or _AGAIN,
         UnsupportedError,
     )
-
-
-def normalize(dim: int, rank: int) -> int:
-    """Return a dim index counted from the front.
-
-    Raises:
-        IndexError: ``dim`` is out of range.
-    """
-    if not -rank <= dim < rank:
-        raise IndexError(f"dim {dim} is out of range for a tensor with {rank} dims")
-    return dim % rank
 
 
 def _as_whole(buffer: Tensor, shape: Sequence[int]) -> Tensor:
@@ -165,10 +154,13 @@ def _slice_tiles(slot: Slot, buffer: Tensor, axis: Dim, first: int, last: int) -
     return from_tiles(slot, kept)
 
 
-_BUCKETS = (
+BUCKETS = (
     ". Libraries that join parameters need plain ones: leave out parameters_as_bucket_view=True of "
-    "ZeroRedundancyOptimizer"
+    "ZeroRedundancyOptimizer. For DistributedDataParallel, call "
+    "qtensor.distributed.broadcast_parameters(model) first, and pass init_sync=False; models with "
+    "quantized buffers also need broadcast_buffers=False"
 )
+"""Ends the error of an op that libraries call to join parameters."""
 
 
 def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
@@ -189,7 +181,7 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
             t,
             rule,
             f"{tuple(t.shape)} to {tuple(shape)}",
-            "Call update_usage(columnwise=False) first" + _BUCKETS * (len(shape) == 1),
+            "Call update_usage(columnwise=False) first" + BUCKETS * (len(shape) == 1),
         )
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
@@ -224,7 +216,7 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
     per = slot.dims[-1].per
     old_rows, old_k = rows_cols(t.shape)
     new_rows, new_k = rows_cols(shape)
-    fix = _AGAIN + _BUCKETS * (len(shape) == 1)
+    fix = _AGAIN + BUCKETS * (len(shape) == 1)
     plain = (
         slot.dims[0].axis in ("lead", "m") and slot.dims[0].per == 1 and slot.dims[-1].axis == "k"
     )
@@ -385,6 +377,8 @@ def _reverse_shape(buffer: Tensor) -> Tensor:
 def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
     """Return the buffers of the concatenation along ``dim`` of tensors with one quantizer.
 
+    They have the padding of a whole tensor, also if parts lack it.
+
     Raises:
         QTensorError: a part does not end at a block, or the parts have different shared factors.
     """
@@ -397,7 +391,11 @@ def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
     ):
         rule = "concatenating along a middle dim needs factors that do not run along it"
         _refuse("cat", first, rule, f"dim {dim} of {tuple(first.shape)}")
-    return [_cat_slot(tensors, slot, dim, is_last) for slot in first._quantizer.slots]
+    shape = (*first.shape[:dim], sum(t.shape[dim] for t in tensors), *first.shape[dim + 1 :])
+    return [
+        _as_whole(_cat_slot(tensors, slot, dim, is_last), buffer_shape(slot.dims, shape))
+        for slot in first._quantizer.slots
+    ]
 
 
 def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Tensor:
@@ -442,6 +440,7 @@ def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor
     others = [other for other in buffers[1:] if not _same_memory(first, other)]
     op, rule = f"cat[{tensors[0]._quantizer.format}]", f"{slot.name} must be equal in all parts"
     fix = "Concatenate the dequantized tensors and quantize the result"
+    fix += BUCKETS * (len(tensors[0].shape) == 1)
     if others and not has_data(first):
         message = f"{op}: {rule}; got other values in one of them. {fix}."
         return equal_when_run((first, *others), message)

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtensor.compile_constants import compile_constant
+from qtensor.core.compile_constants import compile_constant
+from qtensor.core.quantizer_registry import parse
 from qtensor.library.quantize import AMAX
-from qtensor.registry import parse
-from qtensor.storage.groups import max_over
-
-
-class Split(NamedTuple):
-    """A split of a tensor over a process group.
-
-    Attributes:
-        group: name of the process group.
-        axis: "m" if the rows are split, "k" if the last dim is.
-    """
-
-    group: str
-    axis: str
+from qtensor.storage.origin import Split
+from qtensor.storage.process_groups import max_over
 
 
 def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor]:

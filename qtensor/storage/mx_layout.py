@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtensor.formats import Dim
+from qtensor.core.formats import Dim
 
 _BLOCKS_ALONG_M = Dim("m", per=32, pad=4)
 _BLOCKS_ALONG_K = Dim("k", per=32, pad=4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qtensor.formats import E2M3, E3M2, LEAD, Buffer, Dim, FormatSpec, K
+from qtensor.core.formats import E2M3, E3M2, LEAD, Buffer, Dim, FormatSpec, K
 from qtensor.storage.base import BareStorage
 from qtensor.storage.mx_layout import columnwise_scales, rowwise_scales
 from qtensor.storage.tensor import QuantizedTensor

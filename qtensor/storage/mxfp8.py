@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qtensor.formats import E4M3, E5M2, LEAD, Buffer, FormatSpec, K
+from qtensor.core.formats import E4M3, E5M2, LEAD, Buffer, FormatSpec, K
 from qtensor.storage.base import BareStorage
 from qtensor.storage.mx_layout import columnwise_scales, rowwise_scales
 from qtensor.storage.tensor import QuantizedTensor

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from qtensor.formats import E2M1, LEAD, ONE, Buffer, Dim, FormatSpec, K, M
+from qtensor.core.formats import E2M1, LEAD, ONE, Buffer, Dim, FormatSpec, K, M
 from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qtensor.errors import QTensorError, fail
+from qtensor.core.errors import QTensorError, fail
 
 _CLASSES: dict[str, type[Any]] = {}
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.errors import fail
-from qtensor.registry import check_buffers, parse
+from qtensor.core.errors import fail
+from qtensor.core.quantizer_registry import check_buffers, parse
 from qtensor.storage.checks import as_shape, check_nominal
+from qtensor.storage.rebuild import part_names
 from qtensor.storage.registry import lookup
 
 _OP = "rebuild"
@@ -86,17 +87,20 @@ def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
 def _own_names(t: Any) -> set[str]:
     """Return the names of the attributes that make up a tensor."""
     inner = {attribute for attribute, _ in t._FLATTEN_TENSOR_BUFFERS}
-    notes = {"_stack", "_view_note", "_is_gathered", "_is_scattered", "_is_zeros", "_loaded_areas"}
-    return (
-        inner | notes | {"_shards", "_splits", "_shard_dim", "_quantizer", "_context", "_is_param"}
-    )
+    own = {"_parts", "_origin", "_quantizer", "_context", "_is_param"}
+    return inner | own | set(part_names(len(t._parts)))
+
+
+def attributes_of(t: Any) -> dict[str, Any]:
+    """Return the attributes that others have set on ``t``."""
+    own = _own_names(t)
+    return {k: v for k, v in getattr(t, "__dict__", {}).items() if k not in own}
 
 
 def state(t: Any) -> tuple[Any, ...]:
     """Return the arguments of ``rebuild`` that make an equal tensor or storage."""
-    buffers = {slot.keyword: getattr(t, slot.name) for slot in t._quantizer.slots}
-    own = _own_names(t)
-    attributes = {k: v for k, v in getattr(t, "__dict__", {}).items() if k not in own}
+    buffers = dict(zip(t._quantizer.keywords, t.buffers(), strict=True))
+    attributes = attributes_of(t)
     return (
         type(t).__qualname__,
         tuple(t.shape),
@@ -113,7 +117,7 @@ def state(t: Any) -> tuple[Any, ...]:
 def reduce(t: Any) -> tuple[Any, ...]:
     """Return ``rebuild`` and its arguments, for ``__reduce_ex__``."""
     saved = list(state(t))
-    if getattr(t, "_view_note", None) is not None:
+    if t._origin.is_part:
         # A part is saved as a tensor of its own. Sharing bytes would also require the view note.
         saved[4] = {keyword: buffer.clone() for keyword, buffer in saved[4].items()}
     return rebuild, tuple(saved)
@@ -133,4 +137,5 @@ def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-torch.serialization.add_safe_globals([rebuild, parse])
+# The second name is that of older files.
+torch.serialization.add_safe_globals([rebuild, parse, (parse, "qtensor.registry.parse")])

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-import sys
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_exporting
 
-from qtensor.errors import ArgumentTypeError, UnsupportedError, fail
-from qtensor.layout import Shape
-from qtensor.library.define import watched
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.quantizer_registry import QuantizerLike, parse
+from qtensor.core.torch_state import watched
+from qtensor.core.version import fingerprint
 from qtensor.library.dequantize import DEQUANTIZE_TENSOR, refuse_dtype
-from qtensor.registry import QuantizerLike, parse
-from qtensor.storage import assignment, coalesced, whole_products
+from qtensor.storage import usages
 from qtensor.storage.base import (
     Context,
     QuantizedTensorStorage,
-    ViewNote,
     describe,
     refuse_buffers,
     unflatten,
 )
-from qtensor.storage.checkpoint_part import CheckpointPart
-from qtensor.storage.dispatch import dispatch
 from qtensor.storage.export import record_construction
-from qtensor.storage.indexing import is_element, read_element
-from qtensor.storage.rebuild import KEYS
+from qtensor.storage.ops import assignment, whole_products
+from qtensor.storage.ops.dispatch import dispatch
+from qtensor.storage.ops.indexing import is_element, read_element
+from qtensor.storage.ops.lazy_view import MissingBuffer, layout_of
+from qtensor.storage.ops.table import FILLED_LATE
+from qtensor.storage.ops.write import plain
+from qtensor.storage.origin import FRESH, Origin
+from qtensor.storage.process_groups import group_of_mesh
+from qtensor.storage.processes import share
+from qtensor.storage.ranks import functional_collectives  # noqa: F401 - it fills a table
+from qtensor.storage.ranks.checkpoint_part import CheckpointPart, begin_load
+from qtensor.storage.ranks.fully_shard import Gathered, GatheredWeight, gathered_shard
+from qtensor.storage.rebuild import KEYS, is_row_major, part_names, strides_of, take_over
 from qtensor.storage.serialize import deepcopy, reduce
-from qtensor.storage.shards import GatheredWeight, Shards
-from qtensor.storage.transposed_stack import MissingBuffer
-from qtensor.storage.write import plain
-from qtensor.version import fingerprint
 
+# The module needs torch.distributed, which some builds of torch lack.
+FILLED_LATE["c10d"] = "qtensor.storage.ranks.c10d_collectives"
 assignment.install()
-coalesced.install()
 whole_products.install()
-_STAGER = "torch.distributed.checkpoint._state_dict_stager"
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
@@ -91,35 +96,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     """
 
     _context: Context
-    _view_note: ViewNote | None = None
-    """Describes a part of a tensor; writes use it to leave the rest of the tensor unchanged."""
-
-    _is_gathered: bool = False
-    """True for a result of a gather: nothing else holds its memory, so that a part of it is a copy.
-
-    DTensor takes parts of gathered tensors, and keeps them.
-    """
-
-    _is_scattered: bool = False
-    """True for a result of a scatter: if it ends with zeros, a part without them is a copy.
-
-    DTensor pads shards before a scatter, and keeps the part before the padding.
-    """
-
-    _is_zeros: bool = False
-    """True for a result of ``new_zeros``: its first rows may end inside of a block.
-
-    fully_shard pads shards so, and keeps the rows before the padding.
-    """
-
-    _stack: QuantizedTensor | None = None
-    """The stack of which this is the transpose, while it has no buffers of its own."""
-
-    _loaded_areas: tuple[Any, ...] | None = None
-    """Rectangles that a distributed checkpoint has loaded so far."""
-
-    _splits: tuple[Any, ...] | None = None
-    """How the ranks split the DTensor of which this is a part; None if that is not known."""
+    _origin: Origin = FRESH
+    """How the bytes relate to those of other tensors and ranks; writes obey it."""
 
     _dispatches_here: ClassVar[bool] = True
     """True unless a subclass replaces ``__torch_dispatch__``."""
@@ -129,6 +107,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         inherited: Any = QuantizedTensor.__torch_dispatch__
         own: Any = cls.__torch_dispatch__
         cls._dispatches_here = own.__func__ is inherited.__func__
+        ForkingPickler.register(cls, share)
         for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
             # __new__ sets only existing buffers, which hide these.
             setattr(cls, attribute, MissingBuffer(attribute))
@@ -193,7 +172,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
         self._quantizer = quantizer
-        layout = quantizer.scale_layout + (self._view_note.suffix() if self._view_note else "")
+        layout = quantizer.scale_layout + self._origin.suffix()
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -202,12 +181,29 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     def _whole_quantizer(self) -> QuantizerLike:
         return self._quantizer
 
-    def _sent_buffers(self, sent: Any, shards: Shards) -> dict[str, Tensor]:
-        return {slot.name: getattr(self, slot.name) for slot in sent.slots}
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+        """Return the bytes of this rank's shard, and what ``fsdp_post_all_gather`` needs.
+
+        torch would pass the shape of the weight too, but then it refuses shards of different sizes.
+
+        Args:
+            mesh: the mesh over which the parameter is sharded, one dim.
+
+        Raises:
+            QTensorError: the ranks have different quantizers, or a shard ends inside a block.
+            UnsupportedError: the weight is not sharded along dim 0.
+        """
+        return gathered_shard(self, group_of_mesh(mesh, None, "fully_shard"))
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         # Guards of a compiled graph come here twice a call.
-        return [*self._quantizer.slot_names], self._context
+        context = self._context
+        if usages.lacks_usage(self):
+            origin = self._origin._replace(lacks_usage=True)
+            context = (*context[:3], self._quantizer.scale_layout + origin.suffix())
+        if self._parts:
+            return part_names(len(self._parts)), context
+        return [*self._quantizer.slot_names], context
 
     @staticmethod
     def __tensor_unflatten__(
@@ -219,8 +215,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Return a plain tensor: the gradient of a quantized tensor is plain.
 
         AOTAutograd (torch 2.11 to 2.13) accepts any result that can be flattened, and a plain
-        tensor with no inner tensors can be. tests/test_compile_autograd.py watches this on every
-        torch version.
+        tensor with no inner tensors can be. tests/compile/test_compile_autograd.py watches this on
+        every torch version.
         """
         gradient = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         gradient.__tensor_flatten__ = lambda: ([], None)  # type: ignore[attr-defined]
@@ -242,12 +238,35 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             refuse_dtype(self._quantizer.format, dtype)
         return _decoded(self, dtype)
 
+    def buffers(self) -> list[Tensor]:
+        """Return the inner buffers that exist, in slot order.
+
+        A view without buffers, such as ``stack.mT``, returns copies of its bytes of this moment.
+        """
+        layout = layout_of(self)
+        return super().buffers() if layout is None else layout.laid_out(self).buffers()
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """Return this tensor, or a copy of a part or transpose that is not in row-major order."""
+        if is_row_major(self):
+            return super().contiguous(memory_format=memory_format)
+        return self.clone(memory_format=memory_format)
+
+    def reshape(self, *shape: Any, **named: Any) -> Tensor:
+        """Return a view with another shape, or a copy where torch returns one."""
+        if self._origin.strides is not None:
+            strides = strides_of(self)
+            plain = torch.empty_strided(self.shape, strides or (0,) * self.ndim, device="meta")
+            moved = plain.reshape(*shape, **named).untyped_storage()
+            if not strides or moved._cdata != plain.untyped_storage()._cdata:
+                return torch.Tensor.reshape(self.clone(), *shape, **named)
+        return super().reshape(*shape, **named)
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the total number of bytes of all buffers, whatever the nominal dtype."""
-        if (stack := self._stack) is not None:
-            return stack.nbytes
-        return sum(buffer.nbytes for buffer in self.buffers())
+        inner = self._parts or self.buffers()
+        return sum(each.nbytes for each in inner)
 
     @property
     def data(self) -> Tensor:
@@ -258,9 +277,11 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     def data(self, value: Tensor) -> None:
         """Take over the buffers of a tensor of this class; become plain if ``value`` is plain.
 
+        If ``value`` is a part of a tensor, this becomes the same part of it.
+
         Raises:
             QTensorError: ``value`` has another quantized class or another shape.
-            UnsupportedError: ``value`` is a view of a plain tensor.
+            UnsupportedError: ``value`` is a view of a plain tensor, or a graph holds this tensor.
         """
         if (
             not isinstance(value, QuantizedTensor)
@@ -268,7 +289,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             and value.is_floating_point()
         ):
             self._check_own_memory(value)
-            self._become(value)
+            assignment.become_plain(self, value)
             return
         if type(value) is not type(self) or value.shape != self.shape:
             fail(
@@ -278,10 +299,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
                 "Quantize it first, or use copy_()",
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, attribute, getattr(value, attribute))
-        self._stack = None
-        self._set_quantizer(value._quantizer)
+        take_over(self, value)
 
     def _check_own_memory(self, value: Tensor) -> None:
         """Refuse a view of a plain tensor, which libraries assign that join parameters.
@@ -299,13 +317,6 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
                 "options, or assign a clone to make the tensor plain",
                 UnsupportedError,
             )
-
-    def _become(self, value: Tensor) -> None:
-        """Turn this object into a plain tensor or parameter with the values of ``value``."""
-        plain = value.detach()
-        if getattr(self, "_is_param", False):
-            plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
-        torch.utils.swap_tensors(self, plain)
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the part of the tensor that ``index`` addresses.
@@ -358,19 +369,17 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Raise an error: each inner buffer has its own address.
 
         Libraries that write raw memory, such as safetensors, stop here instead of saving wrong
-        bytes.
+        bytes. An address of 0 would not stop accelerate, which takes tensors with one address for
+        one tied weight.
 
         Raises:
             UnsupportedError: always.
         """
-        if sys._getframe(1).f_globals.get("__name__") == _STAGER:
-            # The stager of async_save asks for an address to tell wrappers from memory, and copies
-            # the attributes of a tensor without an address: its buffers. torch offers no hook.
-            return 0
         fix = (
             "Use t.buffers() for the bytes. To save, use torch.save, or qtensor.checkpoints.save "
             "for safetensors; or give safetensors the tensors in t.buffers() and rebuild with "
-            "t.quantizer.assemble(buffers, shape, dtype). "
+            "t.quantizer.assemble(buffers, shape, dtype). For async_save of "
+            "torch.distributed.checkpoint, pass async_stager=qtensor.distributed.Stager(). "
             f"To offload a model to disk, {_OFFLOAD}"
         )
         self._refuse_memory("data_ptr", fix)
@@ -401,13 +410,13 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     def share_memory_(self) -> QuantizedTensor:
         """Move every buffer to shared memory and return this tensor."""
-        for buffer in self.buffers():
-            buffer.share_memory_()
+        for each in self._parts or self.buffers():
+            each.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Return True if every buffer is in shared memory."""
-        return all(buffer.is_shared() for buffer in self.buffers())
+        return all(each.is_shared() for each in self._parts or self.buffers())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduce(self)
@@ -419,10 +428,21 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Return what ``torch.distributed.checkpoint`` saves, or writes to."""
         return CheckpointPart(self, entry=getattr(index, "fqn", ""))
 
+    @property
+    def __create_chunk_list__(self) -> Any:
+        """Begin a load of ``torch.distributed.checkpoint``, which asks for this attribute then.
+
+        Without the attribute, torch describes the tensor itself, as it does a plain one. A load
+        that stopped must not leave its rectangles to the next one.
+        """
+        begin_load(self)
+        raise AttributeError("torch describes the tensor itself")
+
     def _stable_hash_for_caching(self) -> str:
         """Return the key of this tensor for AOTAutograd's cache."""
         name, dtype, quantizer, layout = self._context
-        tensors = " ".join(map(_traced_properties, (self, *self.buffers())))
+        inner = self._parts or self.buffers()
+        tensors = " ".join(map(_traced_properties, (self, *inner)))
         return f"{name}:{dtype}:{quantizer.canonical}:{layout}:{tensors}:{fingerprint()}"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

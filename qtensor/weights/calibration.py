@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtensor.errors import check, fail
+from qtensor.core.errors import check, fail
 from qtensor.weights.layers import LinearLayer
 from qtensor.weights.metrics import run, same_random_numbers
 from qtensor.weights.visits import visiting

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from qtensor.api import Format
-from qtensor.errors import ArgumentTypeError, check, fail
+from qtensor.core.errors import ArgumentTypeError, check, fail
+from qtensor.core.journal import Journal
 from qtensor.quantizers import Quantizer
 from qtensor.weights.groups import layer_groups
-from qtensor.weights.journal import Journal
 from qtensor.weights.knapsack import Option, front
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import Measurement, evaluating, stored_bytes
@@ -116,7 +116,7 @@ def search(
     with evaluating(model), torch.no_grad():
         measure = Measurement(model, batches, function, activations)
         identity = {} if resume is None else _identity(parts, metric_name, measure)
-        journal = Journal(resume, identity)
+        journal = _journal(resume, identity)
         errors = _errors(parts, measure, journal, progress)
         options = [list(map(Option, *pair)) for pair in zip(sizes, errors, strict=True)]
         best = front(options, sum(map(max, sizes)))
@@ -212,6 +212,37 @@ def _identity(parts: Sequence[_Group], metric: str, measure: Measurement) -> dic
     }
 
 
+def _journal(path: str | PathLike[str] | None, identity: dict[str, Any]) -> Journal:
+    """Return the measurements of a file, or of none.
+
+    Raises:
+        QTensorError: the file belongs to another search, is not such a file, or cannot be read or
+            written.
+    """
+    if not (path is None or isinstance(path, str | PathLike)):
+        rule, fix = "resume is the path of a file", 'Pass for example "search.jsonl"'
+        fail("search", rule, repr(path), fix, ArgumentTypeError)
+    journal = Journal(path, identity)
+    try:
+        different = journal.read()
+        if any(type(error) not in (int, float) for error in journal.entries.values()):
+            raise ValueError("an error is a number")
+        if not different:
+            journal.begin()
+    except ValueError:
+        rule = "resume is a file that an earlier search wrote"
+        fail("search", rule, str(path), "Pass the path of a new file")
+    except OSError as error:
+        rule = "resume is the path of a file that can be read and written"
+        fix = "Create its folder, or pass another path"
+        fail("search", rule, f"{path!r} ({error.strerror})", fix)
+    for name in different:
+        rule = f"resume belongs to a search with the same {name}"
+        fix = "Delete it, or pass the path of a new file"
+        fail("search", rule, f"{path}, which differs", fix)
+    return journal
+
+
 def _errors(
     parts: Sequence[_Group], measure: Measurement, journal: Journal, progress: Progress | None
 ) -> list[list[float]]:
@@ -222,7 +253,7 @@ def _errors(
         row = []
         for option, chosen in enumerate(part.formats):
             key = f"{' '.join(part.names)} in {part.text(option)}"
-            error = 0.0 if chosen is None else journal.get(key)
+            error = 0.0 if chosen is None else journal.entries.get(key)
             if error is None:
                 error = measure(part.choice(option))
                 journal.add(key, error)

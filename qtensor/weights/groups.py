@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.weights.layers import match
 
 TOGETHER = (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qtensor.errors import fail
+from qtensor.core.errors import fail
 
 MAX_PAIRS = 20_000_000
 """Most pairs that are compared at a time, about 1 GB."""

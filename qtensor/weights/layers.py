@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.texts import some
 from qtensor.debug.layers import is_conv1d
-from qtensor.errors import ArgumentTypeError, fail
-from qtensor.modules.base import FLOATING, QuantizedModule
 from qtensor.modules.conversion import LayerReport
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.modules.in_place import plain_class
 from qtensor.modules.linear import Linear
+from qtensor.modules.parameters import FLOATING
+from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.texts import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
+from qtensor.debug.error_report import kl_divergences
 from qtensor.debug.logits import rows_in_chunks
-from qtensor.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.layout import rows_cols
-from qtensor.report import kl_divergences
 
 Metric = Callable[[Tensor, Tensor], float]
 

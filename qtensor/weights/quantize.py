@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from qtensor.api import Format, quantizer
-from qtensor.errors import QTensorError, fail
-from qtensor.functional.plan import weight_canonical
-from qtensor.modules.base import QuantizedModule
+from qtensor.core.errors import QTensorError, fail
+from qtensor.core.quantizer_registry import parse
+from qtensor.functional.linear.layer_plan import weight_canonical
 from qtensor.modules.conversion import Conversion, LayerReport
+from qtensor.modules.quantized_module import QuantizedModule
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.weights.layers import Filter, LinearLayer, linear_layers, match
 from qtensor.weights.measurement import evaluating
 from qtensor.weights.rounding import Layer, Progress, Rounding, as_rounding, round_weights

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtensor.api import quantize
-from qtensor.errors import UnsupportedError, check, fail
+from qtensor.core.errors import UnsupportedError, check, fail
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.methods import Grid
 from qtensor.reference.blocks import spread

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from qtensor.errors import fail
+from qtensor.core.errors import fail
+from qtensor.core.texts import aligned
 from qtensor.modules.conversion import Conversion
 from qtensor.modules.convert import convert_
 from qtensor.recipes import CustomRecipe, Role
-from qtensor.texts import aligned
 from qtensor.weights.layers import match
 from qtensor.weights.quantize import quantize_
 

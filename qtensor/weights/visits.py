@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qtensor.errors import ArgumentTypeError, fail
+from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.modules.grouped_linear import GroupedLinear
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.weights.layers import LinearLayer

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from qtensor.checkpoints.errors import Place, refuse
 
+Path = str | os.PathLike[str] | IO[bytes]
+"""A file, a folder, an index, or an open binary file."""
+Mapped = mmap.mmap | bytearray
+"""The bytes of a file: a map, or what was read of a file in memory."""
 MAX_SIZE = 2**63
 """A dim, and the number of elements of a tensor, is smaller than this."""
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from qtensor.checkpoints.containers.base import TensorInfo, checked_shape, stored_size
+from qtensor.checkpoints.containers.base import Mapped, TensorInfo, checked_shape, stored_size
 from qtensor.checkpoints.containers.safetensors import (
     SafetensorsFile,
     SafetensorsWriter,
@@ -170,7 +170,7 @@ class GGUFFile(SafetensorsFile):
 class _Header:
     """Read the header of a file from its beginning; ``at`` is the offset of the next byte."""
 
-    def __init__(self, data: Any, path: str) -> None:
+    def __init__(self, data: Mapped, path: str) -> None:
         self._data, self._path = memoryview(data), path
         self._end = min(len(data), MAX_HEADER)
         self._items = 0
@@ -324,7 +324,7 @@ def _decode(kind: int, data: memoryview, at: int) -> tuple[Any, int]:
 # ---- writing
 
 
-def gguf_value(value: Any, place: Place) -> GGUFValue:
+def gguf_value(value: object, place: Place) -> GGUFValue:
     """Return a Python value as it is stored.
 
     A bool becomes BOOL, an int UINT32 or else INT32, UINT64 or INT64, a float FLOAT32, a str

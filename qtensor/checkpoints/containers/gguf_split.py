@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qtensor.checkpoints.containers.base import TensorInfo
+from qtensor.checkpoints.containers.base import Path, TensorInfo
 from qtensor.checkpoints.containers.gguf import GGUFFile
-from qtensor.checkpoints.containers.sharded import path_inside
+from qtensor.checkpoints.containers.shard_files import path_inside
 from qtensor.checkpoints.errors import Place, refuse
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -21,7 +21,7 @@ PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _AGAIN = "Download every part into one folder, or merge them with llama-gguf-split"
 
 
-def open_gguf(file: Any) -> GGUFFile | SplitGGUF:
+def open_gguf(file: Path) -> GGUFFile | SplitGGUF:
     """Return the container of a GGUF file, or of all parts if the file is one of several.
 
     Raises:

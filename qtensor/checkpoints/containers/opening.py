@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
-from qtensor.checkpoints.containers.base import Container
+from qtensor.checkpoints.containers.base import Container, Path
 from qtensor.checkpoints.containers.gguf import MAGIC
 from qtensor.checkpoints.containers.gguf_split import is_later_part, open_gguf
 from qtensor.checkpoints.containers.safetensors import SafetensorsFile
-from qtensor.checkpoints.containers.sharded import (
+from qtensor.checkpoints.containers.shard_files import (
     INDEX_SUFFIX,
     TORCH_INDEX_SUFFIX,
     ShardedFiles,
@@ -41,7 +41,7 @@ _SUFFIXES = (INDEX_SUFFIX, TORCH_INDEX_SUFFIX, ".safetensors", ".gguf", ".pt", "
 """What a folder is searched for, the first match alone."""
 
 
-def open_container(path: str | os.PathLike[str] | IO[bytes]) -> Container:
+def open_container(path: Path) -> Container:
     """Open the container of a path.
 
     Args:
@@ -60,7 +60,7 @@ def open_container(path: str | os.PathLike[str] | IO[bytes]) -> Container:
     return _open_file(name, name)
 
 
-def _open_file(file: Any, path: str) -> Container:
+def _open_file(file: Path, path: str) -> Container:
     """Open one file by its first bytes."""
     first = _first_bytes(file, path)
     for magic, opener in OPENERS:
@@ -74,9 +74,9 @@ def _open_file(file: Any, path: str) -> Container:
     return SafetensorsFile(file)
 
 
-def _first_bytes(file: Any, path: str) -> bytes:
+def _first_bytes(file: Path, path: str) -> bytes:
     try:
-        if isinstance(file, str):
+        if isinstance(file, (str, os.PathLike)):
             with open(file, "rb") as opened:
                 return opened.read(9)
         file.seek(0)

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from torch import Tensor
 from qtensor.checkpoints.containers.base import (
     STORED_NAMES,
     STORED_TYPES,
+    Mapped,
+    Path,
     TensorInfo,
     checked_shape,
     stored_size,
@@ -53,7 +55,7 @@ class SafetensorsFile:
 
     kind = "safetensors"
 
-    def __init__(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+    def __init__(self, file: Path) -> None:
         """Open a file.
 
         Args:
@@ -122,7 +124,7 @@ class SafetensorsFile:
         self._map = None
 
 
-def release_pages(data: Any, start: int, nbytes: int) -> None:
+def release_pages(data: Mapped | None, start: int, nbytes: int) -> None:
     """Give the whole pages of a part of a mapped file back to the system.
 
     Args:
@@ -138,7 +140,7 @@ def release_pages(data: Any, start: int, nbytes: int) -> None:
         data.madvise(mmap.MADV_DONTNEED, first, size)
 
 
-def map_file(file: Any, place: Place) -> Any:
+def map_file(file: Path, place: Place) -> Mapped:
     """Return the bytes of a file as a private, writable map, or as a bytearray without a map."""
     try:
         if isinstance(file, (str, os.PathLike)):
@@ -153,7 +155,7 @@ def map_file(file: Any, place: Place) -> Any:
         refuse(place, "the file must be readable", error, "Check the path", error)
 
 
-def _map_descriptor(descriptor: int) -> Any:
+def _map_descriptor(descriptor: int) -> Mapped:
     if os.fstat(descriptor).st_size == 0:
         return bytearray()
     if hasattr(mmap, "MAP_PRIVATE"):
@@ -164,7 +166,7 @@ def _map_descriptor(descriptor: int) -> Any:
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
 
 
-def _header(data: Any, path: str) -> tuple[dict[str, Any], int]:
+def _header(data: Mapped, path: str) -> tuple[dict[str, Any], int]:
     """Return the header of a file and the offset of its data.
 
     Raises:
@@ -239,7 +241,7 @@ def _infos(header: dict[str, Any], path: str, start: int, size: int) -> dict[str
     return infos
 
 
-def _info(name: str, entry: Any, path: str, start: int, size: int) -> TensorInfo:
+def _info(name: str, entry: object, path: str, start: int, size: int) -> TensorInfo:
     """Return the checked info of one entry of a header."""
     if type(entry) is not dict or entry.keys() != _FIELDS:
         got = sorted(entry) if isinstance(entry, dict) else repr(entry)

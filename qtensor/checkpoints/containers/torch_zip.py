@@ -1,7 +1,7 @@
 """Read the files of ``torch.save``, memory-mapped, without executing anything that they name.
 
 Such a file is a zip with one folder: ``data.pkl`` is a pickle of a state dict, and ``data/<key>``
-holds the bytes of each storage. inert_pickle.py reads the pickle. Tensors share the memory of the
+holds the bytes of each storage. torch_pickle.py reads the pickle. Tensors share the memory of the
 mapped entries. A tensor subclass is a ``Call`` in ``extra["records"]``, in which each tensor is the
 ``TensorInfo`` of a stored tensor; its name is that of the weight, a dot, and the index of the
 argument or the name of the attribute.
@@ -10,25 +10,28 @@ argument or the name of the attribute.
 from __future__ import annotations
 
 import io
+import math
 import os
+import struct
+import zipfile
 from collections.abc import Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.containers.base import STORED_NAMES, TensorInfo
-from qtensor.checkpoints.containers.inert_pickle import MAX_PICKLE, InertUnpickler, load_legacy
+from qtensor.checkpoints.containers.base import STORED_NAMES, Mapped, Path, TensorInfo
 from qtensor.checkpoints.containers.safetensors import map_file, release_pages
-from qtensor.checkpoints.containers.torch_records import (
+from qtensor.checkpoints.containers.torch_pickle import (
     BYTES_IO,
-    Budget,
+    MAX_PICKLE,
     Call,
+    InertUnpickler,
     StorageRecord,
     TensorRecord,
+    load_legacy,
 )
-from qtensor.checkpoints.containers.zip_entries import Entry, entry_bytes, zip_entries
-from qtensor.checkpoints.errors import Place, refuse
+from qtensor.checkpoints.errors import CheckpointError, Place, refuse
 
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF"
 """First bytes of the streams that torch.save wrote before 1.6."""
@@ -38,23 +41,94 @@ MAX_NESTING = 32
 MAX_VALUES = 1_000_000
 """Most values of a state dict."""
 _AGAIN = "Save the state dict again"
+_DOWNLOAD = "Download the file again, or save it again with torch.save"
 
 
-class _Stored(NamedTuple):
-    """Hold a stored tensor: its record, or the bytes of an ``_extra_state``."""
+class Entry(NamedTuple):
+    """Say where the bytes of an entry of a zip lie in the file."""
 
-    info: TensorInfo
-    record: TensorRecord | bytes
+    start: int
+    size: int
+
+
+def zip_entries(file: Path, data: Mapped, path: str) -> dict[str, Entry]:
+    """Return the entries of a zip by name; nothing is extracted.
+
+    Args:
+        file: a path, or an open binary file.
+        data: its bytes.
+        path: path of the file, for errors.
+
+    Raises:
+        CheckpointError: the zip is damaged, a name leaves it or occurs twice, or an entry is
+            compressed, encrypted, or ends behind the file.
+    """
+    found: dict[str, Entry] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                archive.open(info).close()  # compares the entry with the header before its bytes
+                lengths = struct.unpack_from("<2H", data, info.header_offset + 26)
+                start, size = info.header_offset + 30 + sum(lengths), info.file_size
+                parts = info.filename.removesuffix("/").split("/")
+                rules = {
+                    "the names of a zip are plain paths inside it": (
+                        {"", ".", ".."}.isdisjoint(parts) and {"\\", ":"}.isdisjoint(info.filename)
+                    ),
+                    "each name of a zip occurs once": info.filename not in found,
+                    "the entries of a torch file are not compressed": info.compress_type == 0,
+                    "an entry has one size and lies inside the file": (
+                        info.compress_size == size and start + size <= len(data)
+                    ),
+                }
+                for rule, holds in rules.items():
+                    if not holds:
+                        refuse(Place(path, info.filename), rule, info, _DOWNLOAD)
+                found[info.filename] = Entry(start, size)
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 a damaged zip can raise any of them
+        refuse(Place(path), "a zip of torch.save is sound", error, _DOWNLOAD, error)
+    return found
+
+
+def _leaves(root: object, place: Place) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for each value that is not a dict, list or tuple, in order.
+
+    Names of nested dicts are joined by dots.
+
+    Raises:
+        CheckpointError: the root is not a dict, or there are too many values, levels or characters.
+    """
+    if type(root) is not dict:
+        refuse(place, "a torch file holds a state dict", type(root).__name__, _AGAIN)
+    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    count = 0
+    while waiting:
+        name, value, depth = waiting.pop()
+        if type(value) not in (dict, list, tuple):
+            yield name, value
+            continue
+        items = list(value.items() if type(value) is dict else enumerate(value))
+        count += len(items)
+        if count > MAX_VALUES or depth > MAX_NESTING:
+            rule = f"a state dict has {MAX_VALUES:,} values and {MAX_NESTING} levels at most"
+            refuse(place, rule, "more", _AGAIN)
+        for key, child in reversed(items):
+            full = f"{name}.{key}" if name else str(key)
+            if len(full) > MAX_NAME:
+                rule = f"a name has at most {MAX_NAME} characters"
+                refuse(place, rule, f"{len(full)}", _AGAIN)
+            waiting.append((full, child, depth + 1))
 
 
 class StateDict:
-    """Flatten the value of a pickle into named tensors.
+    """Hold the tensors of a state dict by name, and what the pickle records of subclasses.
 
-    Names of nested dicts are joined by dots. Values that are neither tensors nor records, such as
-    the number of a step, are left out.
+    Values that are neither tensors nor records, such as the number of a step, are left out.
     """
 
-    def __init__(self, value: Any, path: str, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, value: object, path: str, entries: Mapping[str, Entry]) -> None:
         """Walk over a value.
 
         Args:
@@ -63,81 +137,63 @@ class StateDict:
             entries: entry of each storage by its key; empty for legacy streams.
 
         Raises:
-            CheckpointError: it is no dict, a name occurs twice, or there are too many values.
+            CheckpointError: the value is not a dict, a name occurs twice, there are too many
+                values, or a storage has another size than its entry.
         """
         self._path, self._entries = path, entries
-        self.stored: dict[str, _Stored] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorRecord] = {}
+        self.bytes: dict[str, bytes] = {}
+        """The extra states, which lie in the pickle."""
         self.records: dict[str, Call] = {}
-        if type(value) is not dict:
-            refuse(Place(path), "a torch file holds a state dict", type(value).__name__, _AGAIN)
-        for name, leaf in self._leaves(value):
+        for name, leaf in _leaves(value, Place(path)):
             self._add(name, leaf)
 
-    def _leaves(self, root: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) for each value that is no dict, list or tuple, in order."""
-        waiting: list[tuple[str, Any, int]] = [("", root, 0)]
-        count = 0
-        while waiting:
-            name, value, depth = waiting.pop()
-            if type(value) not in (dict, list, tuple):
-                yield name, value
-                continue
-            items = list(value.items() if type(value) is dict else enumerate(value))
-            count += len(items)
-            if count > MAX_VALUES or depth > MAX_NESTING:
-                rule = f"a state dict has {MAX_VALUES:,} values and {MAX_NESTING} levels at most"
-                refuse(Place(self._path), rule, "more", _AGAIN)
-            for key, child in reversed(items):
-                full = f"{name}.{key}" if name else str(key)
-                if len(full) > MAX_NAME:
-                    rule = f"a name has at most {MAX_NAME} characters"
-                    refuse(Place(self._path), rule, f"{len(full)}", _AGAIN)
-                waiting.append((full, child, depth + 1))
-
-    def _add(self, name: str, leaf: Any) -> None:
-        if isinstance(leaf, TensorRecord):
-            self._store(name, leaf)
-        elif type(leaf) is Call and leaf.function == BYTES_IO:
-            held = leaf.state[0] if type(leaf.state) is tuple and leaf.state else b""
-            held = leaf.args[0] if leaf.args else held
-            self._store(name, held if type(held) is bytes else b"")
+    def _add(self, name: str, leaf: object) -> None:
+        if type(leaf) is TensorRecord:
+            self._tensor(name, leaf)
         elif type(leaf) is bytes and name.endswith("_extra_state"):
-            self._store(name, leaf)
+            self._extra(name, leaf)
+        elif type(leaf) is Call and leaf.function == BYTES_IO:
+            held = leaf.args or (leaf.state if type(leaf.state) is tuple else ())
+            self._extra(name, held[0] if held and type(held[0]) is bytes else b"")
         elif type(leaf) is Call:
             if name in self.records:
-                refuse(Place(self._path, name), "each name occurs once", "two of them", _AGAIN)
+                self._refuse_second(name)
             args = tuple(self._inner(f"{name}.{i}", arg) for i, arg in enumerate(leaf.args))
             state = leaf.state
             if type(state) is dict:
                 state = {str(k): self._inner(f"{name}.{k}", v) for k, v in state.items()}
             self.records[name] = Call(leaf.function, args, state)
 
-    def _inner(self, name: str, value: Any) -> Any:
+    def _inner(self, name: str, value: object) -> Any:
         """Return the info of a tensor inside a record, or another value as it is."""
-        return self._store(name, value) if isinstance(value, TensorRecord) else value
+        return self._tensor(name, value) if type(value) is TensorRecord else value
 
-    def _store(self, name: str, record: TensorRecord | bytes) -> TensorInfo:
-        if name in self.stored:
-            refuse(Place(self._path, name), "each name occurs once", "two of them", _AGAIN)
-        if isinstance(record, bytes):
-            info = TensorInfo(name, "U8", (len(record),), self._path, 0, len(record))
-        else:
-            info = self._info(name, record)
-        self.stored[name] = _Stored(info, record)
-        return info
+    def _extra(self, name: str, data: bytes) -> None:
+        self._store(TensorInfo(name, "U8", (len(data),), self._path, 0, len(data)))
+        self.bytes[name] = data
 
-    def _info(self, name: str, record: TensorRecord) -> TensorInfo:
+    def _tensor(self, name: str, record: TensorRecord) -> TensorInfo:
         start = record.offset * record.dtype.itemsize
-        if record.storage.data is None:
+        if record.storage.stream is None:
             start += self._entry(name, record.storage).start
         shape = record.shape
         if record.dtype == torch.float4_e2m1fn_x2 and shape:
             shape = (*shape[:-1], 2 * shape[-1])
-        count = 1
-        for n in record.shape:
-            count *= n
-        nbytes = count * record.dtype.itemsize
-        return TensorInfo(name, STORED_NAMES[record.dtype], shape, self._path, start, nbytes)
+        nbytes = math.prod(record.shape) * record.dtype.itemsize
+        info = TensorInfo(name, STORED_NAMES[record.dtype], shape, self._path, start, nbytes)
+        self.tensors[name] = record
+        return self._store(info)
+
+    def _store(self, info: TensorInfo) -> TensorInfo:
+        if info.name in self.infos:
+            self._refuse_second(info.name)
+        self.infos[info.name] = info
+        return info
+
+    def _refuse_second(self, name: str) -> None:
+        refuse(Place(self._path, name), "each name occurs once", "two of them", _AGAIN)
 
     def _entry(self, name: str, storage: StorageRecord) -> Entry:
         """Return the entry of a storage after checking its size."""
@@ -145,7 +201,7 @@ class StateDict:
         if entry is None or entry.size != storage.nbytes:
             rule = f"storage {storage.key!r} has an entry of {storage.nbytes} bytes"
             got = "none" if entry is None else f"one of {entry.size} bytes"
-            refuse(Place(self._path, name), rule, got, "Download or save the file again")
+            refuse(Place(self._path, name), rule, got, _DOWNLOAD)
         return entry
 
     @property
@@ -153,33 +209,23 @@ class StateDict:
         """Return the strides of the tensors that are not contiguous, by name."""
         return {
             name: record.strides
-            for name, (_, record) in self.stored.items()
-            if isinstance(record, TensorRecord) and not _is_contiguous(record)
+            for name, record in self.tensors.items()
+            if not torch.empty_strided(
+                record.shape, record.strides, dtype=record.dtype, device="meta"
+            ).is_contiguous()
         }
-
-
-def _is_contiguous(record: TensorRecord) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(record.shape), reversed(record.strides), strict=True):
-        if size == 0:
-            return True
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class TorchZip:
     """Read one file of ``torch.save``; the container of layouts torchao and Transformer Engine.
 
     Opening reads the directory of the zip and the pickle. The map is private, as that of a
-    safetensors file. ``TensorInfo.start`` of a tensor in a compressed entry is that of the entry,
-    and of an ``_extra_state`` in the pickle 0.
+    safetensors file. ``TensorInfo.start`` of an ``_extra_state``, which lies in the pickle, is 0.
     """
 
     kind = "torch"
 
-    def __init__(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
+    def __init__(self, file: Path) -> None:
         """Open a file.
 
         Args:
@@ -197,81 +243,60 @@ class TorchZip:
             self.path = str(getattr(file, "name", "an open file"))
         place = Place(self.path)
         self._map: Any = map_file(file, place)
-        entries = zip_entries(self._map, self.path)
-        root = self._root(entries)
-        self._check_order(entries.get(f"{root}/byteorder"))
-        pickled = entries[f"{root}/data.pkl"]
-        if pickled.size > MAX_PICKLE:
-            refuse(place, f"a pickle has at most {MAX_PICKLE:,} bytes", pickled.size, _AGAIN)
-        data = memoryview(entry_bytes(self._map, pickled, self.path))
-        start = f"{root}/data/"
-        self._entries = {k[len(start) :]: e for k, e in entries.items() if k.startswith(start)}
-        value = InertUnpickler(data, place, Budget(len(data))).load()
-        state = StateDict(value, self.path, self._entries)
-        self._stored = state.stored
-        self.infos: Mapping[str, TensorInfo] = {n: s.info for n, s in state.stored.items()}
-        self.extra: Mapping[str, Any] = {"records": state.records, "strides": state.strides}
-        self._inflated: tuple[str, bytearray] = ("", bytearray())
-
-    def _root(self, entries: Mapping[str, Entry]) -> str:
-        """Return the folder that holds everything."""
-        roots = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl")]
+        entries = zip_entries(file, self._map, self.path)
+        roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
         if len(roots) != 1 or "/" in roots[0]:
             rule = "a zip of torch.save has one */data.pkl"
-            refuse(Place(self.path), rule, f"{len(roots)} of them in {len(entries)} files", _AGAIN)
-        return roots[0]
+            refuse(place, rule, f"{len(roots)} of them in {len(entries)} files", _AGAIN)
+        order = entries.get(f"{roots[0]}/byteorder")
+        if order is not None and self._bytes(order).strip() != b"little":
+            rule = "the numbers of a torch file are little-endian"
+            refuse(place, rule, "others", "Save it on a little-endian machine")
+        start = f"{roots[0]}/data/"
+        self._entries = {k[len(start) :]: e for k, e in entries.items() if k.startswith(start)}
+        pickled = self._bytes(entries[f"{roots[0]}/data.pkl"])
+        self._state = StateDict(InertUnpickler(pickled, place).value(), self.path, self._entries)
+        self.infos: Mapping[str, TensorInfo] = self._state.infos
+        records, strides = self._state.records, self._state.strides
+        self.extra: Mapping[str, Any] = {"records": records, "strides": strides}
 
-    def _check_order(self, entry: Entry | None) -> None:
-        if entry is not None and entry.size < 100:
-            order = entry_bytes(self._map, entry, self.path)
-            if order.strip() != b"little":
-                rule = "the numbers of a torch file are little-endian"
-                refuse(Place(self.path), rule, repr(order), "Save it on a little-endian machine")
+    def _bytes(self, entry: Entry) -> bytes:
+        return bytes(self._map[entry.start : entry.start + min(entry.size, MAX_PICKLE + 1)])
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of the map where its entry is not compressed.
+        """Return a tensor, which shares the memory of the map.
 
         Raises:
-            CheckpointError: no such tensor, the file is closed, or a compressed entry is damaged.
+            CheckpointError: no such tensor, or the file is closed.
         """
         if self._map is None:
             refuse(Place(self.path, name), "the file is open", "a closed file", "Open it again")
-        if name not in self._stored:
+        if name in self._state.bytes:
+            return _tensor_of_bytes(self._state.bytes[name])
+        if name not in self._state.tensors:
             place = Place(self.path, name)
             refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
-        record = self._stored[name].record
-        if isinstance(record, bytes):
-            return _of_bytes(record)
-        entry = self._entries[record.storage.key]
-        if not entry.compressed:
-            return _tensor(record, self._map, entry.start)
-        if self._inflated[0] != entry.name:
-            self._inflated = (entry.name, bytearray(entry_bytes(self._map, entry, self.path)))
-        return _tensor(record, self._inflated[1], 0)
+        record = self._state.tensors[name]
+        return _tensor(record, self._map, self._entries[record.storage.key].start)
 
     def release(self, name: str) -> None:
         """Give the memory of a tensor's storage back; writes to tensors of the storage are lost."""
-        record = self._stored[name].record
-        if isinstance(record, bytes):
-            return
-        entry = self._entries[record.storage.key]
-        release_pages(self._map, entry.start, entry.stored)
-        if self._inflated[0] == entry.name:
-            self._inflated = ("", bytearray())
+        if name in self._state.tensors:
+            release_pages(self._map, *self._entries[self._state.tensors[name].storage.key])
 
     def close(self) -> None:
         """Release the map; tensors that were read stay valid."""
         self._map = None
 
 
-def _of_bytes(data: bytes) -> Tensor:
+def _tensor_of_bytes(data: bytes) -> Tensor:
     """Return uint8 (n,) with a copy of the bytes."""
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _tensor(record: TensorRecord, data: Any, start: int) -> Tensor:
+def _tensor(record: TensorRecord, data: Mapped, start: int) -> Tensor:
     """Return the tensor of a record.
 
     Args:
@@ -308,14 +333,13 @@ def pickled_tensors(data: bytes, place: Place) -> dict[str, Tensor]:
     if data.startswith(ZIP_START):
         inner = TorchZip(io.BytesIO(data))
         return {name: inner.read(name).clone() for name in inner.infos}
-    view, budget = memoryview(data), Budget(len(data))
     if data.startswith(LEGACY_START):
-        value = load_legacy(view, place, budget)
+        value = load_legacy(data, place)
     else:
-        value = InertUnpickler(view, place, budget).load()
-    stored = StateDict(value, place.file, {}).stored
-    found = {}
-    for name, (_, record) in stored.items():
-        if isinstance(record, TensorRecord) and record.storage.data is not None:
-            found[name] = _tensor(record, bytearray(record.storage.data), 0)
-    return found
+        value = InertUnpickler(data, place).value()
+    tensors = StateDict(value, place.file, {}).tensors
+    return {
+        name: _tensor(record, bytearray(record.storage.stream[record.storage.key]), 0)
+        for name, record in tensors.items()
+        if record.storage.stream is not None
+    }

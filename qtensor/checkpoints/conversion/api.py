@@ -9,10 +9,9 @@ from typing import Any, Unpack
 import torch
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
-from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX
-from qtensor.checkpoints.conversion.journal import Journal, check_replaceable, source_identity
-from qtensor.checkpoints.conversion.plan import Plan, PlannedShard, make_plan
-from qtensor.checkpoints.conversion.report import ConversionReport, TensorResult
+from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX
+from qtensor.checkpoints.conversion.conversion_plan import Plan, PlannedShard, make_plan
+from qtensor.checkpoints.conversion.conversion_report import ConversionReport, TensorResult
 from qtensor.checkpoints.conversion.request import (
     Options,
     Request,
@@ -21,8 +20,13 @@ from qtensor.checkpoints.conversion.request import (
     make_request,
 )
 from qtensor.checkpoints.conversion.streaming import Stream, copy_other_files, texts_of
+from qtensor.checkpoints.conversion.work_folder import (
+    WorkFolder,
+    check_replaceable,
+    source_identity,
+)
 from qtensor.checkpoints.errors import Place, refuse
-from qtensor.checkpoints.layout import Writer
+from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.modes import in_memory
 from qtensor.checkpoints.saving import (
     Shard,
@@ -32,8 +36,8 @@ from qtensor.checkpoints.saving import (
     writable,
     write_json,
 )
+from qtensor.core.version import __version__
 from qtensor.quantizers import Quantizer
-from qtensor.version import __version__
 
 PathLike = str | os.PathLike[str]
 
@@ -121,25 +125,25 @@ def _run(request: Request) -> ConversionReport:
         writer = writer_class(config)
         writer.follow(checkpoint.source, checkpoint.layout)
         plan = make_plan(checkpoint, request, writer, size)
-        journal = Journal(request.dst, _about(checkpoint, request), request.resume)
-        stream = Stream(checkpoint, request, writer, journal)
+        work = WorkFolder(request.dst, _about(checkpoint, request), request.resume)
+        stream = Stream(checkpoint, request, writer, work)
         names = shard_names(len(plan.shards), writer.suffix)
         if single:
             names = [os.path.basename(request.dst)]
         try:
             results = stream.run(dict(zip(names, plan.shards, strict=True)))
         except BaseException:
-            journal.abandon()
+            work.abandon()
             raise
         notes = list(plan.notes)
         if single:
             described = writer.metadata(()).keys() - {"format"}  # the header shows the layout
             if writer.files() or ("quantization_config" in writer.config() and not described):
                 notes.append("a single file has no config.json; pass layout= to open it")
-            journal.publish_file()
+            work.publish_file()
         else:
-            notes += _finish_folder(checkpoint, request.src, writer, journal, names, plan.shards)
-            journal.publish_folder()
+            notes += _finish_folder(checkpoint, request.src, writer, work, names, plan.shards)
+            work.publish_folder()
     return _report(checkpoint, request, plan, results, notes, stream.resumed, began)
 
 
@@ -147,7 +151,7 @@ def _finish_folder(
     checkpoint: Checkpoint,
     src: str,
     writer: Writer,
-    journal: Journal,
+    work: WorkFolder,
     names: list[str],
     shards: list[PlannedShard],
 ) -> list[str]:
@@ -155,11 +159,11 @@ def _finish_folder(
     texts = texts_of(writer)
     if len(shards) > 1:
         index = index_of(names, [Shard([], shard.specs) for shard in shards])
-        index["metadata"]["sha256"] = {name: journal.shards[name]["sha256"] for name in names}
+        index["metadata"]["sha256"] = {name: work.files[name]["sha256"] for name in names}
         texts[f"model{INDEX_SUFFIX}"] = index
     for name, value in texts.items():
-        write_json(os.path.join(journal.folder, name), value)
-    copied = copy_other_files(checkpoint, src, journal.folder, texts)
+        write_json(os.path.join(work.folder, name), value)
+    copied = copy_other_files(checkpoint, src, work.folder, texts)
     return [f"copied from the source: {', '.join(copied)}"] if copied else []
 
 

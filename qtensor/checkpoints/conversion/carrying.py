@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.request import Request
-from qtensor.checkpoints.layout import DIVISOR, DenseOnly, Writer, find_layout, layouts
+from qtensor.checkpoints.layout_base import DIVISOR, DenseOnly, Writer, find_layout, layouts
 from qtensor.quantizers import Quantizer
 
 
@@ -53,7 +53,7 @@ def carry(
         return _input_factor(checkpoint, request, writer, name)
     if checkpoint.layout == writer.layout or writer.keeps_names:
         return Carried(name)
-    target: Any = find_layout(writer.layout)
+    target = find_layout(writer.layout)
     for which, new in enumerate(target.kv_factors):
         old = _kv_factor(name, which)
         if old is not None:

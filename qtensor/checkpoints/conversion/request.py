@@ -12,9 +12,9 @@ import torch
 
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.saving import checked_path, parse_size
-from qtensor.errors import QTensorError
+from qtensor.core.errors import QTensorError
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 
 DEFAULT_EXCLUDE = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
 """Plain tensors that ``format=`` leaves plain unless ``include`` or ``exclude`` is given."""
@@ -216,7 +216,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
     return found
 
 
-def checked_dtype(dtype: Any) -> torch.dtype:
+def checked_dtype(dtype: object) -> torch.dtype:
     """Return the dtype of dense results, from itself or a name such as ``"bf16"``.
 
     Raises:

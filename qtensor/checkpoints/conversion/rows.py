@@ -17,8 +17,8 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
-from qtensor.checkpoints.layout import Group
-from qtensor.layout import buffer_shapes, ceil_div, rows_cols
+from qtensor.checkpoints.layout_base import Group
+from qtensor.core.buffer_shapes import buffer_shapes, ceil_div, rows_cols
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.library.quantize import AMAX, QUANTIZE, QUANTIZE_
 from qtensor.quantizers import Quantizer
@@ -104,7 +104,7 @@ def decodes_in_rows(quantizer: Any) -> bool:
     return bool(quantizer.rowwise and not quantizer.columnwise_value)
 
 
-def quantizes_in_rows(quantizer: Any, shape: Sequence[int]) -> bool:
+def quantizes_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> bool:
     """Return True if a tensor can be quantized in parts; factors along columns need all rows."""
     if not decodes_in_rows(quantizer):
         return False
@@ -282,7 +282,7 @@ def _quantize_part(
         part.copy_(new[tuple(slice(n) for n in part.shape)])
 
 
-def _amax(values: Values, quantizer: Any, workers: Workers) -> list[Tensor] | None:
+def _amax(values: Values, quantizer: Quantizer, workers: Workers) -> list[Tensor] | None:
     """Return the maximum of a tensor of several parts, or None if factors belong to rows."""
     if quantizer.amax_shapes(values.shape) != [(1,)] or len(values.bounds) == 1:
         return None

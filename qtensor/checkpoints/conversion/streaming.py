@@ -13,18 +13,17 @@ from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter
-from qtensor.checkpoints.containers.sharded import path_inside
+from qtensor.checkpoints.containers.shard_files import path_inside
 from qtensor.checkpoints.conversion.carrying import Carried, carry
-from qtensor.checkpoints.conversion.journal import Journal, digest
-from qtensor.checkpoints.conversion.measure import ErrorSums
-from qtensor.checkpoints.conversion.plan import PlannedShard, Step
-from qtensor.checkpoints.conversion.report import (
+from qtensor.checkpoints.conversion.conversion_plan import PlannedShard, Step
+from qtensor.checkpoints.conversion.conversion_report import (
     DECODED,
     MOVED,
     TensorResult,
     result_dict,
     result_from_dict,
 )
+from qtensor.checkpoints.conversion.measure import ErrorSums
 from qtensor.checkpoints.conversion.request import Progress, Request
 from qtensor.checkpoints.conversion.rows import (
     Arena,
@@ -35,9 +34,10 @@ from qtensor.checkpoints.conversion.rows import (
     plain_values,
     quantize_values,
 )
+from qtensor.checkpoints.conversion.work_folder import WorkFolder, digest
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse
-from qtensor.checkpoints.layout import Writer
-from qtensor.layout import rows_cols
+from qtensor.checkpoints.layout_base import Writer
+from qtensor.core.buffer_shapes import rows_cols
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -52,10 +52,10 @@ class Stream:
     """Write the shards of one conversion."""
 
     def __init__(
-        self, checkpoint: Checkpoint, request: Request, writer: Writer, journal: Journal
+        self, checkpoint: Checkpoint, request: Request, writer: Writer, work: WorkFolder
     ) -> None:
         self.checkpoint, self.request, self.writer = checkpoint, request, writer
-        self.journal = journal
+        self.work = work
         self.resumed = 0
         self._workers = Workers(request.jobs)
         self._arena = Arena()
@@ -77,14 +77,14 @@ class Stream:
         results: list[TensorResult] = []
         try:
             for name, shard in files.items():
-                entry = self.journal.finished(name)
+                entry = self.work.finished(name)
                 if entry is not None:
                     results += [result_from_dict(values) for values in entry["tensors"]]
                     self.resumed += 1
                     self._advance(shard.steps, 0)
                     continue
                 made, sha256 = self._write(name, shard)
-                self.journal.add(name, sha256, [result_dict(result) for result in made])
+                self.work.add(name, sha256, [result_dict(result) for result in made])
                 results += made
         finally:
             self._workers.close()
@@ -93,7 +93,7 @@ class Stream:
     def _write(self, name: str, shard: PlannedShard) -> tuple[list[TensorResult], str]:
         """Write one file and return its results and its digest."""
         names = [step.name for step in shard.steps]
-        path = os.path.join(self.journal.folder, name)
+        path = os.path.join(self.work.folder, name)
         file = self.writer.open_file(path, shard.specs, names)
         try:
             results = []

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint, open_with_factors
+from qtensor.checkpoints.containers.base import Path
+from qtensor.checkpoints.conversion.conversion_report import json_number
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
-from qtensor.checkpoints.conversion.report import json_number
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
+from qtensor.core.texts import aligned
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.texts import aligned
 
 EQUAL_BYTES, EQUAL_VALUES, DIFFERENT = "equal bytes", "equal values", "different"
 OTHER_SHAPE, ONLY_A, ONLY_B = "other shape", "only in a", "only in b"
@@ -86,7 +87,7 @@ def difference_words(difference: Difference) -> tuple[str, str]:
 
 
 @in_memory
-def compare(a: Any, b: Any, layouts: tuple[str | None, str | None] = (None, None)) -> Comparison:
+def compare(a: Path, b: Path, layouts: tuple[str | None, str | None] = (None, None)) -> Comparison:
     """Return how two checkpoints differ, in bounded memory.
 
     Weights that are quantized in both are compared by our arithmetic in float32. Where one of them

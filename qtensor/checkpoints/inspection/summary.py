@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, open_with_factors
-from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.conversion.report import json_number
+from qtensor.checkpoints.containers.base import Path, TensorInfo
+from qtensor.checkpoints.conversion.conversion_report import json_number
 from qtensor.checkpoints.conversion.rows import (
     STEP,
     Values,
@@ -24,9 +24,9 @@ from qtensor.checkpoints.conversion.rows import (
 )
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.modes import in_memory
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.debug.error_report import decode_factors
 from qtensor.debug.viewer import Region, View, show
-from qtensor.layout import rows_cols
-from qtensor.report import decode_factors
 from qtensor.storage.tensor import QuantizedTensor
 
 BLOCKS = 2
@@ -103,7 +103,7 @@ def _bits(kind: KindCount) -> float | None:
     return round(kind.bits_per_value, 4) if kind.values else None
 
 
-def inspect(path: Any, layout: str | None = None) -> Summary:
+def inspect(path: Path, layout: str | None = None) -> Summary:
     """Return a description of a checkpoint; headers alone are read.
 
     Args:
@@ -206,7 +206,7 @@ class TensorSummary:
 
 
 @in_memory
-def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSummary:
+def inspect_tensor(path: Path, name: str, layout: str | None = None) -> TensorSummary:
     """Return a description of one tensor: where it lies, its range and its first blocks.
 
     A weight is shown with all of its factors, as a conversion reads it.
@@ -240,7 +240,7 @@ def inspect_tensor(path: Any, name: str, layout: str | None = None) -> TensorSum
 
 @in_memory
 def view_tensor(
-    path: Any,
+    path: Path,
     name: str,
     region: tuple[Region, Region] = (None, None),
     bits: tuple[int, int] | bool = False,
@@ -263,7 +263,7 @@ def view_tensor(
         return show(checkpoint[name], *region, bits)
 
 
-def _opened(path: Any, name: str, layout: str | None) -> Checkpoint:
+def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
     """Return an open checkpoint that has a tensor, with all factors of its weights.
 
     Raises:

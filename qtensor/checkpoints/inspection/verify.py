@@ -14,12 +14,13 @@ from torch import Tensor
 
 from qtensor.checkpoints.buffers import rowwise_parts
 from qtensor.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from qtensor.checkpoints.containers.sharded import INDEX_SUFFIX, path_inside, read_json
-from qtensor.checkpoints.conversion.journal import digest
+from qtensor.checkpoints.containers.base import Path
+from qtensor.checkpoints.containers.shard_files import INDEX_SUFFIX, path_inside, read_json
+from qtensor.checkpoints.conversion.work_folder import digest
 from qtensor.checkpoints.errors import CheckpointError
 from qtensor.checkpoints.inspection.summary import values_of
 from qtensor.checkpoints.modes import in_memory
-from qtensor.formats import Slot
+from qtensor.core.formats import Slot
 from qtensor.storage.tensor import QuantizedTensor
 
 ERROR, WARNING = "error", "warning"
@@ -84,7 +85,7 @@ class Verification:
 
 
 @in_memory
-def verify(path: Any, layout: str | None = None) -> Verification:
+def verify(path: Path, layout: str | None = None) -> Verification:
     """Read every tensor of a checkpoint and return its problems; none of them raises.
 
     Args:
@@ -193,7 +194,7 @@ def _tensor_problems(checkpoint: Checkpoint, name: str) -> Iterator[Problem]:
 
 def _quantized_problems(tensor: QuantizedTensor) -> Iterator[str]:
     """Yield what is wrong with the factors and codes of a tensor."""
-    quantizer: Any = tensor.quantizer
+    quantizer = tensor.quantizer
     for slot, buffer in zip(quantizer.slots, _buffers(tensor), strict=True):
         word = slot.name.strip("_")
         bad = 0

@@ -1,1 +1,1 @@
-"""Hold the layouts: one file each, which ``qtensor.checkpoints.layout.layouts`` imports."""
+"""Hold the layouts: one file each, which ``qtensor.checkpoints.layout_base.layouts`` imports."""

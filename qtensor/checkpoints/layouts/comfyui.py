@@ -20,12 +20,12 @@ from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.errors import shorten
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of, from_experts, from_factor
-from qtensor.layout import ceil_div, round_up
+from qtensor.core.buffer_shapes import ceil_div, round_up
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
 from qtensor.reference.blocks import swizzle, unswizzle
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METADATA = "_quantization_metadata"
@@ -62,7 +62,7 @@ class ComfyUILayout(Layout):
     factor_names = frozenset({"input_scale", "pre_quant_scale", "scale_input"})
     options = ("shape",)
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         self._shapes = self._checked_shapes(options.get("shape"))
 
@@ -197,7 +197,7 @@ class ComfyUILayout(Layout):
             scheme += ", activations times pre_quant_scale"
         return group._replace(scheme=f"{scheme}{group.scheme}")
 
-    def _check_experts(self, weight: TensorInfo, experts: Any) -> None:
+    def _check_experts(self, weight: TensorInfo, experts: object) -> None:
         if experts is not None and (len(weight.shape) != 3 or weight.shape[0] != experts):
             rule = f"num_experts {experts!r} needs a weight ({experts!r}, N, K)"
             self.refuse(weight.name, rule, list(weight.shape), _FIX)

@@ -15,7 +15,7 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
-from qtensor.checkpoints.layout import (
+from qtensor.checkpoints.layout_base import (
     DIVISOR,
     FACTOR,
     DenseOnly,
@@ -35,9 +35,9 @@ from qtensor.checkpoints.layouts.compressed_tensors_writer import (
 )
 from qtensor.checkpoints.nvfp4_factor import from_divisor
 from qtensor.checkpoints.patterns import Pattern
-from qtensor.layout import ceil_div
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 _FORMATS = {
@@ -97,7 +97,7 @@ class CompressedTensorsLayout(Layout):
     }
     options = ("accept_rotated",)
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         config = source.quantization
         if config.get("transform_config") and not options.get("accept_rotated"):
@@ -161,7 +161,7 @@ class CompressedTensorsLayout(Layout):
             self.refuse("", rule, repr(strategy), "Check config.json")
         return None
 
-    def _size(self, name: str, size: Any) -> int:
+    def _size(self, name: str, size: object) -> int:
         """Return the group size of NVFP4 and MX."""
         legal = _SIZES[_FORMATS[name]]
         if size is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.buffers import rowwise_parts
 from qtensor.checkpoints.ignoring import REGEX
-from qtensor.checkpoints.layout import DIVISOR, FACTOR, Writer
+from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Writer
 from qtensor.checkpoints.nvfp4_factor import divisor_of
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -153,7 +153,7 @@ class CompressedTensorsWriter(Writer):
         return None
 
 
-def _args(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+def _args(bits: int, strategy: str, **more: object) -> dict[str, Any]:
     """Return quantization arguments as compressed-tensors writes them."""
     return {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, **more}
 

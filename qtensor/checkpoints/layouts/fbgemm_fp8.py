@@ -14,9 +14,9 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "fbgemm_fp8"

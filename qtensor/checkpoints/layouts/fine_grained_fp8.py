@@ -15,10 +15,10 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
-from qtensor.checkpoints.layout import FACTOR, DenseOnly, Group, Layout, Loaded, Source, Writer
-from qtensor.layout import ceil_div
+from qtensor.checkpoints.layout_base import FACTOR, DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHODS = ("fp8", "mxfp8")
@@ -52,7 +52,7 @@ class FineGrainedFP8Layout(Layout):
         ("input_scale", "activation_scale", "qscale_act"), FACTOR
     )
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         config = source.quantization
         block = config.get("weight_block_size")
@@ -74,7 +74,7 @@ class FineGrainedFP8Layout(Layout):
         """Return True for ``quant_method: "fp8"`` or ``"mxfp8"``."""
         return source.method in METHODS
 
-    def _block(self, block: Any) -> Block:
+    def _block(self, block: object) -> Block:
         if (
             not isinstance(block, list)
             or len(block) != 2

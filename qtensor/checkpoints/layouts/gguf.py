@@ -33,7 +33,15 @@ from qtensor.checkpoints.containers.gguf import (
 from qtensor.checkpoints.containers.gguf_split import KEYS
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.errors import Place
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable, Writer
+from qtensor.checkpoints.layout_base import (
+    DenseOnly,
+    Group,
+    Layout,
+    Loaded,
+    Source,
+    Unreadable,
+    Writer,
+)
 from qtensor.checkpoints.nvfp4_factor import (
     TensorFactor,
     expert_factors,
@@ -41,8 +49,8 @@ from qtensor.checkpoints.nvfp4_factor import (
     from_experts,
     from_factor,
 )
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import NVFP4Quantizer, Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 MXFP4, NVFP4 = "MXFP4", "NVFP4"
@@ -68,7 +76,7 @@ class GGUFLayout(Layout):
     options = ("fold_scale",)
     conversion_options = MappingProxyType({"fold_scale": True})
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         if source.kind != "gguf":
             self.refuse("", "the layout needs a GGUF file", source.kind, "Leave out layout=")
@@ -142,7 +150,7 @@ class GGUFLayout(Layout):
     def _tensor_factor(self, group: Group, stored: Loaded) -> TensorFactor:
         """Return the amax of an NVFP4 weight: 2688 for the factor 1, or that of its sidecar."""
         if "factor" not in stored:
-            return TensorFactor(NVFP4Quantizer(), torch.tensor([AMAX]))
+            return TensorFactor(NVFP4Quantizer(), torch.tensor([AMAX], dtype=torch.float32))
         factor = self._factor(group, stored)
         return from_factor(factor) if factor.numel() == 1 else from_experts(factor, group.shape[-2])
 

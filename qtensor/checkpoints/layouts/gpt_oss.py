@@ -15,9 +15,9 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Writer
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "mxfp4"
@@ -103,7 +103,7 @@ class GptOssWriter(Writer):
 
     def encode(self, name: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the blocks and the scales of stacked experts."""
-        quantizer: Any = tensor.quantizer
+        quantizer = tensor.quantizer
         if quantizer.spec.name != "mxfp4":
             self.refuse(name, "the layout holds MXFP4", quantizer.canonical)
         self.need_rowwise(name, tensor)

@@ -15,10 +15,10 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout import Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
 from qtensor.checkpoints.nvfp4_factor import factor_of
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 KEYS = ("quantization", "quantization_config")
@@ -50,7 +50,7 @@ class MLXLayout(Layout):
     name = "mlx"
     rank = 50
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         entry = source.config.get("quantization")
         if not isinstance(entry, dict):
@@ -124,7 +124,7 @@ class MLXLayout(Layout):
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return the quantized tensor of a module, whose codes are the bytes of the words."""
         codes = stored["codes"].view(torch.uint8)
-        amax = torch.tensor([AMAX]) if group.options.mode == "nvfp4" else None
+        amax = torch.tensor([AMAX], dtype=torch.float32) if group.options.mode == "nvfp4" else None
         quantizer = cast(Quantizer, group.target)
         return assemble(quantizer, group.shape, group.dtype, Parts(codes, stored["scale"], amax))
 

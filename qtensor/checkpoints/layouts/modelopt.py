@@ -16,7 +16,15 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Unreadable
+from qtensor.checkpoints.layout_base import (
+    DenseOnly,
+    Group,
+    Layout,
+    Loaded,
+    Source,
+    Target,
+    Unreadable,
+)
 from qtensor.checkpoints.layouts.modelopt_writer import (
     ALGORITHMS,
     HF_CONFIG,
@@ -28,9 +36,9 @@ from qtensor.checkpoints.layouts.modelopt_writer import (
     ModelOptWriter,
 )
 from qtensor.checkpoints.nvfp4_factor import from_experts, from_factor
-from qtensor.layout import ceil_div
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 _BLOCKS = "fp8_blockwise(block_scaling_dim=2,force_pow_2_scales=False)"
@@ -56,7 +64,7 @@ class ModelOptLayout(Layout):
         *(f"{expert}_input_scale" for expert in _EXPERTS),
     })
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         configs = self._configs()
         self._layers = self._listed(configs)
@@ -115,7 +123,7 @@ class ModelOptLayout(Layout):
             tables.append(table or None)
         return self._agreed("quantized_layers", tables) or {}
 
-    def _algorithm(self, module: str, name: str, size: Any) -> Algorithm:
+    def _algorithm(self, module: str, name: str, size: object) -> Algorithm:
         """Return an algorithm with its group size, after checking both."""
         where = f" of module {module}" if module else ""
         known = ALGORITHMS.get(name)
@@ -253,8 +261,8 @@ class ModelOptLayout(Layout):
             self.refuse(second.name, rule, "weight_scale_2", "Check the config")
 
     def _companions(
-        self, weight: TensorInfo, shape: list[int], target: Any, scheme: str
-    ) -> tuple[Any, str]:
+        self, weight: TensorInfo, shape: list[int], target: Target, scheme: str
+    ) -> tuple[Target, str]:
         """Return the target and the scheme of a 2-D weight with regard to AWQ and SVD tensors."""
         tensors, module = self.source.tensors, weight.name.removesuffix("weight")
         if module in self._with_lora:
@@ -345,7 +353,7 @@ def _owners_of_lora(names: Iterable[str]) -> set[str]:
     return owners
 
 
-def _upper(name: Any) -> str | None:
+def _upper(name: object) -> str | None:
     """Return ``quant_algo`` in upper case; null stays None."""
     return None if name is None else str(name).upper()
 

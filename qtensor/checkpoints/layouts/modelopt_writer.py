@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.buffers import Parts, rowwise_parts
 from qtensor.checkpoints.ignoring import WILDCARD
-from qtensor.checkpoints.layout import Writer
+from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of
 from qtensor.storage.tensor import QuantizedTensor
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
-from qtensor.checkpoints.layout import Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 FLOAT8 = {"F8_E4M3": "fp8", "F8_E5M2": "fp8(dtype=e5m2)"}
@@ -94,7 +94,7 @@ class PlainLayout(Layout):
 
     def read(self, group: Group, stored: Loaded) -> QuantizedTensor:
         """Return an FP8 tensor with a factor of 1."""
-        parts = Parts(stored["codes"], torch.ones(1))
+        parts = Parts(stored["codes"], torch.ones(1, dtype=torch.float32))
         return assemble(cast(Quantizer, group.target), group.shape, group.dtype, parts)
 
     def decode(self, group: Group, stored: Loaded, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.layout import (
+from qtensor.checkpoints.layout_base import (
     DIVISOR,
     FACTOR,
     DenseOnly,
@@ -25,9 +25,9 @@ from qtensor.checkpoints.layout import (
     Source,
     Writer,
 )
-from qtensor.errors import QTensorError
-from qtensor.layout import buffer_shapes
-from qtensor.registry import parse
+from qtensor.core.buffer_shapes import buffer_shapes
+from qtensor.core.errors import QTensorError
+from qtensor.core.quantizer_registry import parse
 from qtensor.storage.rebuild import FLOATING
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -118,7 +118,7 @@ class QTensorLayout(Layout):
                     yield self._group(name, entry)
                 seen[name] = entry
 
-    def _group(self, name: str, entry: Any) -> Group:
+    def _group(self, name: str, entry: object) -> Group:
         """Return the group of an entry after checking it against the stored tensors."""
         keys = {"quantizer", "shape", "dtype", "buffers"}
         if not isinstance(entry, dict) or not keys <= set(entry):

@@ -17,10 +17,10 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.ignoring import WILDCARD
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source, Writer
-from qtensor.layout import ceil_div
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
-from qtensor.registry import parse
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD = "quark"
@@ -82,7 +82,7 @@ class QuarkLayout(Layout):
     kv_factors = ("k_proj.output_scale", "v_proj.output_scale")
     factor_names = frozenset({"input_scale", "output_scale", "k_scale", "v_scale"})
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: Source, **options: object) -> None:
         super().__init__(source, **options)
         config = source.quantization
         self._fake = self._table("export").get("weight_format") == "fake_quantized"
@@ -225,7 +225,7 @@ class QuarkLayout(Layout):
         return arithmetic.product(elements, factors, dtype)
 
 
-def _scheme(entry: Any) -> Scheme | Problem | None:
+def _scheme(entry: object) -> Scheme | Problem | None:
     """Return the scheme of the weights of an entry, why it is not read, or None for dense."""
     if entry is None:
         return None

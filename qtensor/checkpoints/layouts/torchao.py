@@ -19,8 +19,8 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.containers.torch_records import Call, holds_tensor
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source
+from qtensor.checkpoints.containers.torch_pickle import Call, holds_tensor
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Target
 from qtensor.checkpoints.layouts.torchao_writer import (
     ACT,
     FLOAT8,
@@ -33,10 +33,10 @@ from qtensor.checkpoints.layouts.torchao_writer import (
     stored_name,
 )
 from qtensor.checkpoints.nvfp4_factor import TensorFactor, from_experts, from_factor
-from qtensor.errors import QTensorError
-from qtensor.layout import buffer_shape, ceil_div, round_up, rows_cols
+from qtensor.core.buffer_shapes import buffer_shape, ceil_div, round_up, rows_cols
+from qtensor.core.errors import QTensorError
+from qtensor.core.quantizer_registry import quantizer_class
 from qtensor.reference.blocks import unswizzle
-from qtensor.registry import quantizer_class
 from qtensor.storage.rebuild import FLOATING
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -177,7 +177,7 @@ class TorchAOLayout(Layout):
     # ---- groups
 
     def _group(
-        self, weight: Weight, shape: tuple[int, ...], target: Any, options: Options
+        self, weight: Weight, shape: tuple[int, ...], target: Target, options: Options
     ) -> Group:
         """Return the group of a weight; activation factors stay plain tensors."""
         key = "dtype" if weight.kind == FLOAT8 else "orig_dtype"
@@ -223,7 +223,7 @@ class TorchAOLayout(Layout):
         size = self._size(weight, 32)
         shape, options = self._codes(weight, Options(MX, short, (size,)), stored, fmt == "mxfp4")
         self._factors(weight, shape, options, ["F8_E8M0"])
-        target: Any = DenseOnly(f"MX blocks of {size}; ours are 32")
+        target = DenseOnly(f"MX blocks of {size}; ours are 32")
         if size == 32:
             more = {} if fmt == "mxfp4" else {"dtype": short}
             target = quantizer_class(fmt)(swizzled=options.swizzled, **more)
@@ -239,7 +239,7 @@ class TorchAOLayout(Layout):
             if len(shape) == 3:
                 shapes.append((shape[0], 1, 1))
             self.expect(factor, shapes, ["F32"], f"the factor of {weight.name} {list(shape)}")
-        target: Any = DenseOnly(f"NVFP4 blocks of {size}; ours are 16")
+        target = DenseOnly(f"NVFP4 blocks of {size}; ours are 16")
         if size == 16:
             target = quantizer_class("nvfp4")(swizzled=options.swizzled)
         return self._group(weight, shape, target, options)
@@ -294,7 +294,7 @@ class TorchAOLayout(Layout):
         quantizer, options = cast(Any, group.target), cast(Options, group.options)
         found = TensorFactor(quantizer, None)  # type: ignore[arg-type]
         if options.kind == NVFP4:
-            factor = stored.get("per_tensor_scale", torch.ones(()))
+            factor = stored.get("per_tensor_scale", torch.ones((), dtype=torch.float32))
             if not bool((torch.isfinite(factor) & (factor > 0)).all()):
                 return DenseOnly("per_tensor_scale is not positive and finite")
             rows = group.shape[-2]
@@ -334,14 +334,14 @@ class TorchAOLayout(Layout):
             factors = arithmetic.spread(factors, (1, options.block[0]), shape)
             values = arithmetic.in_dtype(elements, factors, dtype)
         else:
-            factor = stored.get("per_tensor_scale", torch.ones(()))
+            factor = stored.get("per_tensor_scale", torch.ones((), dtype=torch.float32))
             scales = scale.view(torch.float8_e4m3fn).float()
             size = options.block[0]
             values = arithmetic.scales_first(elements, scales, factor, size, dtype)
         return values.mT if options.transposed else values
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     """Return a value of ``_data``: the dtype or the name that it stands for."""
     if not isinstance(value, dict) or not isinstance(value.get("_data"), str):
         return value

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qtensor.checkpoints.buffers import rowwise_parts
-from qtensor.checkpoints.layout import Writer
+from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_of
-from qtensor.layout import ceil_div
+from qtensor.core.buffer_shapes import ceil_div
 from qtensor.storage.tensor import QuantizedTensor
 
 METHOD, NAMES, ACT = "torchao", "tensor_names", "act_per_tensor_scale"

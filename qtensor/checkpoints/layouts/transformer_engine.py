@@ -16,13 +16,13 @@ from torch import Tensor
 
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
-from qtensor.checkpoints.containers.torch_records import Call, holds_tensor
+from qtensor.checkpoints.containers.torch_pickle import Call, holds_tensor
 from qtensor.checkpoints.containers.torch_zip import pickled_tensors
 from qtensor.checkpoints.errors import CheckpointError
-from qtensor.checkpoints.layout import DenseOnly, Group, Layout, Loaded, Source
-from qtensor.layout import buffer_shapes
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source
+from qtensor.core.buffer_shapes import buffer_shapes
+from qtensor.core.quantizer_registry import quantizer_class
 from qtensor.quantizers import Quantizer
-from qtensor.registry import quantizer_class
 from qtensor.storage.rebuild import FLOATING
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -181,14 +181,14 @@ class TransformerEngineLayout(Layout):
             self.refuse(name, f"{key} is True or False", type(value).__name__, _AGAIN)
         return bool(value)
 
-    def _e4m3_max(self, name: str, value: Any) -> float:
+    def _e4m3_max(self, name: str, value: object) -> float:
         if value is None:
             return 448.0
         if type(value) not in (int, float) or value not in (448, 256):
             self.refuse(name, "e4m3_max is 448 or 256", repr(value)[:60], _AGAIN)
         return float(value)
 
-    def _element(self, name: str, value: Any) -> str:
+    def _element(self, name: str, value: object) -> str:
         """Return the element that an enum names: a call with its value, or its state (older)."""
         number = value
         if isinstance(value, Call):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape, buffer_shape, buffer_shapes, rows_cols
 from qtensor.kernels.cpu.structs import FORMATS, CQuantizer, c_quantizer
-from qtensor.layout import Shape, buffer_shape, buffer_shapes, rows_cols
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors whose memory native code may access at once.

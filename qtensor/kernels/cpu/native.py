@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.errors import QTensorError
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.errors import QTensorError
 from qtensor.kernels.cpu.buffers import (
     PLAIN_TYPES,
     SHARED,
@@ -31,7 +32,6 @@ from qtensor.kernels.cpu.buffers import (
 )
 from qtensor.kernels.cpu.pages import ask_for_large_pages
 from qtensor.kernels.cpu.structs import ABI, FORMATS, CQuantizer
-from qtensor.layout import Shape
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS = 64

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from qtensor.build import build, rebuild, source_key
-from qtensor.errors import BuildError
+from qtensor.build.cache import build, rebuild, source_key
+from qtensor.core.errors import BuildError
 from qtensor.kernels.cpu import sources
 
 FOLDER = Path(__file__).parent / "prebuilt"
@@ -45,7 +45,7 @@ def provide(isa: str) -> Path:
     """Return the library of the package, else that of the cache; build it if neither exists.
 
     Raises:
-        BuildError: as `qtensor.build.build`.
+        BuildError: as `qtensor.build.cache.build`.
     """
     packaged = find(isa)
     if packaged is not None:
@@ -54,8 +54,6 @@ def provide(isa: str) -> Path:
     with contextlib.suppress(BuildError):
         # The C++ that answers small calls: never built later, in the middle of a call.
         build(sources.small_calls_build_spec())
-        if sources.has_python_headers():
-            build(sources.direct_calls_build_spec())
     return library
 
 
@@ -70,7 +68,7 @@ def replace(isa: str, path: Path) -> Path | None:
         path: the library that does not load.
 
     Raises:
-        BuildError: as `qtensor.build.build`.
+        BuildError: as `qtensor.build.cache.build`.
     """
     spec = sources.build_spec(isa)
     return build(spec) if path.parent == FOLDER else rebuild(spec)
@@ -83,7 +81,7 @@ def write(folder: Path, isas: Iterable[str]) -> list[Path]:
         One library for each instruction set.
 
     Raises:
-        BuildError: as `qtensor.build.build`.
+        BuildError: as `qtensor.build.cache.build`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     libraries = {isa: folder / f"cpu_{isa}.so" for isa in isas}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from qtensor.build import BuildSpec, Unit
-from qtensor.compilers import find_cxx
-from qtensor.errors import check
+from qtensor.build.cache import BuildSpec, Unit
+from qtensor.build.compilers import find_cxx
+from qtensor.core.errors import check
 
 FOLDER = Path(__file__).parent / "src"
 _SMALL_CALLS = FOLDER / "small_calls.h"
@@ -129,39 +127,6 @@ def build_spec(isa: str) -> BuildSpec:
 
 def small_calls_build_spec() -> BuildSpec:
     """Return how to build the library of small calls against torch; needs no compiler yet."""
-    return _build_spec_with_torch("small_calls", ("small_calls", "delayed_calls"))
-
-
-def direct_calls_build_spec() -> BuildSpec:
-    """Return how to build the library of direct calls against torch and Python.
-
-    Python's headers may be missing: `has_python_headers`.
-    """
-    version = f"-DQT_PYTHON={sysconfig.get_config_var('SOABI')}"
-    return _build_spec_with_torch(
-        "direct_calls", ("direct_calls",), (version,), _python_include(), ("torch_python",)
-    )
-
-
-def has_python_headers() -> bool:
-    """Return whether the headers of Python are installed: often a package (python3-dev)."""
-    headers = zip(_python_include(), ("Python.h", "pyconfig.h"), strict=True)
-    return all((folder / name).exists() for folder, name in headers)
-
-
-def _python_include() -> tuple[Path, Path]:
-    # Debian's default scheme names a folder in which the system does not install the headers.
-    paths = sysconfig.get_paths("posix_prefix")
-    return Path(paths["include"]), Path(paths["platinclude"])
-
-
-def _build_spec_with_torch(
-    name: str,
-    sources: Iterable[str],
-    more_flags: tuple[str, ...] = (),
-    more_folders: tuple[Path, ...] = (),
-    more_libraries: tuple[str, ...] = (),
-) -> BuildSpec:
     root = Path(torch.__file__).parent
     flags = (
         "-std=c++20",
@@ -170,14 +135,19 @@ def _build_spec_with_torch(
         "-Wextra",
         f"-DQT_TORCH={torch.__version__}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *more_flags,
     )
-    api = root / "include" / "torch" / "csrc" / "api" / "include"
-    include = (root / "include", api, *more_folders)
+    include = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
     units = tuple(
-        Unit(FOLDER / f"{source}.cpp", flags, source, system_include=include) for source in sources
+        Unit(FOLDER / f"{source}.cpp", flags, source, system_include=include)
+        for source in ("small_calls", "delayed_calls")
     )
-    linked = ("torch_cpu", "c10", *more_libraries)
-    libraries = tuple(str(root / "lib" / f"lib{library}.so") for library in linked)
-    title, effort = name.replace("_", " ").replace("calls", "CPU calls"), 8.0 + 8.0 * len(units)
-    return BuildSpec(name, units, find_cxx, (_SMALL_CALLS,), libraries, title, effort)
+    libraries = tuple(str(root / "lib" / f"lib{library}.so") for library in ("torch_cpu", "c10"))
+    return BuildSpec(
+        "small_calls",
+        units,
+        find_cxx,
+        (_SMALL_CALLS,),
+        libraries,
+        title="small CPU calls",
+        effort=24.0,
+    )

@@ -7,6 +7,7 @@ trusts every size: these functions check all of them first.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +31,9 @@ def _packed_floats(values: tuple[float, ...]) -> bytes:
     return struct.pack(f"={len(values)}f", *values)
 
 
-def _all_plain(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Return whether native code can read and write all of `tensors` as arrays of `dtype`."""
-    return all([native.is_plain(t, dtype) for t in tensors])
+def _are_vectors(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Return whether native code can read and write all of `tensors` as vectors of `dtype`."""
+    return all([native.is_plain(t, dtype) and t.dim() == 1 for t in tensors])
 
 
 def _handle() -> Any:
@@ -63,9 +64,10 @@ def begin_(
     columns = scale.numel()
     if (
         handle is None
-        or not _all_plain((scale, history, cell, outputs[0]), torch.float32)
-        or not _all_plain((steps, cell_step, step, outputs[1]), torch.int64)
-        or scale.dim() != 1
+        or not _are_vectors((scale, cell, outputs[0]), torch.float32)
+        or not _are_vectors((steps, cell_step, step, outputs[1]), torch.int64)
+        or not native.is_plain(history, torch.float32)
+        or not all([math.isfinite(value) for value in largest])
         or len(largest) != columns
         or history.dim() != 2
         or history.shape[1] != columns
@@ -117,7 +119,9 @@ def record_(history: Tensor, amax: Sequence[Tensor], first: int) -> bool:
         first: column of the first element of `amax`.
     """
     handle = _handle()
-    if handle is None or not _all_plain((history, *amax), torch.float32):
+    if handle is None or not native.is_plain(history, torch.float32):
+        return False
+    if not _are_vectors(amax, torch.float32):
         return False
     if history.dim() != 2 or history.shape[0] < 1 or first < 0:
         return False
@@ -139,9 +143,9 @@ def record_gradient_(
         ticket: (2,) int64.
     """
     handle = _handle()
-    if handle is None or not _all_plain((cell, *amax), torch.float32):
+    if handle is None or not _are_vectors((cell, *amax), torch.float32):
         return False
-    if not _all_plain((cell_step, ticket), torch.int64):
+    if not _are_vectors((cell_step, ticket), torch.int64):
         return False
     if cell_step.numel() != 1 or ticket.numel() != 2:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from qtensor.formats import E2M1, FormatSpec
+from qtensor.core.formats import E2M1, FormatSpec
 
 ABI = 6
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m3": 2, "e3m2": 3, "e2m1": 4}

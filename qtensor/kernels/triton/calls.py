@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape, buffer_shapes
 from qtensor.kernels.cpu.native import WHOLE, Part
-from qtensor.layout import Shape, buffer_shapes
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.layout import ceil_div, rows_cols
+from qtensor.core.buffer_shapes import ceil_div, rows_cols
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIDES = (

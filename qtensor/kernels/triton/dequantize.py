@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import ceil_div, round_up
 from qtensor.kernels.triton.common import (
     as_matrix,
     factor_offsets,
@@ -28,7 +29,6 @@ from qtensor.kernels.triton.elements import decode, e8m0_factor
 from qtensor.kernels.triton.mx import pack_of
 from qtensor.kernels.triton.nvfp4 import is_rotated
 from qtensor.kernels.triton.rotation import product_16
-from qtensor.layout import ceil_div, round_up
 
 
 @triton.jit

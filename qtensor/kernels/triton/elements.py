@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qtensor.formats import Element
+from qtensor.core.formats import Element
 from qtensor.kernels.triton.common import float_bits
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qtensor.errors import fail
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.errors import fail
 from qtensor.kernels.triton.amax import amax_
 from qtensor.kernels.triton.common import (
     SIDES,
@@ -38,7 +39,6 @@ from qtensor.kernels.triton.elements import (
     magnitude_bits,
     reciprocal,
 )
-from qtensor.layout import ceil_div
 
 BLOCK = 128
 LONGEST_ROW = 16384

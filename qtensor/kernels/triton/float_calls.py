@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
 from qtensor.kernels.fusion import Clamp, Target
 from qtensor.kernels.triton.calls import backend, supports, whole, write_
-from qtensor.layout import Shape
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import ceil_div
 from qtensor.kernels.triton.common import (
     SIDES,
     as_matrix,
@@ -29,7 +30,6 @@ from qtensor.kernels.triton.elements import (
     encode,
     magnitude_bits,
 )
-from qtensor.layout import ceil_div
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import ceil_div
 from qtensor.kernels.triton.common import (
     as_matrix,
     launch,
@@ -26,7 +27,6 @@ from qtensor.kernels.triton.common import (
 )
 from qtensor.kernels.triton.elements import reciprocal
 from qtensor.kernels.triton.float_math import LANES, ROW_BLOCK, add_halves, rounded
-from qtensor.layout import ceil_div
 
 ROWS = 4
 """Rows of a program that sums along rows; each row has a warp."""

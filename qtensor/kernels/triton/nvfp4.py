@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import ceil_div, round_up
 from qtensor.kernels.triton.amax import amax_
 from qtensor.kernels.triton.common import SIDES, as_matrix, launch, tile_for, tiles
 from qtensor.kernels.triton.nvfp4_kernels import (
@@ -18,7 +19,6 @@ from qtensor.kernels.triton.nvfp4_kernels import (
     quantize_nvfp4_square_kernel,
     rotated_amax_kernel,
 )
-from qtensor.layout import ceil_div, round_up
 
 
 def is_rotated(quantizer: Any, side: str) -> bool:

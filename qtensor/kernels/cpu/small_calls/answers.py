@@ -1,25 +1,22 @@
-"""Load the C++ kernel that answers small calls, and pass programs to it."""
+"""Register the C++ kernel that answers small calls, and pass programs to it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import platform
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from qtensor.errors import QTensorError
 from qtensor.kernels.cpu import native
-from qtensor.kernels.cpu.small_calls import direct
 from qtensor.kernels.cpu.small_calls.calls import Arguments, Parse
+from qtensor.kernels.cpu.small_calls.library import load
 from qtensor.kernels.cpu.small_calls.planners import PLANNERS
 from qtensor.kernels.cpu.small_calls.program import Program
 
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PACKS_FIRST = ("quantize", "quantize_", "linear_backward", "weight_gemm")
 """Ops whose first tensor may have any strides. C++ copies it if it is not contiguous."""
 _OWNED: list[Program] = []
@@ -36,33 +33,13 @@ STATE_KERNELS = {
 
 @functools.cache
 def library() -> Any:
-    """Return the C++ library with all ops registered, or None where it is not built.
-
-    This function compiles nothing. `qtensor.kernels.build` builds the library with the CPU kernels.
-    """
-    kernels = native.library()
-    if isinstance(kernels, str) or platform.system() != "Linux":
+    """Return the C++ library with all ops registered, or None where it is not built."""
+    handle, kernels = load(), native.library()
+    if handle is None or isinstance(kernels, str):
         return None
-    try:
-        # Only a process that computes needs the compiler cache.
-        from qtensor.build import build, is_built  # noqa: PLC0415
-        from qtensor.kernels.cpu.sources import small_calls_build_spec  # noqa: PLC0415
-
-        spec = small_calls_build_spec()
-        if not is_built(spec):
-            return None
-        handle = ctypes.CDLL(str(build(spec)))
-        handle.qt_register_op.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int)
-        handle.qt_wants_program.argtypes = (ctypes.c_char_p,)
-        handle.qt_register_state_op.argtypes = (ctypes.c_char_p, _POINTER)
-        handle.qt_remember.argtypes = (ctypes.c_char_p, _POINTER, _POINTER, _SIZE, _SIZE)
-    except (QTensorError, OSError, AttributeError):
-        # The Python kernels give the same bytes.
-        return None
-    run = ctypes.cast(kernels.run, _POINTER).value
+    run = ctypes.cast(kernels.run, ctypes.c_void_p).value
     for name in PLANNERS:
         handle.qt_register_op(name.encode(), run, name in _PACKS_FIRST)
-    direct.install(handle, PLANNERS)
     return handle
 
 
@@ -116,7 +93,9 @@ def offer_state(name: str) -> Callable[[Any, Any], None]:
         if handle is None or isinstance(kernels, str):
             return
         kernel = None if function is None else getattr(kernels.handle, function)
-        handle.qt_register_state_op(name.encode(), kernel and ctypes.cast(kernel, _POINTER).value)
+        handle.qt_register_state_op(
+            name.encode(), kernel and ctypes.cast(kernel, ctypes.c_void_p).value
+        )
 
     return observe
 

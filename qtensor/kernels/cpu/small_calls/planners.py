@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.linear_plans import backward_plan, forward_plan
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.buffers import SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.buffers import addresses as buffer_addresses
@@ -43,8 +45,6 @@ from qtensor.kernels.cpu.small_calls.program import (
     Source,
     serves,
 )
-from qtensor.layout import Shape
-from qtensor.linear_plans import backward_plan, forward_plan
 
 
 def _is_one(t: Tensor | None, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Plan products: by the kernel of few rows where `few_rows` serves them, else by torch's `sgemm`.
+"""Plan products: by the kernel of few rows where `few_rows` serves them, else by `torch.mm`.
 
 The programs compute with the sums of the backend that `gemm` would choose, so that a call has the
 same bytes before and after its program exists.
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.quantizer_registry import transposed
 from qtensor.kernels.cpu.buffers import (
     POSITIONS,
     SHARED,
@@ -38,14 +40,15 @@ from qtensor.kernels.cpu.small_calls.program import (
     can_multiply,
     serves,
 )
-from qtensor.kernels.gemm.problem import Problem, sides
-from qtensor.kernels.gemm.weight_rows import few_rows_refusal, mirrored
-from qtensor.layout import Shape
-from qtensor.registry import transposed
+from qtensor.kernels.products.problem import Problem, sides
+from qtensor.kernels.products.weight_rows import few_rows_refusal, mirrored
 
 
 def fits(m: int, n: int, k: int) -> bool:
-    """Return whether a product is small. Sizes of 1 make `torch.mm` choose another routine."""
+    """Return whether a product is small, with sizes of 2 and more.
+
+    A size of 1 has any stride, and `torch.mm` chooses its routine by strides.
+    """
     return min(m, n, k) > 1 and max(m * n, n * k, m * k) <= SMALL
 
 
@@ -234,7 +237,7 @@ def _plan_product(
 def _plan_small_product(
     call: Arguments, left: Operand, right: Operand, layout: str, dtype: torch.dtype
 ) -> CallProgram | None:
-    """Plan a product of decoded matrices by the `sgemm` of torch."""
+    """Plan a product of decoded matrices by `torch.mm`."""
     a_shape, b_shape, bias = left.shape, right.shape, call.bias
     if len(a_shape) != 2 or len(b_shape) != 2:
         return None
@@ -286,7 +289,7 @@ def refuse_gemm(problem: Problem) -> str | None:
             return f"no program reads {side.label}"
     if problem.bias is not None and not (problem.bias[0] == (n,) and problem.bias[1] in DTYPES):
         return f"the bias is not a vector of {n} values that a program reads"
-    return None if can_multiply() else "the matrix product of torch was not found"
+    return None if can_multiply() else "the library that multiplies is not built"
 
 
 def _matrix(

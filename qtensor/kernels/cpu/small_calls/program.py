@@ -11,15 +11,14 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.buffers import POSITIONS, SHARED, BufferLayout, buffer_layout
 from qtensor.kernels.cpu.native import DTYPES
+from qtensor.kernels.cpu.small_calls.library import load
 
 SMALL = 1 << 16
 """Most elements of a matrix in a program; larger ones profit from threads and tiles."""
@@ -64,45 +63,9 @@ class Program:
 
 @functools.cache
 def _sgemm() -> int:
-    """Return the address of torch's `sgemm`; 0 unless it gives the bits of `torch.mm`."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        function = ctypes.CDLL(str(path)).sgemm_
-    except (OSError, AttributeError):
-        return 0
-    address = ctypes.cast(function, ctypes.c_void_p).value or 0
-    return (
-        address if all(_equals_mm(function, size) for size in ((33, 17, 31), (64, 64, 64))) else 0
-    )
-
-
-def _equals_mm(sgemm: Any, sizes: tuple[int, int, int]) -> bool:
-    """Return whether a product of sizes (M, N, K) by `sgemm` has the bits of `torch.mm`."""
-    m, n, k = sizes
-    # The first call may happen below a fake tensor mode, or with another default device.
-    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd(), torch.device("cpu"):
-        a, b = (
-            torch.arange(rows * cols, dtype=torch.float32).mul_(0.37).sin_().view(rows, cols)
-            for rows, cols in ((m, k), (n, k))
-        )
-        expected, result = torch.mm(a, b.t()), torch.zeros(m, n)
-    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-    dims = [ctypes.byref(ctypes.c_int64(size)) for size in (n, m, k)]
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (b, a, result)]
-    sgemm(
-        ctypes.c_char_p(b"t"),
-        ctypes.c_char_p(b"n"),
-        *dims,
-        ctypes.byref(one),
-        pointers[0],
-        dims[2],
-        pointers[1],
-        dims[2],
-        ctypes.byref(zero),
-        pointers[2],
-        dims[0],
-    )
-    return bytes(result.untyped_storage()) == bytes(expected.untyped_storage())
+    """Return the address of `qt_sgemm`, which computes `torch.mm`; 0 where it is not built."""
+    handle = load()
+    return 0 if handle is None else ctypes.cast(handle.qt_sgemm, ctypes.c_void_p).value or 0
 
 
 class Source(NamedTuple):
@@ -138,7 +101,7 @@ def serves(quantizer: Any, shape: tuple[int, ...]) -> BufferLayout | None:
 
 
 def can_multiply() -> bool:
-    """Return whether programs can multiply: they need the `sgemm` of torch."""
+    """Return whether programs can multiply: they need the library that is built against torch."""
     return _sgemm() != 0
 
 
@@ -306,9 +269,7 @@ class Builder:
         plain = out.dtype is torch.float32
         c = out.at if plain else self.scratch_memory(4 * m * n)
         left_turned, right_turned = layout == "NT", layout == "TN"
-        # BLAS is column-major, so it computes the transposed result, b.T @ a.T.
-        self._step(_MULTIPLY, right_turned, left_turned, n, m, k)
-        self._steps[-1] += (right, k if right_turned else n, left, m if left_turned else k, c, n)
+        self._step(_MULTIPLY, left_turned, right_turned, m, n, k, left, right, c)
         if plain and bias is None and left_factor == right_factor == _NOTHING:
             return
         added, kind = (_NOTHING, torch.float32) if bias is None else bias

@@ -3,6 +3,7 @@
 // runs the op's Python kernel, which refuses it or serves it in another way.
 #include "small_calls.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -46,10 +47,11 @@ bool is_plain(const at::Tensor& t, at::ScalarType dtype) {
 bool is_plain(const IValue& value, at::ScalarType dtype) {
     return value.isTensor() && is_plain(value.toTensor(), dtype);
 }
+// Returns whether a kernel can access a vector of `count` elements.
 bool is_plain(const IValue& value, at::ScalarType dtype, i64 count) {
-    return is_plain(value, dtype) && value.toTensor().numel() == count;
+    return is_plain(value, dtype) && value.toTensor().dim() == 1 && value.toTensor().numel() == count;
 }
-// The address of a tensor whose version must not change: a graph may have saved the tensor.
+// The address of a tensor, which a kernel writes without a change of the tensor's version.
 void* address(const IValue& value) { return const_cast<void*>(value.toTensor().const_data_ptr()); }
 
 // Appends the addresses of `amax`, and returns the number of their elements; -1 if one is not plain.
@@ -66,11 +68,17 @@ i64 add_maxima(const IValue& amax, std::vector<Maxima>& pieces) {
     return count;
 }
 
+bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+// Returns whether a checkpoint may compute a call again, or does so now. Python finds out which one
+// (library/recomputation.py).
+bool is_in_checkpoint() { return is_in_backward() || at::SavedTensorDefaultHooks::get_hooks(true); }
+
 // ---- the ops. Each function takes the arguments of the op's schema, and adds its results to `results`. It
 // returns false, with nothing written, if a check fails.
 
 bool begin_step(void* kernel, Arguments arguments, torch::jit::Stack& results) {
     const IValue &scale = arguments[0], &history = arguments[1], &cell = arguments[3];
+    if (arguments[13].isTensor() && (arguments[14].toBool() || is_in_checkpoint())) return false;
     const bool is_by_recipe = arguments[11].isNone() && arguments[12].isNone();
     if (!is_by_recipe || !is_plain(scale, at::kFloat) || !is_plain(history, at::kFloat)) return false;
     const i64 columns = scale.toTensor().numel(), length = arguments[7].toInt(),
@@ -101,19 +109,22 @@ bool begin_step(void* kernel, Arguments arguments, torch::jit::Stack& results) {
         address(arguments[5]),
         scales.mutable_data_ptr(),
         ticket.mutable_data_ptr(),
-        arguments[6].toBool(),
+        arguments[6].toBool() && !is_in_backward(),
         length,
         columns,
         cell.toTensor().numel(),
         algorithm == "most_recent",
         std::ldexp(1.0, int(margin)),
     };
+    const bool begins = packed.advance && *(const i64*)packed.step != *(const i64*)packed.steps;
     ((Begin)kernel)(&packed, largest_codes.data());
+    if (begins && !scale.toTensor().is_inference()) scale.toTensor().unsafeGetTensorImpl()->bump_version();
     torch::jit::push(results, std::move(scales), std::move(ticket));
     return true;
 }
 
 bool record_maxima(void* kernel, Arguments arguments, torch::jit::Stack&) {
+    if (is_in_backward()) return true;  // a checkpoint calls the layer again
     if (!is_plain(arguments[0], at::kFloat)) return false;
     const auto sizes = arguments[0].toTensor().sizes();
     const i64 first = arguments[2].toInt();
@@ -130,24 +141,23 @@ bool record_gradient_maxima(void* kernel, Arguments arguments, torch::jit::Stack
     std::vector<Maxima> pieces;
     const i64 count = add_maxima(arguments[2], pieces);
     if (count < 0 || !is_plain(arguments[0], at::kFloat, count)) return false;
-    if (arguments[0].toTensor().dim() != 1) return false;
     ((RecordGradientMaxima)kernel)(address(arguments[0]), address(arguments[1]), address(arguments[3]),
                                    pieces.data(), i64(pieces.size()));
     return true;
 }
 
 bool advance_step(void*, Arguments arguments, torch::jit::Stack&) {
-    static std::mutex mutex;  // no two steps of a shared counter get one number
     if (!is_plain(arguments[0], at::kLong, 1)) return false;
     if (!arguments[2].isNone() && !is_plain(arguments[2], at::kLong, 1)) return false;
     // A checkpoint calls the layer again during a backward pass.
-    if (arguments[1].toBool() && torch::autograd::get_current_graph_task_id() != -1) return true;
+    if (arguments[1].toBool() && is_in_backward()) return true;
     auto* step = (i64*)address(arguments[0]);
     if (arguments[2].isNone()) {
         ++*step;
         return true;
     }
-    std::scoped_lock lock(mutex);
+    // No two steps of a shared counter get one number.
+    std::scoped_lock lock(small_calls::tables_mutex);
     *step = ++*(i64*)address(arguments[2]);
     return true;
 }
@@ -184,11 +194,10 @@ Answer answer_of(const std::string& name) {
 // Registers the kernel of an op of qtensor on the CPU, which calls `kernel` of delayed_scaling.cpp. A second
 // call for the same op has no effect. Returns 0 if the op is one of this file.
 extern "C" int qt_register_state_op(const char* name, void* kernel) {
-    static std::mutex mutex;
     static auto* names = new std::unordered_set<std::string>;
     const Answer answer = answer_of(name);
     if (!answer) return 1;
-    std::scoped_lock lock(mutex);
+    std::scoped_lock lock(small_calls::tables_mutex);
     if (!names->insert(name).second) return 0;
     // Never freed: calls may come at the end of the process.
     auto* library =

@@ -39,8 +39,8 @@ struct DecodeStep {
 struct WidenStep {
     i64 x_at, dtype, count, y_at;
 };
-struct MultiplyStep {  // column-major, as in BLAS
-    i64 a_transposed, b_transposed, m, n, k, a_at, lda, b_at, ldb, c_at, ldc;
+struct MultiplyStep {  // c (m, n) = a @ b; a is (m, k), or (k, m) if transposed, b (k, n) or (n, k)
+    i64 a_transposed, b_transposed, m, n, k, a_at, b_at, c_at;
 };
 struct FinishStep {  // y = x * (a * b) + bias, rounded once
     i64 x_at, rows, cols, a_at, b_at, bias_at, bias_dtype;
@@ -78,10 +78,9 @@ struct Step {
 };
 static_assert(sizeof(Step) == 200, "program.py writes 25 words");
 
-// sgemm of torch's BLAS, whose integers may have 32 or 64 bits: on a little-endian machine it reads small
-// numbers of 64 bits correctly in both cases.
-using Sgemm = void (*)(const char*, const char*, const i64*, const i64*, const i64*, const float*,
-                       const float*, const i64*, const float*, const i64*, const float*, float*, const i64*);
+// qt_sgemm of small_calls.cpp, which is torch.mm. These kernels do not link against torch.
+using Sgemm = void (*)(const float* a, i64 a_transposed, const float* b, i64 b_transposed, float* c, i64 m,
+                       i64 n, i64 k);
 struct Program {
     i64 step_count;
     i64 passed_count;   // addresses that a call passes
@@ -182,10 +181,8 @@ struct ProgramRunner {
         return with_type(s.dtype, [&](auto type) { return dequantize_as<decltype(type)>(*s.quantizer, c); });
     }
     void multiply(const MultiplyStep& s) const {
-        const float one = 1.0f, zero = 0.0f;
-        program.sgemm(s.a_transposed ? "t" : "n", s.b_transposed ? "t" : "n", &s.m, &s.n, &s.k, &one,
-                      get<float>(s.a_at), &s.lda, get<float>(s.b_at), &s.ldb, &zero, get<float>(s.c_at),
-                      &s.ldc);
+        program.sgemm(get<float>(s.a_at), s.a_transposed, get<float>(s.b_at), s.b_transposed,
+                      get<float>(s.c_at), s.m, s.n, s.k);
     }
     void finish(const FinishStep& s) const {
         const float *a = get<float>(s.a_at), *b = get<float>(s.b_at);

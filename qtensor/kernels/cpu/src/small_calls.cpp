@@ -4,9 +4,14 @@
 // torch's headers into a library of its own, so that the other kernels do not need those headers.
 #include "small_calls.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <pthread.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 
 using namespace small_calls;
@@ -59,7 +64,7 @@ public:
         const Answer* answer = nullptr;
         bool wants_program = false;  // the description has no entry yet, and came before
         {
-            std::shared_lock lock(op_.mutex);
+            std::scoped_lock lock(tables_mutex);
             const auto entry = op_.answers.find(description.key);
             if (entry != op_.answers.end()) {
                 answer = entry->second.get();  // entries are never removed
@@ -81,7 +86,7 @@ public:
         if (!wants_program) return;
         const IValue* results = handle.schema().returns().empty() ? nullptr : &stack->back();
         auto fresh = request.received ? new_answer(std::move(*request.received), results) : nullptr;
-        std::unique_lock lock(op_.mutex);
+        std::scoped_lock lock(tables_mutex);
         op_.answers.emplace(std::move(description.key), std::move(fresh));
     }
 
@@ -92,28 +97,36 @@ private:
         handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, stack);
     }
     // Returns whether a description is at least the second of its kind: one that comes once is not worth a
-    // program.
+    // program. The caller holds `tables_mutex`.
     bool came_before(const std::string& key) {
-        static std::mutex mutex;
-        std::scoped_lock lock(mutex);
         if (op_.seen_once.size() >= MAX_DESCRIPTIONS) op_.seen_once.clear();
         return !op_.seen_once.insert(std::hash<std::string>{}(key)).second;
     }
 };
 
 // Never freed: calls may come at the end of the process.
-std::mutex ops_mutex;
 auto& ops = *new std::unordered_map<std::string, Op>;
 
 }  // namespace
 
+std::mutex small_calls::tables_mutex;
 bool small_calls::answers_calls() { return enabled; }
+
+namespace {
+
+// The child of a fork has none of the other threads. If one of them held the mutex, it would stay locked
+// there for ever, so fork() itself takes it.
+void lock_tables() { tables_mutex.lock(); }
+void unlock_tables() { tables_mutex.unlock(); }
+[[maybe_unused]] const int fork_handlers = pthread_atfork(lock_tables, unlock_tables, unlock_tables);
+
+}  // namespace
 
 extern "C" {
 
 // Registers the kernel of an op of qtensor on the CPU. A second call for the same op has no effect.
 void qt_register_op(const char* name, const void* run, int packs_first) {
-    std::scoped_lock lock(ops_mutex);
+    std::scoped_lock lock(tables_mutex);
     const auto [entry, is_new] = ops.try_emplace(name);
     if (!is_new) return;
     Op& op = entry->second;
@@ -124,14 +137,6 @@ void qt_register_op(const char* name, const void* run, int packs_first) {
         new torch::Library(torch::Library::IMPL, "qtensor", c10::DispatchKey::CPU, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SmallCallKernel>(op)));
 }
-
-// For direct_calls.cpp: the op that is registered under a name, or null, and whether C++ may answer calls.
-void* qt_registered_op(const char* name) {
-    std::scoped_lock lock(ops_mutex);
-    const auto entry = ops.find(name);
-    return entry == ops.end() ? nullptr : &entry->second;
-}
-const void* qt_enabled() { return &enabled; }
 
 // Returns whether the call whose Python kernel runs is one of this op and needs a program.
 int qt_wants_program(const char* name) { return current_request && current_request->op.name == name; }
@@ -144,6 +149,18 @@ int qt_remember(const char* name, const void* program, const void* addresses, i6
     const auto* first = (const AddressSource*)addresses;
     current_request->received = CallProgram{program, {first, first + count}, cleared_outputs};
     return 0;
+}
+
+// Computes c = a @ b for programs (program.cpp) by torch.mm, as the Python kernels of the ops do: so the sums
+// have the same order under every setting of torch.
+void qt_sgemm(float* a, i64 a_transposed, float* b, i64 b_transposed, float* c, i64 m, i64 n, i64 k) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto matrix = [](float* values, i64 rows, i64 cols, bool transposed) {
+        const std::array<i64, 2> strides{transposed ? 1 : cols, transposed ? rows : 1};
+        return at::from_blob(values, {rows, cols}, strides, at::kFloat);
+    };
+    at::Tensor out = matrix(c, m, n, false);
+    at::mm_out(out, matrix(a, m, k, a_transposed), matrix(b, k, n, b_transposed));
 }
 
 // Sets whether remembered programs serve; if not, every call runs its Python kernel. Returns the former

@@ -1,5 +1,4 @@
-// What small_calls.cpp and direct_calls.cpp share: the description of a call, the program that was planned
-// for it, and running that program.
+// The description of a small call, the program that was planned for it, and running that program.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
@@ -10,9 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -54,17 +51,11 @@ struct Op {
     std::string name;
     RunProgram run;
     bool packs_first;  // a first tensor that is not contiguous is copied
-    std::shared_mutex mutex;
     std::unordered_map<std::string, std::unique_ptr<Answer>> answers;  // null: no program serves such a call
     std::unordered_set<size_t> seen_once;                              // hashes of descriptions
-
-    // Returns the answer to a description, or null. Entries are never removed.
-    const Answer* answer_to(const std::string& key) {
-        std::shared_lock lock(mutex);
-        const auto entry = answers.find(key);
-        return entry == answers.end() ? nullptr : entry->second.get();
-    }
 };
+// Guards everything that this library remembers.
+extern std::mutex tables_mutex;
 // Returns whether C++ may answer calls.
 bool answers_calls();
 
@@ -86,23 +77,9 @@ struct CallDescription {
         return t.dim() == 2 && t.stride(0) == 1 && t.stride(1) == t.size(0);
     }
     void add_number(i64 value) { key.append((const char*)&value, sizeof value); }
-    void add_text(std::string_view text) {
-        key.push_back('s');
-        add_number(i64(text.size()));
-        key.append(text);
-    }
-    void add_integer(i64 value) {
-        key.push_back('i');
+    void add_number_of_kind(char kind, i64 value) {
+        key.push_back(kind);
         add_number(value);
-    }
-    void add_bool(bool value) { key.push_back(value ? '1' : '0'); }
-    void begin_integers(size_t count) {
-        key.push_back('I');
-        add_number(i64(count));
-    }
-    void begin_tensors(size_t count) {
-        key.push_back('T');
-        add_number(i64(count));
     }
     void add_absent_tensor() {
         key.push_back('n');
@@ -145,18 +122,20 @@ struct CallDescription {
         if (value.isNone()) {
             add_absent_tensor();
         } else if (value.isString()) {
-            add_text(value.toStringRef());
+            const std::string& text = value.toStringRef();
+            add_number_of_kind('s', i64(text.size()));
+            key.append(text);
         } else if (value.isInt()) {
-            add_integer(value.toInt());
+            add_number_of_kind('i', value.toInt());
         } else if (value.isBool()) {
-            add_bool(value.toBool());
+            key.push_back(value.toBool() ? '1' : '0');
         } else if (value.isIntList()) {
             const auto numbers = value.toIntList();
-            begin_integers(numbers.size());
+            add_number_of_kind('I', i64(numbers.size()));
             for (const i64 number : numbers) add_number(number);
         } else if (value.isTensorList()) {
             const auto tensors = value.toTensorList();
-            begin_tensors(tensors.size());
+            add_number_of_kind('T', i64(tensors.size()));
             for (size_t i = 0; i < tensors.size(); i++) {
                 if (!add_tensor(tensors.get(i), false)) return false;
             }
@@ -165,10 +144,9 @@ struct CallDescription {
         }
         return true;
     }
-    static bool is_small(const at::Tensor& first) { return first.numel() <= MAX_ELEMENTS; }
     // Returns false for a call that no program serves.
     bool add_arguments(at::ArrayRef<IValue> arguments, bool packs_first) {
-        if (arguments[0].isTensor() && !is_small(arguments[0].toTensor())) return false;
+        if (arguments[0].isTensor() && arguments[0].toTensor().numel() > MAX_ELEMENTS) return false;
         for (size_t i = 0; i < arguments.size(); i++) {
             if (!add_argument(arguments[i], packs_first && i == 0)) return false;
         }

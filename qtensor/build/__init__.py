@@ -1,0 +1,1 @@
+"""Compile kernels, and keep them in a cache on the user's disk."""

@@ -1,0 +1,1 @@
+"""What every layer uses: errors, formats, texts, buffer shapes, and the registry of quantizers."""

@@ -1,0 +1,1 @@
+"""Forward and backward of linear layers over groups of rows."""

@@ -1,0 +1,1 @@
+"""Linear layers whose tensors are spread over ranks."""

@@ -1,0 +1,297 @@
+"""Compute linear layers whose tensors are DTensors: each rank multiplies its own parts.
+
+The layer runs on local tensors, so that recipes, states and compiled code need no second
+implementation. For each dim of the mesh, the placement of the weight (N, K) decides the others:
+
+| weight | input (..., K) | output (..., N) | gradient of the input | of the weight |
+|---|---|---|---|---|
+| ``Shard(0)`` | ``Replicate`` | ``Shard(-1)`` | ``Partial`` | ``Shard(0)`` |
+| ``Shard(1)`` | ``Shard(-1)`` | ``Partial`` | ``Shard(-1)`` | ``Shard(1)`` |
+| ``Replicate`` | ``Shard(i)``, rows | ``Shard(i)`` | ``Shard(i)`` | ``Partial`` |
+| ``Replicate`` | ``Replicate`` | ``Replicate`` | ``Replicate`` | ``Replicate`` |
+
+An input with another placement is redistributed first. A bias is added after the sum over ranks,
+as ``parallel_mode="row"`` does: then the layer reduces its output itself. A grouped layer has no
+such exchange: there the first rank of those that sum adds the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.core.dtensors import from_part, is_dtensor, local_part, part_of
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
+from qtensor.core.quantizer_registry import parse
+from qtensor.functional.ranks.parallel import Parallel
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.process_groups import group_of_mesh
+
+
+class SequenceExchange(NamedTuple):
+    """The layer itself gathers an input whose rows are split, and splits the rows of a sum.
+
+    Attributes:
+        output_dim: the dim along which the output of a sum over ranks is split, None for no split.
+    """
+
+    output_dim: int | None = None
+
+
+class Layout(NamedTuple):
+    """The placements of a layer's tensors, one for each dim of the mesh.
+
+    Attributes:
+        input: the placements that the products read.
+        output: placements of the local products.
+        input_grad: of the gradient that each rank computes for its input.
+        weight_grad: of the gradient of the weight.
+        bias: of the bias.
+        bias_grad: of the gradient of the bias.
+        summed: dims of the mesh over which products are summed.
+    """
+
+    input: tuple[Any, ...]
+    output: tuple[Any, ...]
+    input_grad: tuple[Any, ...]
+    weight_grad: tuple[Any, ...]
+    bias: tuple[Any, ...]
+    bias_grad: tuple[Any, ...]
+    summed: tuple[int, ...]
+
+
+class Localized(NamedTuple):
+    """The local part of a layer's call.
+
+    Attributes:
+        input: (..., K) of this rank.
+        weights: (N, K) of this rank, one for each group.
+        biases: (N,) of this rank, one for each group, or [].
+        parallel: the exchange that the layer does itself; None for none.
+        mesh: the mesh of all DTensors of the call.
+        placements: of the output.
+        shape: of the whole output.
+        sums_wgrad: the gradient of the weight is the sum of those of several ranks.
+    """
+
+    input: Any
+    weights: list[Any]
+    biases: list[Any]
+    parallel: Parallel | None
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    sums_wgrad: bool
+
+    def check_schedule(self, label: str, options: Any) -> None:
+        """Refuse ways to accumulate the gradient of the weight that DTensors do not have.
+
+        Args:
+            label: the layer, for error messages.
+            options: the ``LinearOptions`` of the layer.
+
+        Raises:
+            UnsupportedError: the gradient is postponed, or ``main_grad`` would get this rank's part
+                of a sum over ranks.
+        """
+        if options.delay_wgrad_compute:
+            rule = "delay_wgrad_compute does not know how ranks share the gradient of a DTensor"
+            got, fix = "weights that are DTensors", "Build the layer without it"
+            fail(f"{label} weight", rule, got, fix, UnsupportedError)
+        if options.fuse_wgrad_accumulation and self.sums_wgrad:
+            rule = "fuse_wgrad_accumulation adds the gradient of this rank's rows to main_grad"
+            fix = "Build the layer without it, or pass an input whose rows are not split"
+            got = f"rows split over ranks ({list(self.placements)})"
+            fail(f"{label} weight", rule, got, fix, UnsupportedError)
+
+    def whole(self, out: Tensor, canonical: str = "") -> Any:
+        """Return the output as a DTensor, given this rank's part.
+
+        Args:
+            out: the part.
+            canonical: quantizer of the output, whose parts get the factors that they have in the
+                whole; "" for a plain output.
+        """
+        result = from_part(out, self.mesh, self.placements, self.shape)
+        if not canonical:
+            return result
+        output: Any = parse(canonical)
+        return output(result)
+
+
+def _where(t: Any) -> str:
+    if is_dtensor(t):
+        return part_of(t.placements)
+    return "a plain tensor"
+
+
+def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) -> Layout:
+    """Return the placements for an input (..., K) and a weight (N, K).
+
+    Args:
+        label: the layer, for error messages.
+        input: a DTensor.
+        weight: a DTensor on the same mesh.
+        splits_rows: whether ranks may have different rows of the input.
+
+    Raises:
+        UnsupportedError: a weight that is a pending sum, or split in strides.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415 - see qtensor.core.dtensors
+
+    last = input.ndim - 1
+    rows: list[tuple[Any, ...]] = []
+    summed = []
+    for i, (x, w) in enumerate(zip(input.placements, weight.placements, strict=True)):
+        if w.is_shard(0):
+            rows.append((Replicate(), Shard(last), Partial(), Shard(0), Shard(0), Shard(0)))
+        elif w.is_shard(1):
+            summed.append(i)
+            rows.append((Shard(last), Partial(), Shard(last), Shard(1), Replicate(), Replicate()))
+        elif w.is_replicate():
+            own = splits_rows and x.is_shard() and not (x.is_shard(last) or x.is_shard(-1))
+            p = x if own else Replicate()
+            grad = Partial() if own else Replicate()
+            rows.append((p, p, p, grad, Replicate(), grad))
+        else:
+            fix = "Redistribute it to Shard(0), Shard(1) or Replicate()"
+            rule = "a weight must be Shard(0), Shard(1) or Replicate() on each dim of its mesh"
+            fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
+    columns: Any = [tuple([row[i] for row in rows]) for i in range(6)]
+    return Layout._make([*columns, tuple(summed)])
+
+
+def _check_meshes(label: str, input: Any, tensors: Sequence[Any]) -> None:
+    """Refuse a mix of DTensors and plain tensors, or of meshes."""
+    mesh = next(t.device_mesh for t in (input, *tensors) if is_dtensor(t))
+    for name, t in (("input", input), *(("parameter", p) for p in tensors)):
+        if not is_dtensor(t):
+            rule = f"the layer has DTensors, so its {name} must be one too"
+            fix = f"Pass DTensor.from_local({name}, mesh, placements), or use a parallel style"
+            fail(f"{label} {name}", rule, _where(t), fix, ArgumentTypeError)
+        if t.device_mesh != mesh:
+            rule = "all DTensors of a layer must be on one mesh"
+            fail(f"{label} {name}", rule, f"{t.device_mesh} and {mesh}", "Redistribute one of them")
+
+
+def localize(
+    label: str,
+    input: Any,
+    weights: Sequence[Any],
+    biases: Sequence[Any],
+    *,
+    exchange: SequenceExchange | None = None,
+    grouped: bool = False,
+) -> Localized:
+    """Return the local part of the call of a linear layer.
+
+    Args:
+        label: the layer, for error messages.
+        input: (..., K).
+        weights: (N, K) each.
+        biases: (N,) each, or none.
+        exchange: how the layer itself gathers and splits the rows of a sequence; None if DTensors
+            do that.
+        grouped: the layer exchanges nothing itself, and ranks cannot have different rows.
+
+    Raises:
+        QTensorError: the tensors are not DTensors of one mesh.
+        UnsupportedError: the placements are none of the module's table.
+    """
+    _check_meshes(label, input, (*weights, *biases))
+    weight, mesh = weights[0], input.device_mesh
+    layout = layout_of(label, input, weight, splits_rows=not grouped)
+    for other in weights[1:]:
+        if other.placements != weight.placements:
+            rule = "the weights of all groups must have the placements of the first"
+            fail(f"{label} weight", rule, _where(other), "Distribute all of them alike")
+    parallel, wanted, grad, output = None, layout.input, layout.input_grad, layout.output
+    shape = (*input.shape[:-1], weight.shape[0])
+    if not grouped and (exchange is not None or (biases and layout.summed)):
+        parallel = _own_exchange(label, input, weight, layout, exchange)
+    if parallel is not None and parallel.mode == "column":
+        wanted = grad = input.placements
+    elif parallel is not None:
+        output = _reduced(layout, parallel)
+    if wanted != input.placements:
+        input = input.redistribute(placements=wanted)
+    return Localized(
+        input.to_local(grad_placements=grad),
+        [w.to_local(grad_placements=layout.weight_grad) for w in weights],
+        [_local_bias(b, layout, grouped) for b in biases],
+        parallel,
+        mesh,
+        output,
+        shape,
+        any([p.is_partial() for p in layout.weight_grad]),
+    )
+
+
+def _local_bias(bias: Any, layout: Layout, first_adds: bool) -> Any:
+    """Return this rank's part (N,) of a bias, or zeros if another rank adds it."""
+    from torch.distributed.tensor import Partial  # noqa: PLC0415 - see qtensor.core.dtensors
+
+    if bias.placements != layout.bias:
+        bias = bias.redistribute(placements=layout.bias)
+    if not (first_adds and layout.summed):
+        return bias.to_local(grad_placements=layout.bias_grad)
+    grad = [Partial() if i in layout.summed else p for i, p in enumerate(layout.bias_grad)]
+    local = bias.to_local(grad_placements=tuple(grad))
+    mesh = bias.device_mesh
+    is_first = all([mesh.get_local_rank(i) == 0 for i in layout.summed])
+    return local if is_first else torch.where(torch.zeros_like(local, dtype=torch.bool), local, 0.0)
+
+
+def _own_exchange(
+    label: str, input: Any, weight: Any, layout: Layout, exchange: SequenceExchange | None
+) -> Parallel | None:
+    """Return the exchange that the layer does itself, or None if DTensors do all of it."""
+    mesh = input.device_mesh
+    if len(layout.summed) > 1:
+        rule = "a weight with a bias can be split along in_features on one dim of the mesh only"
+        fix = "Build the layer with bias=False, or use another placement"
+        fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
+    if layout.summed:
+        on, mode = layout.summed[0], "row"
+        along = None if exchange is None else exchange.output_dim
+    else:
+        split = [i for i, w in enumerate(weight.placements) if w.is_shard(0)]
+        if exchange is None or len(split) != 1:
+            return None
+        on, mode = split[0], "column"
+        placement = input.placements[on]
+        along = placement.dim if type(placement).__name__ == "Shard" else None
+    size = mesh.size(on)
+    group = group_of_mesh(mesh, on, "tensor parallel layer").group_name
+    if along is not None and _splits_rows(input, on, along % input.ndim, mode):
+        return Parallel(group, size, mode, True, along % input.ndim)
+    return None if mode == "column" else Parallel(group, size, mode, False)
+
+
+def _splits_rows(input: Any, on: int, along: int, mode: str) -> bool:
+    """Return whether the layer can gather or split the rows of its call along dim ``along``.
+
+    Args:
+        input: a DTensor (..., K).
+        on: the dim of the mesh over which rows are split.
+        along: a dim of the input.
+        mode: "column" or "row".
+    """
+    if along == input.ndim - 1 or input.shape[along] % input.device_mesh.size(on):
+        return False
+    if any([p.is_shard(along) for i, p in enumerate(input.placements) if i != on]):
+        return False
+    # The parts of a quantized input are joined along dim 0, or by DTensor.
+    quantized = mode == "column" and isinstance(local_part(input), QuantizedTensorStorage)
+    return along == 0 or not quantized
+
+
+def _reduced(layout: Layout, parallel: Parallel) -> tuple[Any, ...]:
+    """Return the placements of an output that the layer has reduced."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see qtensor.core.dtensors
+
+    end = Shard(parallel.dim) if parallel.sequence else Replicate()
+    return tuple([end if i in layout.summed else p for i, p in enumerate(layout.output)])

@@ -1,0 +1,355 @@
+"""Choose the backend of a product, by one table for CPUs and GPUs that ``explain`` shows.
+
+The choice depends on formats, sizes, dtype and device alone. It is made once for each combination
+and cached. Every backend that is skipped has a reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
+from qtensor.core.quantizer_registry import parse, transposed
+from qtensor.kernels.products import IN_FRONT
+from qtensor.kernels.products.dequant import Dequant
+from qtensor.kernels.products.dot_products import DotProducts
+from qtensor.kernels.products.few_rows import FewRows
+from qtensor.kernels.products.problem import GemmSide, Problem, Product, sides
+from qtensor.kernels.products.reference import Reference
+from qtensor.kernels.products.scaled_mm import ScaledMM
+from qtensor.kernels.products.tiles import Tiles
+
+Runner = Any
+"""``runner(out, a, b, bias)`` writes ``out`` and returns None, or returns why it wrote nothing.
+
+It has a ``name``, that of its backend, and a ``detail`` for ``explain``.
+"""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The reason of a backend whose kernels are not built."""
+
+    reason: str
+    arch: str
+    recipe: str
+
+
+def _cutlass(problem: Problem) -> Runner | Missing | str:
+    """Return the best CUTLASS kernel that is there, ready for the sizes."""
+    if problem.capability is None:
+        return "kernels run on CUDA devices"
+    module = _cutlass_module()
+    specs = module.kernels(problem)
+    if isinstance(specs, str):
+        return specs
+    # Only a process with a GPU needs the cache of compiled libraries.
+    from qtensor.cutlass_gemm.launch import Launcher  # noqa: PLC0415
+    from qtensor.cutlass_gemm.library import first_loadable  # noqa: PLC0415
+
+    loaded = first_loadable(specs)
+    reason = loaded
+    if not isinstance(loaded, str):
+        kernel, spec = loaded
+        device, alpha = torch.device(problem.device), module.alpha(problem)
+        try:
+            launcher = Launcher(kernel, problem.sizes, device, alpha, problem.processors)
+            return module.Cutlass(problem, spec, launcher)
+        except QTensorError as error:
+            reason = str(error)
+    arch, recipe = specs[0].arch, specs[0].recipe
+    fix = f"qtensor kernels build --arch {arch} --recipe {recipe}"
+    return Missing(f"{reason}; run: {fix}", arch, recipe)
+
+
+@functools.cache
+def _cutlass_module() -> Any:
+    """Return the CUTLASS backend, which a process without a GPU never imports."""
+    from qtensor.cutlass_gemm import tuning  # noqa: PLC0415
+    from qtensor.kernels.products import cutlass  # noqa: PLC0415
+
+    tuning.LISTENERS.append(reset)
+    return cutlass
+
+
+def _unless_refused(backend: Any) -> Callable[[Problem], Runner | str]:
+    def make(problem: Problem) -> Runner | str:
+        reason = backend.refusal(problem)
+        return backend(problem) if reason is None else reason
+
+    return make
+
+
+TABLE: dict[str, Callable[[Problem], Runner | Missing | str]] = {
+    "cutlass": _cutlass,
+    "scaled_mm": _unless_refused(ScaledMM),
+    "dequant": _unless_refused(Dequant),
+    "few_rows": _unless_refused(FewRows),
+    "dot_products": _unless_refused(DotProducts),
+    "tiles": _unless_refused(Tiles),
+    "reference": _unless_refused(Reference),
+}
+"""Backend -> function that returns its runner for a problem, or the reason why it has none.
+
+The preferred backend comes first. The reference serves every problem.
+"""
+
+BACKENDS = tuple(TABLE)
+"""Names of the backends, by preference."""
+
+
+@dataclass(frozen=True)
+class GemmChoice:
+    """The backends that can compute a problem.
+
+    Attributes:
+        runners: the backends that can, the preferred first. The last one is the reference.
+        refusals: (backend, reason) of each backend that cannot.
+        missing: the kernels that are not built, to warn about them; or None.
+    """
+
+    runners: tuple[Runner, ...]
+    refusals: tuple[tuple[str, str], ...]
+    missing: Missing | None = None
+
+    @property
+    def chosen(self) -> str:
+        """Name of the backend."""
+        return str(self.runners[0].name)
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the CUTLASS kernel, if it is one."""
+        spec = getattr(self.runners[0], "spec", None)
+        return None if spec is None else str(spec.name)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem) -> GemmChoice:
+    """Return the choice for a problem.
+
+    Loads kernels, and compiles them where ``QTENSOR_JIT=1`` allows it.
+    """
+    runners: list[Runner] = []
+    refusals: list[tuple[str, str]] = []
+    missing = None
+    for name, make in TABLE.items():
+        made = make(problem)
+        if isinstance(made, Missing):
+            missing, made = made, made.reason
+        if isinstance(made, str):
+            refusals.append((name, made))
+        else:
+            runners.append(made)
+    return GemmChoice(tuple(runners), tuple(refusals), missing)
+
+
+def reset() -> None:
+    """Forget choices: after kernels were built or removed, or others were measured to be faster."""
+    choose.cache_clear()
+    _CHOICES.clear()
+
+
+# ---- running
+
+_CHOICES: dict[Any, GemmChoice] = {}
+_MOST_CHOICES = 4096
+"""Calls to their choices, without a ``Problem`` for each call."""
+
+
+def multiply_(out: Tensor, product: Product) -> None:
+    """Compute a product by the first backend that can.
+
+    Args:
+        out: contiguous, of the result's shape and dtype.
+        product: the operands, checked.
+
+    Raises:
+        UnsupportedError: the backend that is asked for by name cannot compute it.
+    """
+    pair, layout, bias, backend, _ = product
+    is_view_of_rows = layout == "NN" and pair.b_quantizer and not pair.b[0].is_contiguous()
+    if is_view_of_rows and _device(out.device)[1] is not None:
+        # A weight behind t(): views of rows, which GPU kernels read in layout TN.
+        twin, rows = transposed(parse(pair.b_quantizer), pair.b)
+        pair = pair._replace(b=rows, b_quantizer=twin.canonical, b_shape=pair.b_shape[::-1])
+        product = product._replace(operands=pair, layout="TN")
+    key = _key(out, product)
+    choice = _CHOICES.get(key) or _remember(key)
+    if choice.missing is not None and backend == "auto":
+        _warn(choice)
+    refusals = []
+    for runner in choice.runners:
+        if backend in ("auto", runner.name):
+            reason = runner(out, pair.a, pair.b, bias)
+            if reason is None:
+                return
+            refusals.append((runner.name, reason))
+    _refuse(_problem_of(key), backend, (*refusals, *choice.refusals))
+
+
+def accumulate_(out: Tensor, product: Product) -> bool:
+    """Compute ``out += product`` in one kernel: weight gradients that are added to ``main_grad``.
+
+    Args:
+        out: float32, of the shape of the product.
+        product: the operands, without a bias.
+
+    Returns:
+        False, with nothing written, where no CUTLASS kernel can: multiply, then add.
+    """
+    if out.dtype != torch.float32:
+        return False
+    key, pair = _key(out, product), product.operands
+    runner = (_CHOICES.get(key) or _remember(key)).runners[0]
+    return runner.name == "cutlass" and runner(out, pair.a, pair.b, None, 1.0) is None
+
+
+def overwrite_(out: Tensor, product: Product) -> bool:
+    """Compute ``out = product`` without memory for the product: for float32 ``main_grad`` on GPUs.
+
+    Args:
+        out: of the shape of the product.
+        product: the operands, without a bias.
+
+    Returns:
+        False, with nothing written, where ``out`` cannot hold the sums.
+    """
+    if out.is_cpu or out.dtype != torch.float32 or not out.is_contiguous():
+        return False
+    multiply_(out, product)
+    return True
+
+
+def _key(out: Tensor, product: Product) -> tuple[Any, ...]:
+    """Return everything about a product that its choice depends on."""
+    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, bias, _, fast = product
+    return (
+        *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
+        *(layout, out.dtype, out.device, fast),
+        None if bias is None else (tuple(bias.shape), bias.dtype),
+    )
+
+
+def _remember(key: Any) -> GemmChoice:
+    """Return the choice for a call that is seen for the first time, and keep it."""
+    if len(_CHOICES) >= _MOST_CHOICES:
+        _CHOICES.clear()
+    return _CHOICES.setdefault(key, choose(_problem_of(key)))
+
+
+def _warn(choice: GemmChoice) -> None:
+    from qtensor.cutlass_gemm.library import warn_missing  # noqa: PLC0415 - see _cutlass
+
+    if choice.missing is not None:
+        warn_missing(choice.missing.arch, choice.missing.recipe, choice.chosen)
+
+
+def _problem_of(key: Any) -> Problem:
+    a_quantizer, a_shape, a_dtype, b_quantizer, b_shape, b_dtype, *rest = key
+    layout, dtype, device, fast, bias = rest
+    a, b = sides((a_quantizer, a_shape, a_dtype), (b_quantizer, b_shape, b_dtype), layout)
+    return Problem(a, b, layout, dtype, bias, *_device(device), fast)
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
+    """Return the name, the compute capability and the number of multiprocessors of a device."""
+    if device.type != "cuda":
+        return str(device), None, 0
+    # What autotune measured in other processes.
+    from qtensor.cutlass_gemm.autotune import read  # noqa: PLC0415 - see _cutlass
+
+    facts = torch.cuda.get_device_properties(device)
+    read(facts.name)
+    return str(device), (facts.major, facts.minor), facts.multi_processor_count
+
+
+def check_backend(backend: object) -> None:
+    """Refuse a backend that does not exist.
+
+    Raises:
+        QTensorError: the message lists those that do.
+    """
+    rule = f"backend must be auto or one of {', '.join(BACKENDS)}"
+    known = backend in ("auto", *BACKENDS)
+    check(known, "gemm", rule, repr(backend), "Choose one of them")
+
+
+def _refuse(problem: Problem, backend: str, refusals: Sequence[tuple[str, str]]) -> None:
+    reason = next((why for name, why in refusals if name == backend), "no reason")
+    rule = f"the backend {backend} must be able to compute the product"
+    fix = "Use backend='auto', or see qtensor.explain(a, b)"
+    op = f"gemm[{problem.a.label}, {problem.b.label}]"
+    fail(op, rule, f"{problem.text()}: {reason}", fix, UnsupportedError)
+
+
+# ---- explaining
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend computes a product, and why no faster one does. Its repr is the table.
+
+    Attributes:
+        problem: the product in words.
+        backend: one of ``BACKENDS``, or a name of ``IN_FRONT``.
+        kernel: name of the CUTLASS kernel, or None.
+        reasons: (backend, text) for each backend, by preference.
+    """
+
+    problem: str
+    backend: str
+    kernel: str | None
+    reasons: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"gemm {self.problem}: {self.backend}"]
+        lines += [f"  {name:12} {reason}" for name, reason in self.reasons]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def __contains__(self, text: str) -> bool:
+        return text in str(self)
+
+
+def explain(problem: Problem) -> Explanation:
+    """Return the table of a problem: the chosen backend, and a reason for each other one."""
+    choice = choose(problem)
+    on_cpu = problem.capability is None and problem.device == "cpu"
+    in_front = IN_FRONT if on_cpu else {}
+    said = {name: refusal(problem) for name, refusal in in_front.items()}
+    chosen = next((name for name, reason in said.items() if reason is None), choice.chosen)
+    said |= dict(choice.refusals) | {r.name: f"possible{r.detail}" for r in choice.runners}
+    first = said[chosen] or "possible, from the third equal call on"
+    said[chosen] = first.replace("possible", "chosen", 1)
+    reasons = tuple((name, said[name] or "possible") for name in (*in_front, *BACKENDS))
+    kernel = choice.kernel if chosen == choice.chosen else None
+    return Explanation(problem.text(), chosen, kernel, reasons)
+
+
+def problem_for(
+    operands: tuple[GemmSide, GemmSide],
+    layout: str,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    place: torch.device | str,
+) -> Problem:
+    """Return the problem on a device, or on an architecture such as "sm_90a"."""
+    known = None if bias is None else (tuple(bias.shape), bias.dtype)
+    if isinstance(place, torch.device):
+        a, b = operands
+        return Problem(a, b, layout, dtype, known, *_device(place))
+    from qtensor.cutlass_gemm import tuning  # noqa: PLC0415 - see _cutlass
+
+    spec = tuning.select(place)[0]
+    facts = "cuda:0", spec.capability, tuning.MULTIPROCESSORS[spec.arch]
+    a, b = operands
+    return Problem(a, b, layout, dtype, known, *facts)

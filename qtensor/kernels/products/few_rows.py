@@ -1,0 +1,108 @@
+"""Products of few rows with a quantized weight on a CPU: decoding of text, small batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qtensor.core.buffer_shapes import rows_cols
+from qtensor.kernels.cpu import native
+from qtensor.kernels.cpu.native import Rows
+from qtensor.kernels.products.problem import Problem
+from qtensor.kernels.products.stacks import matrix_buffers
+from qtensor.kernels.products.tiles import decoded
+from qtensor.kernels.products.weight_rows import (
+    NOT_ADJACENT,
+    GemmRows,
+    few_rows_refusal,
+    mirrored,
+    of_each,
+    rows_of_both,
+)
+
+_FLOAT32 = torch.float32
+
+
+class FewRows:
+    """Up to `MOST_ROWS` rows, multiplied with the codes of a weight that is read once.
+
+    The order of the sums is a contract (docs/numerics.md): it is the same for every number of rows
+    and threads and every instruction set.
+    """
+
+    name = "few_rows"
+    detail = ": the weight is read once, in a fixed order of sums"
+
+    def __init__(self, problem: Problem) -> None:
+        self.mirrored = mirrored(problem)
+        self.problem = self.mirrored or problem
+        self.each = FewRows(of_each(problem)) if problem.batched else None
+        bias = problem.bias
+        # Kernels add one value a column and write `native.DTYPES`; torch does the rest in float32.
+        self.finishes = problem.dtype in native.DTYPES and (bias is None or len(bias[0]) < 2)
+
+    @staticmethod
+    def refusal(problem: Problem) -> str | None:
+        """Return why this backend does not serve a problem, or None."""
+        return few_rows_refusal(problem)
+
+    def __call__(
+        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
+    ) -> str | None:
+        """Write ``out`` (..., N); or return why these tensors cannot be taken."""
+        if self.mirrored is not None:
+            return self._multiply_mirrored(out, a, b[0])
+        if self.finishes and (self.each is None or bias is None):
+            return self._multiply(out, a, b, bias)
+        total = torch.empty_like(out, dtype=_FLOAT32)
+        reason = self._multiply(total, a, b, None)
+        if reason is None:
+            total = total if bias is None else total + bias.float()
+            out.copy_(torch.where(total.isnan(), torch.nan, total))
+        return reason
+
+    def _multiply_mirrored(self, out: Tensor, weight: list[Tensor], x: Tensor) -> str | None:
+        (rows, _), (columns, _) = self.problem.a.shape, self.problem.b.shape
+        x = x if x.shape == self.problem.a.shape else x.t()
+        in_place, dtype = rows == 1 and self.finishes, out.dtype if self.finishes else _FLOAT32
+        result = out.view(1, -1) if in_place else out.new_empty(rows, columns, dtype=dtype)
+        reason = self._multiply(result, [x], weight, None)
+        if reason is None and not in_place:
+            out.copy_(result.t())
+        return reason
+
+    def _multiply(
+        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
+    ) -> str | None:
+        if self.each is not None:
+            return self._multiply_each(self.each, out, a[0], b)
+        left, weight = rows_of_both(self.problem, a, b)
+        rows = _rows_of(left)
+        if rows is None:
+            return "no kernel decodes the left operand"
+        added = None if bias is None else bias.float().expand(weight.shape[0]).contiguous()
+        if native.linear_(weight, rows, added, out, few=True):
+            return None
+        return NOT_ADJACENT
+
+    def _multiply_each(self, each: FewRows, out: Tensor, a: Tensor, b: list[Tensor]) -> str | None:
+        """Write the products of a batch of plain matrices and a quantized stack."""
+        side = self.problem.b
+        results, lefts = out.view(-1, *out.shape[-2:]), a.reshape(-1, *a.shape[-2:])
+        for i, (result, left) in enumerate(zip(results, lefts, strict=True)):
+            reason = each(result, [left], matrix_buffers(side.canonical, b, side.shape, i), None)
+            if reason is not None:
+                return reason
+        return None
+
+
+def _rows_of(left: GemmRows) -> Rows | None:
+    """Return the left operand as the kernel reads it, or None if no kernel decodes it."""
+    if left.quantizer is None:
+        x = left.buffers[0].reshape(rows_cols(left.shape))
+        x = x if x.dtype in native.DTYPES else x.float()
+        if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+            x = x.contiguous()
+        return Rows(x)
+    values, factor = decoded(left, _FLOAT32)
+    return None if values is None else Rows(values, factor)

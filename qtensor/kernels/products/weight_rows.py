@@ -1,0 +1,135 @@
+"""Read the weight of a product by rows along the contraction, and decide which products allow it.
+
+The decisions need the description of a product, not its data, so that the programs of small calls
+use them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.quantizer_registry import QuantizerLike, parse, transposed
+from qtensor.kernels import table
+from qtensor.kernels.cpu.native import MOST_ROWS
+from qtensor.kernels.products.problem import GemmSide, Problem
+from qtensor.kernels.products.stacks import stack_refusal
+
+NOT_ADJACENT = "the codes of a row of the quantized operand are not adjacent in memory"
+"""The reason why few rows of x are not multiplied with a transposed view of a weight."""
+
+
+class GemmRows(NamedTuple):
+    """A matrix as rows along the contraction: its quantizer (None: plain), buffers and shape."""
+
+    quantizer: QuantizerLike | None
+    buffers: list[Tensor]
+    shape: Shape
+
+
+def rows_refusal(problem: Problem) -> str | None:
+    """Return why the rows of a weight cannot be read a few at a time, or None."""
+    a, b = problem.a, problem.b
+    if problem.capability is not None or not problem.device.startswith("cpu"):
+        return "it runs on CPUs"
+    if problem.layout == "NT":
+        return "layout NT has no weight as its right operand"
+    if b.quantizer is None:
+        return "the right operand is not quantized"
+    if len(b.shape) != 2:
+        return "the right operand is a batch of matrices"
+    if a.quantizer is not None and not a.quantizer.rowwise:
+        return "the left operand has no rowwise data"
+    twin = rows_quantizer(problem)
+    along = "_rowwise" if problem.layout == "TN" else "_columnwise"
+    same_values = b.quantizer.spec.transpose_shares_bytes
+    if not twin.rowwise or (b.side != along and not same_values):
+        return "the data of the right operand do not run along the contraction"
+    return table.refusal(twin, torch.float32, "cpu")
+
+
+def few_rows_refusal(problem: Problem) -> str | None:
+    """Return why a product lacks the order of sums of few rows (docs/numerics.md), or None."""
+    if problem.batched and problem.layout != "NT" and problem.b.quantizer is not None:
+        reason = _stack_refusal(problem)
+        if reason is not None:
+            return reason
+        problem = of_each(problem)
+    problem = mirrored(problem) or problem
+    reason = rows_refusal(problem)
+    if reason is not None:
+        return reason
+    rows = math.prod(problem.a.shape[:-1])
+    if not 0 < rows <= MOST_ROWS:
+        return f"it serves 1 to {MOST_ROWS} rows; got {rows}"
+    if 0 in problem.b.shape:
+        return "the weight has no elements"
+    if problem.b.rotated:
+        return f"the values of {problem.b.canonical} must be rotated back"
+    if getattr(rows_quantizer(problem), "axis", -1) != -1:
+        return f"the factors of {problem.b.canonical} run along the contraction"
+    return NOT_ADJACENT if problem.b.strided else None
+
+
+def with_strides(side: GemmSide, buffers: list[Tensor]) -> GemmSide:
+    """Return a quantized matrix; its ``strided`` says whether the codes of a sum are apart."""
+    quantizer = side.quantizer
+    if quantizer is None or len(side.shape) != 2:
+        return side
+    if side.contracted != -1:
+        quantizer, buffers = transposed(quantizer, buffers)
+    strided = bool(quantizer.rowwise) and buffers[0].stride(-1) != 1
+    return dataclasses.replace(side, strided=strided)
+
+
+def _stack_refusal(problem: Problem) -> str | None:
+    """Return why the products of a batch are not computed one by one, or None."""
+    if problem.a.quantizer is not None:
+        return "the left operand is a quantized batch of matrices"
+    return stack_refusal(problem.b.canonical, problem.b.shape)
+
+
+def of_each(problem: Problem) -> Problem:
+    """Return the product of each matrix of a batch, without the bias."""
+    a, b = (dataclasses.replace(side, shape=side.shape[-2:]) for side in (problem.a, problem.b))
+    return dataclasses.replace(problem, a=a, b=b, bias=None)
+
+
+def mirrored(problem: Problem) -> Problem | None:
+    """Return ``w @ x.T`` as ``x @ w.T`` if only the left operand is a quantized matrix."""
+    a, b = problem.a, problem.b
+    if a.quantizer is None or b.quantizer is not None or problem.layout == "NT" or problem.bias:
+        return None
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        return None
+    rows = b.shape if problem.layout == "TN" else b.shape[::-1]
+    left = GemmSide("", rows, b.dtype, None, -1)
+    right = GemmSide(a.canonical, a.shape, a.dtype, None, -1, a.strided)
+    return dataclasses.replace(problem, a=left, b=right, layout="TN")
+
+
+def rows_quantizer(problem: Problem) -> QuantizerLike:
+    """Return the quantizer of the right operand as rows along the contraction."""
+    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
+    return problem.b.quantizer if problem.layout == "TN" else _twin(problem.b.canonical)
+
+
+def _twin(canonical: str) -> QuantizerLike:
+    """Return the quantizer of the transpose of a matrix."""
+    twin: QuantizerLike = parse(canonical).transpose_plan[0]
+    return twin
+
+
+def rows_of_both(problem: Problem, a: list[Tensor], b: list[Tensor]) -> tuple[GemmRows, GemmRows]:
+    """Return both operands as rows along the contraction: (..., M, K) and (N, K)."""
+    left = GemmRows(problem.a.quantizer, a, problem.a.shape)
+    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
+    if problem.layout == "TN":
+        return left, GemmRows(problem.b.quantizer, b, problem.b.shape)
+    twin, rows = transposed(problem.b.quantizer, b)
+    return left, GemmRows(twin, rows, problem.b.shape[::-1])

@@ -1,0 +1,132 @@
+"""Quantize DTensors: each rank quantizes its part, with the codes of the whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from qtensor.core.buffer_shapes import Shape
+from qtensor.core.compile_constants import compile_constant
+from qtensor.core.dtensors import from_part, install_rules, part_of
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.quantizer_registry import parse
+from qtensor.library.quantize import AMAX
+from qtensor.quantizers.calls import reduce_max
+from qtensor.storage.maxima import amax_axes
+from qtensor.storage.process_groups import group_of_mesh
+from qtensor.storage.ranks.splits import note_splits
+
+
+def quantize_parts(
+    quantizer: Any,
+    x: Any,
+    scale: Tensor | None,
+    generator: Any,
+    group: Any,
+    quantized: Any,
+) -> tuple[Any, ...]:
+    """Return the DTensor of quantized parts, and the amax (1,) for delayed scaling.
+
+    Every rank gets the codes and scales that its part has in the quantized whole. Maxima of rows,
+    columns or the tensor are reduced over the ranks that share them.
+
+    Args:
+        quantizer: the quantizer.
+        x: a DTensor of any shape; float32, bfloat16 or float16.
+        scale: as in ``Quantizer.quantize``.
+        generator: as in ``Quantizer.quantize``.
+        group: a further process group over which maxima are reduced, or None.
+        quantized: quantizes a plain tensor: ``quantizers.autograd.quantized``.
+
+    Raises:
+        QTensorError: a shard ends inside a block, or is split in strides.
+        UnsupportedError: stochastic rounding, whose noise each rank would draw for itself.
+    """
+    op = f"quantize[{quantizer.format}]"
+    if quantizer.stochastic_rounding:
+        rule = "a DTensor is rounded to nearest, because ranks would draw other noise than one rank"
+        fix = "Quantize x.to_local(), or use a quantizer without stochastic_rounding"
+        fail(op, rule, quantizer.canonical, fix, UnsupportedError)
+    if any([p.is_partial() for p in x.placements]):
+        from torch.distributed.tensor import Replicate  # noqa: PLC0415 - see qtensor.core.dtensors
+
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    mesh, placements, shape = x.device_mesh, x.placements, x.shape
+    _check_borders(op, quantizer, x)
+    local = x.to_local()
+    amax = None
+    axes = amax_axes(quantizer.canonical)
+    if not quantizer.needs_scale and axes and _splits(x):
+        maxima = AMAX(local.detach(), quantizer.canonical)
+        amax = [_over_ranks(a, x, of, group) for a, of in zip(maxima, axes, strict=True)]
+        group = None
+    part, *rest = quantized(quantizer, local, scale, generator, group, amax)
+    install_rules()
+    whole = from_part(part, mesh, placements, shape)
+    if not is_compiling():
+        note_splits(whole)
+    return whole, *[_over_ranks(a, x, ("m", "k"), None) for a in rest]
+
+
+def _splits(x: Any) -> list[tuple[int, int]]:
+    """Return (dim of the mesh, dim of the tensor) of each split over several ranks."""
+    return [
+        (i, p.dim % x.ndim)
+        for i, p in enumerate(x.placements)
+        if p.is_shard() and x.device_mesh.size(i) > 1
+    ]
+
+
+def _over_ranks(amax: Tensor, x: Any, axes: Sequence[str], group: Any) -> Tensor:
+    """Return maxima, reduced over the ranks that split one of ``axes``, and over ``group``."""
+    for mesh_dim, dim in _splits(x):
+        if ("k" if dim == x.ndim - 1 else "m") in axes:
+            amax = reduce_max(amax, group_of_mesh(x.device_mesh, mesh_dim, "quantize"))
+    return amax if group is None else reduce_max(amax, group)
+
+
+@compile_constant
+def block_sizes(canonical: str) -> tuple[int, int]:
+    """Return the number of rows and of columns that must stay together."""
+    quantizer: Any = parse(canonical)
+    per = {"m": 1, "k": 1}
+    for slot in quantizer.slots:
+        for dim in slot.dims:
+            if dim.axis in per:
+                per[dim.axis] = math.lcm(per[dim.axis], dim.per)
+    if quantizer.two_dimensional:
+        per = {axis: math.lcm(size, quantizer.spec.block[1]) for axis, size in per.items()}
+    return per["m"], per["k"]
+
+
+def _check_borders(op: str, quantizer: Any, x: Any) -> None:
+    """Refuse shards that end inside a block of the whole tensor."""
+    rows, columns = block_sizes(quantizer.canonical)
+    size = list(x.shape)
+    for mesh_dim, dim in _splits(x):
+        ranks = x.device_mesh.size(mesh_dim)
+        if type(x.placements[mesh_dim]).__name__ == "_StridedShard":
+            rule = "a part of a DTensor must be one piece of the whole"
+            fix = "Redistribute it to Shard or Replicate first"
+            fail(op, rule, part_of(x.placements), fix, UnsupportedError)
+        part = -(-size[dim] // ranks)
+        block = columns if dim == x.ndim - 1 else _rows_apart(x.shape, dim, rows)
+        if part < size[dim] and part % block:
+            rule = "a part of a DTensor must end at the border of a block"
+            got = (
+                f"dim {dim} of {tuple(x.shape)} in parts of {part}, in which blocks take {block} "
+                f"({part_of(x.placements)})"
+            )
+            fix = f"Pad the dim to a multiple of {ranks * block}, or redistribute to Replicate()"
+            fail(op, rule, got, fix)
+        size[dim] = part
+
+
+def _rows_apart(shape: Shape, dim: int, rows: int) -> int:
+    """Return the number of entries of ``dim`` that hold a whole number of blocks of rows."""
+    inner = math.prod(shape[dim + 1 : -1])
+    return rows // math.gcd(rows, inner)

@@ -1,0 +1,1 @@
+"""Handlers of ops on quantized tensors, by what they do."""

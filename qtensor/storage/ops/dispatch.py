@@ -1,0 +1,189 @@
+"""Choose the handler of an aten op: keep codes, compute, dequantize, or refuse."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from qtensor.core.errors import QTensorError, UnsupportedError
+from qtensor.library.linear import forward_of_quantized
+from qtensor.storage.base import QuantizedTensorStorage
+
+# These fill the tables.
+from qtensor.storage.ops import exact, grouped, indexing, padding, products, views  # noqa: F401
+from qtensor.storage.ops.decoded import DEQUANTIZE_OPS, IN_PLACE_OPS, dequantized
+from qtensor.storage.ops.lazy_view import view_op
+from qtensor.storage.ops.table import (
+    COLLECTIVES,
+    COMPUTE,
+    FILLED_LATE,
+    LIBRARY,
+    PRESERVE,
+    Handler,
+    implements,
+)
+from qtensor.storage.ops.write import copy_into, plain
+
+
+@implements(LIBRARY, "dequantize_tensor")
+def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    t = args[0]
+    dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
+    return plain(t, dtype)
+
+
+@implements(LIBRARY, "quantize")
+def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``qtensor::quantize`` of a quantized tensor.
+
+    If the tensor already has the requested quantizer, return its own buffers; otherwise quantize
+    its values again.
+    """
+    t, canonical = args[:2]
+    if isinstance(t, QuantizedTensorStorage):
+        own = t._quantizer
+        if own.canonical == canonical and own.is_requantization_safe():
+            # Copy the buffers of a part: a write to the result must not change shared factors.
+            answer = torch.Tensor.detach if not t._origin.is_part else torch.clone
+            return [answer(buffer) for buffer in t.buffers()]
+        return func(plain(t), *args[1:], **kwargs)
+    raise QTensorError(
+        "quantize: scale, amax and seed must be plain tensors; got a quantized one. Dequantize it."
+    )
+
+
+@implements(LIBRARY, "linear_forward")
+def _linear_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward_of_quantized(*args, **kwargs)
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func}: not defined for quantized tensors; got {_formats(args, kwargs)}. "
+        "Call .dequantize() on the operands first, or use an op of docs/op_matrix.md."
+    )
+
+
+def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    flat = torch.utils._pytree.tree_leaves((args, kwargs))
+    return ", ".join(
+        sorted({t._quantizer.canonical for t in flat if isinstance(t, QuantizedTensorStorage)})
+    )
+
+
+_HANDLERS: dict[Any, Handler] = {}
+"""Handlers by op; an op is added at its first call."""
+
+
+def classify(func: Any) -> str:
+    """Return the class of an aten op in docs/op_matrix.md.
+
+    It is ``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` or ``"raises"``.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten":
+        return "raises"
+    if name in PRESERVE:
+        return "exact"
+    if name in COMPUTE:
+        return "computes"
+    if name in IN_PLACE_OPS:
+        return "in place"
+    return "dequantizes" if name in DEQUANTIZE_OPS else "raises"
+
+
+def _resolve(func: Any) -> Handler:
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace == "qtensor":
+        # The other ops read values, for example to compute a norm. grouped_quantize does so too,
+        # because each group gets separate factors.
+        return LIBRARY.get(name, dequantized)
+    if namespace in FILLED_LATE:
+        importlib.import_module(FILLED_LATE[namespace])
+    if (collective := COLLECTIVES.get(namespace, {}).get(name)) is not None:
+        return collective
+    kind = classify(func)
+    if kind in ("exact", "computes"):
+        handler = PRESERVE[name] if kind == "exact" else COMPUTE[name]
+        if any(
+            a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+            for a in func._schema.arguments
+        ):
+            return _with_out(handler)
+        returned = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        return _view_handler(handler) if returned and not returned[0].is_write else handler
+    if kind in ("in place", "dequantizes"):
+        return dequantized
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        # In inference mode torch does not decompose composite ops before dispatch.
+        return _decomposed
+    return _refuse
+
+
+def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func.decompose(*args, **kwargs)
+
+
+def _with_out(handler: Handler) -> Handler:
+    """Return a handler for the ``out=`` overload of an op, which copies the result into ``out``."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = kwargs["out"]
+        rest = {k: v for k, v in kwargs.items() if k != "out"}
+        operands = torch.utils._pytree.tree_leaves((args, rest))
+        if any(isinstance(t, QuantizedTensorStorage) for t in operands):
+            result = handler(func, args, rest)
+        else:  # only `out` is quantized
+            result = func.overloadpacket(*args, **rest)
+        if tuple(out.shape) != tuple(result.shape):
+            rule = f"{func}: out must have the shape of the result"
+            raise QTensorError(
+                f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Fix its shape."
+            )
+        return (
+            copy_into(out, result)
+            if isinstance(result, QuantizedTensorStorage)
+            else out.copy_(result)
+        )
+
+    return run
+
+
+def _view_handler(handler: Handler) -> Handler:
+    """Return the handler of a view op.
+
+    It leaves inference mode for views of normal tensors. A view without buffers answers itself.
+    """
+
+    def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        t = args[0]
+        if getattr(t, "_parts", ()):
+            return view_op(func, t, positional(func, args[1:], kwargs))
+        return handler(func, args, kwargs)
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):
+                return view(func, args, kwargs)
+        return view(func, args, kwargs)
+
+    return run
+
+
+def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments after the first one of a call, by their places."""
+    names = [argument.name for argument in func._schema.arguments[1 + len(args) :]]
+    named = [kwargs.get(name) for name in names]
+    while named and named[-1] is None:
+        named.pop()
+    return (*args, *named)
+
+
+def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the handler of ``func``; ``__torch_dispatch__`` calls this."""
+    handler = _HANDLERS.get(func)
+    if handler is None:
+        handler = _HANDLERS[func] = _resolve(func)
+    return handler(func, args, kwargs)

@@ -1,0 +1,97 @@
+"""Multiply groups of rows by the matrix of each group: ``aten::_grouped_mm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.kernels.products.stacks import stack_refusal
+from qtensor.library.grouped import GROUPED_GEMM, SPLIT_SIZES
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.ops.lazy_view import stack_of
+from qtensor.storage.ops.table import COMPUTE, implements
+from qtensor.storage.ops.write import plain
+from qtensor.storage.rebuild import FLOATING
+
+
+def group_sizes(offs: Tensor, rows: int, label: str) -> Tensor:
+    """Return the sizes of groups from the row at which each one ends.
+
+    Args:
+        offs: (groups,) integers, cumulative; the last one is ``rows``.
+        rows: number of rows of the ragged operand.
+        label: the calling op, for errors.
+
+    Returns:
+        int64 (groups,) on the CPU.
+
+    Raises:
+        QTensorError: a group has a negative size, or the groups do not cover the rows.
+    """
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    return SPLIT_SIZES((offs - starts).long(), rows, label)
+
+
+def grouped_product(
+    x: Tensor, stack: Any, layout: str, sizes: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the product of each group of rows with its own matrix of a quantized stack.
+
+    A matrix whose group has no rows is not read.
+
+    Args:
+        x: (M, K), plain; the rows of each group are consecutive.
+        stack: quantized, one matrix for each group: (groups, N, K) in layout TN, (groups, K, N) in
+            layout NN.
+        layout: ``"TN"`` or ``"NN"``.
+        sizes: rows of each group, the result of ``group_sizes``.
+        dtype: dtype of the result; that of ``x`` if None.
+
+    Returns:
+        (M, N) plain tensor.
+    """
+    quantizer, buffers, shape = stack._quantizer, stack.buffers(), tuple(stack.shape)
+    if stack_refusal(quantizer.canonical, shape) is not None:
+        # Matrices that share factors: each index says whether it can be taken exactly.
+        matrices = [stack[i] for i in range(shape[0])]
+        quantizer, shape = matrices[0]._quantizer, tuple(matrices[0].shape)
+        buffers = [buffer for matrix in matrices for buffer in matrix.buffers()]
+    operands = ([x], "", x.shape, buffers, quantizer.canonical, shape)
+    return GROUPED_GEMM(*operands, [], sizes, len(stack), layout, dtype or x.dtype, None)
+
+
+@implements(COMPUTE, "_grouped_mm")
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``_grouped_mm`` of rows in groups (M, K) with a quantized (groups, K, N)."""
+    names = ("self", "mat2", "offs", "bias", "out_dtype")
+    given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+    x, offs = given["self"], given["offs"]
+    weight: Any = given["mat2"]
+    if isinstance(x, QuantizedTensorStorage):
+        x = plain(x)
+    if not isinstance(weight, QuantizedTensorStorage):
+        return func(x, *args[1:], **kwargs)
+    check_call(x, weight, offs, given["bias"])
+    sizes = group_sizes(offs, x.shape[0], "_grouped_mm")
+    stack = stack_of(weight)
+    operand, layout = (weight, "NN") if stack is None else (stack, "TN")
+    return grouped_product(x, operand, layout, sizes, given["out_dtype"])
+
+
+def check_call(x: Tensor, weight: Any, offs: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse a call of ``_grouped_mm`` that quantized matrices cannot answer.
+
+    Raises:
+        UnsupportedError: the shapes or dtypes are not those of (M, K) rows in groups times
+            (groups, K, N), or there is a bias.
+    """
+    fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[1]
+    if not fits or offs is None or tuple(offs.shape) != (weight.shape[0],) or bias is not None:
+        got = f"{tuple(x.shape)}, {tuple(weight.shape)}, offs {getattr(offs, 'shape', None)}"
+        rule = "it takes rows (M, K), a weight (groups, K, N), offs (groups,) and no bias"
+        fail("_grouped_mm", rule, got, "Call .dequantize() first", UnsupportedError)
+    if x.dtype not in FLOATING:
+        fail("_grouped_mm", "rows are floating", x.dtype, "Convert them", UnsupportedError)

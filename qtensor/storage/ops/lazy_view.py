@@ -1,0 +1,377 @@
+"""Views of quantized tensors whose bytes are not laid out in the shape of the view.
+
+Such a view is a tensor of the class of its parts, and holds these parts instead of buffers.
+
+| layout | shape | made by |
+|---|---|---|
+| transposed | (..., B, A) of a stack (..., A, B) | ``stack.mT`` |
+| flat | (numel,) | ``view(-1)`` of a tensor whose blocks do not run along one dim |
+| stacked | (n * d0, ...) of n parts (d0, ...) | a gather of parts that do not make up one tensor |
+
+Whatever needs no layout reads the parts: ``dequantize``, products, writes, and views that lead back
+to the parts. Whatever asks for a buffer gets the bytes of that moment in memory of their own, or an
+error. Nobody keeps them, so no later read is old.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from qtensor.core.buffer_shapes import Shape, normalize, squeezed, unsqueezed
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.library.same_rows import has_data
+from qtensor.storage import geometry
+from qtensor.storage.origin import FRESH, Origin
+from qtensor.storage.rebuild import FROM_PARTS, of_parts, same, set_origin, with_buffers
+
+Shapes = Sequence[int]
+_ALIASES = ("detach", "alias", "lift_fresh")
+_VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+class Layout:
+    """How a view shows its parts."""
+
+    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+        """Return the values of ``t``, plain."""
+        raise NotImplementedError
+
+    def laid_out(self, t: Any) -> Any:
+        """Return a copy of ``t`` that has buffers.
+
+        Raises:
+            QTensorError: the bytes cannot be laid out in the shape of ``t``.
+        """
+        raise NotImplementedError
+
+    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+        """Write ``src``, a quantized or plain tensor of the shape of ``t``, into the parts.
+
+        Args:
+            t: the view.
+            src: what is written.
+            copy: copies into a part.
+        """
+        raise NotImplementedError
+
+    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+        """Return the result of a view op, given its other arguments; None if there is none."""
+        raise NotImplementedError
+
+
+class Transposed(Layout):
+    """A stack with its last two dims swapped: parts and views of it are those of the stack."""
+
+    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+        """Return the values of the stack, transposed."""
+        return values(t._parts[0], dtype).transpose(-2, -1).contiguous()
+
+    def laid_out(self, t: Any) -> Any:
+        """Return a copy of the transposed stack."""
+        with torch.inference_mode(t.is_inference()):
+            buffers = geometry.transpose_each(t._parts[0], t._quantizer)
+        return with_buffers(t, buffers, origin=FRESH)
+
+    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+        """Write into the stack."""
+        copy(t._parts[0], src.transpose(-2, -1))
+
+    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+        """Return the transpose of what the op makes of the stack."""
+        name, (stack,) = _name(func), t._parts
+        if name in ("transpose", "permute"):
+            order = list(range(t.ndim))
+            if name == "permute":
+                order = [normalize(dim, t.ndim) for dim in args[0]]
+            else:
+                a, b = (normalize(dim, t.ndim) for dim in args[:2])
+                order[a], order[b] = order[b], order[a]
+            if order == list(range(t.ndim)):
+                return same(t)
+            back = [*range(t.ndim - 2), t.ndim - 1, t.ndim - 2]
+            return same(stack) if order == back else None
+        if name in ("slice", "select", "unbind", "split", "split_with_sizes"):
+            at = 0 if name in ("slice", "select", "unbind") else 1
+            dim = normalize(args[at] if len(args) > at else 0, t.ndim)
+            turned = dim if dim < t.ndim - 2 else 2 * t.ndim - 3 - dim
+            result = func(stack, *args[:at], turned, *args[at + 1 :])
+            drops = name in ("select", "unbind") and dim >= t.ndim - 2
+            parts = result if isinstance(result, (list, tuple)) else [result]
+            parts = parts if drops else [_mT(part) for part in parts]
+            return parts if isinstance(result, (list, tuple)) else parts[0]
+        if name in _VIEWS:
+            shape = _known_sizes(t, args[0])
+            if shape[-2:] == tuple(t.shape[-2:]):
+                return _mT(func(stack, (*shape[:-2], *tuple(stack.shape[-2:]))))
+            # torch copies here, because a transposed stack is not contiguous.
+            return func(self.laid_out(t), shape)
+        return None
+
+
+class Flat(Layout):
+    """A tensor under the shape (numel,): libraries store it and take the shape back later."""
+
+    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+        """Return the values in a row."""
+        return values(t._parts[0], dtype).view(t.shape)
+
+    def laid_out(self, t: Any) -> NoReturn:
+        """Refuse: codes and factors have no form with one dim.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        fail(
+            f"view[{t._quantizer.format}]",
+            "a 1-D view of codes or factors that have no 1-D form only holds the tensor",
+            t._quantizer.canonical,
+            "View it back to its shape first, or call .dequantize() before the view"
+            + geometry.BUCKETS,
+            UnsupportedError,
+        )
+
+    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+        """Write into the tensor."""
+        copy(t._parts[0], src.view(t._parts[0].shape))
+
+    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+        """Return the view of the tensor that has its own shape again, or another one."""
+        name = _name(func)
+        if name in _VIEWS:
+            shape = _known_sizes(t, args[0])
+            return same(t) if shape == tuple(t.shape) else func(t._parts[0], shape)
+        return None
+
+
+class Stacked(Layout):
+    """Parts of one shape, one behind the other along dim 0, as a gather returns them."""
+
+    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+        """Return the values of all parts."""
+        return torch.cat([values(part, dtype) for part in t._parts])
+
+    def laid_out(self, t: Any) -> Any:
+        """Return the parts as one tensor with buffers.
+
+        Raises:
+            QTensorError: a part ends inside a block, or the parts have different factors.
+        """
+        return torch.ops.aten.cat(list(t._parts), 0)
+
+    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+        """Write into each part."""
+        for part, own in zip(t._parts, src.split(t._parts[0].shape[0]), strict=True):
+            copy(part, own)
+
+    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+        """Return the parts, or their concatenation along another dim."""
+        name, parts = _name(func), t._parts
+        if name in ("split", "split_with_sizes"):
+            rows, dim = parts[0].shape[0], args[1] if len(args) > 1 else 0
+            sizes = args[0] if isinstance(args[0], (list, tuple)) else None
+            whole = sizes is not None and list(sizes) == [rows] * len(parts)
+            if not normalize(dim, t.ndim) and (whole or args[0] == rows):
+                return [same(part) for part in parts]
+        if name in _VIEWS and (dim := self._gather_dim(t, _known_sizes(t, args[0]))) is not None:
+            return torch.ops.aten.cat(list(parts), dim)
+        # Other views read a copy, so writes to them raise an error.
+        copied = self.laid_out(t)
+        set_origin(copied, Origin(is_part=True, is_copy=True, may_be_padded=True))
+        return func(copied, *args)
+
+    @staticmethod
+    def _gather_dim(t: Any, shape: tuple[int, ...]) -> int | None:
+        """Return the dim along which the parts of a view of ``shape`` are, or None.
+
+        If each part has one row, torch moves the parts to another dim by a view.
+        """
+        part = tuple(t._parts[0].shape)
+        for dim in range(1, len(part)):
+            wanted = (*part[:dim], len(t._parts) * part[dim], *part[dim + 1 :])
+            if shape == wanted and set(part[:dim]) == {1}:
+                return dim
+        return None
+
+
+LAYOUTS: dict[str, Layout] = {
+    "transposed": Transposed(),
+    "flat": Flat(),
+    "stacked": Stacked(),
+}
+"""Layouts by the name that an origin holds."""
+
+
+def layout_of(t: Any) -> Layout | None:
+    """Return how ``t`` shows its parts; None for a tensor with buffers, and for plain tensors."""
+    parts = getattr(t, "_parts", ())
+    return LAYOUTS[t._origin.layout] if parts else None
+
+
+def stack_of(t: Any) -> Any:
+    """Return the stack of which ``t`` is the transpose; None for every other tensor."""
+    return t._parts[0] if isinstance(layout_of(t), Transposed) else None
+
+
+def values(t: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the dequantized values of a tensor or storage, without a gradient.
+
+    Args:
+        t: quantized tensor or storage.
+        dtype: dtype of the result; the nominal dtype if None.
+
+    Returns:
+        A plain tensor of the logical shape.
+    """
+    layout = layout_of(t)
+    if layout is not None:
+        return layout.values(t, dtype)
+    return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
+
+
+def _mT(t: Any) -> Any:
+    return torch.ops.aten.transpose.int(t, -2, -1)
+
+
+def _known_sizes(t: Any, shape: Shapes) -> tuple[int, ...]:
+    """Return the sizes of a view, with the one that is -1 filled in."""
+    if -1 not in shape:
+        return tuple(shape)
+    known = math.prod([n for n in shape if n != -1])
+    return tuple([t.numel() // max(known, 1) if n == -1 else n for n in shape])
+
+
+def view_op(func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+    """Return the result of a view op on a view without buffers.
+
+    Raises:
+        UnsupportedError: the result would need a copy, which would not follow later writes.
+    """
+    name = _name(func)
+    if name in _ALIASES:
+        return same(t)
+    if name == "expand":
+        fits = all(n in (-1, own) for n, own in zip(args[0], t.shape, strict=False))
+        return same(t) if fits and len(args[0]) == t.ndim else values(t).expand(args[0])
+    if name in ("squeeze", "unsqueeze"):
+        change = squeezed if name == "squeeze" else unsqueezed
+        func, args = torch.ops.aten.view.default, (change(t.shape, *args),)
+    cause = None
+    try:
+        result = LAYOUTS[t._origin.layout].view(func, t, args)
+    except UnsupportedError as error:
+        cause, result = error, None
+    if result is not None:
+        return result
+    try:
+        fail(
+            f"{name}[{t._quantizer.format}]",
+            f"a {t._origin.layout} view has the views alone that its parts have",
+            f"{tuple(t.shape)} and {list(args)}",
+            "Call .clone() first, which copies it",
+            UnsupportedError,
+        )
+    except UnsupportedError as error:
+        raise error from cause
+
+
+# ---- making views
+
+
+def transposed_stack(stack: Any) -> Any:
+    """Return ``stack.mT``, (..., B, A), of a quantized stack (..., A, B) of three dims or more."""
+    quantizer = stack._quantizer.transposed()
+    if quantizer.two_dimensional and any(n % quantizer.spec.block[1] for n in stack.shape[-2:]):
+        quantizer = quantizer.without_square_blocks()
+    shape = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
+    # Another object: the caller may give `stack` other buffers.
+    return _lazy(shape, quantizer, [same(stack)], "transposed")
+
+
+def flat(t: Any) -> Any:
+    """Return ``t`` under the shape (numel,)."""
+    return _lazy((t.numel(),), t._quantizer, [same(t)], "flat")
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Return the parts of all ranks, of one shape (d0, ...), one behind the other along dim 0.
+
+    The result has buffers where the parts make up one tensor.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if _joins(parts):
+        return torch.ops.aten.cat(list(parts), 0)
+    first = parts[0]
+    quantizer = first._quantizer
+    # One buffer holds the factors that the parts have in common.
+    shared = [s.name for s in quantizer.slots if not any(d.axis in ("m", "lead") for d in s.dims)]
+    for part in parts if shared else ():
+        set_origin(part, part._origin._replace(is_part=True, shared=tuple(shared)))
+    if first.ndim > 1 and _cuts_squares(first):
+        quantizer = quantizer.without_square_blocks()
+    return _lazy((len(parts) * first.shape[0], *first.shape[1:]), quantizer, parts, "stacked")
+
+
+FROM_PARTS["stacked"] = stacked
+
+
+def _lazy(shape: Shape, quantizer: Any, parts: Sequence[Any], layout: str) -> Any:
+    first = parts[0]
+    origin = Origin(layout=layout, may_be_padded=first._origin.may_be_padded)
+    return of_parts(type(first), shape, first._context[1], quantizer, parts, origin)
+
+
+def _cuts_squares(part: Any) -> bool:
+    """Return whether a part (d0, ...) with square blocks ends inside one."""
+    quantizer, inner = part._quantizer, geometry.rows_cols(part.shape)[0]
+    return bool(quantizer.two_dimensional and inner % quantizer.spec.block[1])
+
+
+def _joins(parts: Sequence[Any]) -> bool:
+    """Return whether the parts make up one tensor, and dim 0 is enough to split them again."""
+    first = parts[0]
+    if first.ndim < 2 or first.shape[0] == 1 or _cuts_squares(first):
+        return False
+    inner = geometry.rows_cols(first.shape)[0]
+    for slot in first._quantizer.slots:
+        axes = {dim.axis: dim for dim in slot.dims}
+        if "m" in axes:
+            if inner % geometry.granule(slot, axes["m"]):
+                return False
+        elif "k" in axes and "lead" not in axes and not _equal(parts, slot.name):
+            return False
+    return True
+
+
+def _equal(parts: Sequence[Any], name: str) -> bool:
+    """Return True if the factors ``name`` of all parts are equal; a trace cannot know."""
+    first, *others = [getattr(part, name) for part in parts]
+    return has_data(first) and all(torch.equal(other, first) for other in others)
+
+
+# ---- what the class needs
+
+
+class MissingBuffer:
+    """What reads a buffer that a tensor does not hold: None, or the bytes of a view right now.
+
+    A descriptor of the class, behind the attributes of a tensor.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, t: Any, owner: Any = None) -> Any:
+        if t is None or not t._parts or self.name not in t._quantizer.slot_names:
+            return None
+        return getattr(LAYOUTS[t._origin.layout].laid_out(t), self.name)

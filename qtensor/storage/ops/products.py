@@ -1,0 +1,320 @@
+"""Compute products and embeddings of quantized operands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import ArgumentTypeError, DtypeError, fail
+from qtensor.core.quantizer_registry import parse, transposed, usage_part
+from qtensor.kernels.products.problem import sides
+from qtensor.library.dequantize import DEQUANTIZE
+from qtensor.library.gemm import (
+    GEMM,
+    GEMM_TENSOR,
+    WEIGHT_GEMM,
+    check_bias,
+    check_layout,
+    check_operands,
+    output_shape,
+)
+from qtensor.storage import geometry
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.ops.lazy_view import stack_of
+from qtensor.storage.ops.table import COMPUTE, LIBRARY, implements
+from qtensor.storage.ops.write import plain
+from qtensor.storage.rebuild import FLOATING
+
+if TYPE_CHECKING:
+    from qtensor.kernels.products.choice import Explanation
+
+
+def gemm(
+    a: Any,
+    b: Any,
+    layout: str,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    backend: str = "auto",
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Return the product of two operands, quantized (tensor or storage) or plain.
+
+    Args:
+        a: (..., M, K), or (..., K, M) in layout NT.
+        b: (N, K) in layout TN, (K, N) otherwise; one matrix for the whole batch of ``a``, or the
+            same batch dims as ``a``.
+        layout: TN (``a @ b.T``), NN (``a @ b``) or NT (``a.T @ b``).
+        bias: added in float32, broadcastable to the product.
+        dtype: dtype of the result; the nominal dtype of ``a`` if None.
+        backend: "auto", or the name of a backend, which computes the product or raises:
+            "cutlass", "scaled_mm", "dequant", "few_rows", "dot_products", "tiles", "reference"
+            (see ``qtensor.explain``). A product with a named backend has no gradient.
+        fast_accumulation: let FP8 kernels for Hopper keep sums in the narrow accumulators of the
+            tensor cores. Such a product has no gradient.
+
+    Returns:
+        (..., M, N) plain tensor of ``dtype``.
+
+    Raises:
+        QTensorError: the operands do not fit, an operand lacks the usage that the layout reads,
+            or the named backend cannot compute the product.
+    """
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        rule = "the result's dtype must be a torch.dtype"
+        fix = "Pass one, for example torch.float32"
+        fail("gemm", rule, repr(dtype), fix, ArgumentTypeError)
+    if not isinstance(layout, str):
+        check_layout(layout)
+    if backend != "auto" or fast_accumulation:
+        return _gemm_by(operands(a, b, layout, bias, dtype), backend, fast_accumulation)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return GEMM_TENSOR(a, b, layout, dtype, bias)
+    return gemm_operands(a, b, layout, bias, dtype)
+
+
+def gemm_operands(
+    a: Any,
+    b: Any,
+    layout: str,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the product of two operands, computed by the gemm op.
+
+    Args:
+        a: (..., M, K), or (..., K, M) in layout NT; quantized or plain.
+        b: (N, K) in layout TN, (K, N) otherwise; quantized or plain.
+        layout: TN, NN or NT.
+        bias: broadcastable to (..., M, N), or None.
+        dtype: dtype of the result; the nominal dtype of ``a`` if None.
+    """
+    return GEMM(*operands(a, b, layout, bias, dtype))
+
+
+def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
+    """Return the product that a named backend computes, without a gradient."""
+    from qtensor.kernels.products.choice import check_backend  # noqa: PLC0415 - see library/gemm.py
+
+    check_backend(backend)
+    tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        rule = "a product with backend or fast_accumulation has no gradient"
+        fix = "Leave both at their defaults, or call it under torch.no_grad()"
+        fail("gemm", rule, "an operand that requires grad", fix)
+    return GEMM(*arguments, backend, fast)
+
+
+def explain(
+    a: Any,
+    b: Any,
+    layout: str = "TN",
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    arch: str | None = None,
+) -> Explanation:
+    """Return the backend that computes ``gemm(a, b, layout, bias, dtype)``, with reasons.
+
+    Args:
+        a: as for ``gemm``; only formats, shapes and strides count.
+        b: as for ``gemm``.
+        layout: as for ``gemm``.
+        bias: as for ``gemm``.
+        dtype: as for ``gemm``.
+        arch: explain for operands on a GPU of this architecture, for example "sm_90a". If None,
+            explain for the device of the operands.
+
+    Returns:
+        The backend, the kernel, and a reason for each backend. Its repr is a table.
+
+    Raises:
+        QTensorError: the operands do not fit.
+    """
+    from qtensor.kernels.products import choice, weight_rows  # noqa: PLC0415
+
+    left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
+        a, b, layout, bias, dtype
+    )
+    both = sides(
+        (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
+    )
+    both = weight_rows.with_strides(both[0], left), weight_rows.with_strides(both[1], right)
+    target = left[0].device if arch is None else arch
+    return choice.explain(choice.problem_for(both, layout, result, bias, target))
+
+
+def operands(
+    a: Any, b: Any, layout: str, bias: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Any, ...]:
+    """Return the arguments of the gemm op after checking devices, dtypes and shapes."""
+    left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
+    if a.dtype not in FLOATING or b.dtype not in FLOATING:
+        fail(
+            "gemm",
+            "operands must be quantized or floating",
+            f"{a.dtype} and {b.dtype}",
+            "Convert them first",
+        )
+    if dtype is not None and dtype not in FLOATING:
+        fail(
+            "gemm",
+            "the result's dtype must be floating",
+            dtype,
+            "Convert the result instead",
+            DtypeError,
+        )
+    check_layout(layout)
+    if a.device != b.device or (bias is not None and bias.device != a.device):
+        fail(
+            "gemm",
+            "operands must be on one device",
+            " and ".join(dict.fromkeys(str(t.device) for t in (a, b, bias) if t is not None)),
+            "Move one with .to(device)",
+        )
+    check_operands(left, a.shape, right, b.shape, layout)
+    if layout != "NT" and (stack := stack_of(b)) is not None:
+        b, right, layout = stack, stack._quantizer, "NN" if layout == "TN" else "TN"
+    if bias is not None:
+        check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
+    a_buffers = [a] if left is None else a.buffers()
+    b_buffers = [b] if right is None else b.buffers()
+    return (
+        a_buffers,
+        "" if left is None else left.canonical,
+        a.shape,
+        b_buffers,
+        "" if right is None else right.canonical,
+        b.shape,
+        layout,
+        dtype or a.dtype,
+        bias,
+    )
+
+
+def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
+    """Return the product (..., M, N) of operands as an aten op passes them.
+
+    Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
+    """
+    if isinstance(bias, QuantizedTensorStorage):
+        bias = plain(bias)
+    if isinstance(a, QuantizedTensorStorage) or not isinstance(b, QuantizedTensorStorage):
+        return gemm_operands(a, b, layout, bias)
+    quantizer = b._quantizer
+    # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
+    readable = layout == "TN" or not quantizer.rowwise
+    if readable and a.dtype in FLOATING and b.ndim == 2:
+        n, columns = b.shape if layout == "TN" else b.shape[::-1]
+        if a.shape[-1] == columns:
+            weight = b.buffers()
+            if layout != "TN":
+                quantizer, weight = transposed(quantizer, weight)
+            return WEIGHT_GEMM(a, weight, quantizer.canonical, n, bias)
+    return gemm_operands(a, b, layout, bias)
+
+
+@implements(LIBRARY, "gemm_tensor")
+def _gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``qtensor::gemm_tensor``."""
+    a, b, layout, dtype, bias = (*args, None, None)[:5]
+    return gemm_operands(
+        a, b, layout, bias=kwargs.get("bias", bias), dtype=kwargs.get("dtype", dtype)
+    )
+
+
+def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
+    if [t.ndim for t in operands] != [rank] * len(operands):
+        fail(
+            op,
+            f"operands must have {rank} dims",
+            [tuple(t.shape) for t in operands],
+            "Use torch.matmul",
+        )
+
+
+@implements(COMPUTE, "mm")
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _ranks("mm", args[:2], 2)
+    return _product(args[0], args[1], "NN")
+
+
+@implements(COMPUTE, "bmm")
+def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _ranks("bmm", args[:2], 3)
+    return gemm_operands(args[0], args[1], "NN")
+
+
+@implements(COMPUTE, "mv", "dot", "vdot")
+def _mv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``mv`` and ``dot``: the vector is the only row of a second operand."""
+    a, vector = args
+    _ranks("mv", (vector,), 1)
+    rows = a if a.ndim == 2 else a.unsqueeze(0)
+    product = gemm_operands(rows, vector.unsqueeze(0), "TN").squeeze(1)
+    return product if a.ndim == 2 else product.squeeze(0)
+
+
+@implements(COMPUTE, "addmm", "baddbmm")
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bias, a, b = args
+    _ranks("addmm", (a, b), 3 if func._schema.name == "aten::baddbmm" else 2)
+    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
+    if alpha == 1 and beta == 1:
+        return _product(a, b, "NN", bias)
+    product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
+    return (product + beta * bias.float()).to(a.dtype) if beta else product.to(a.dtype)
+
+
+@implements(COMPUTE, "linear")
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``linear``, which arrives whole in inference mode and from ``whole_products``."""
+    x, weight, bias = (*args, None)[:3]
+    bias = kwargs.get("bias", bias)
+    quantizer = getattr(weight, "_quantizer", None)
+    if quantizer is not None and not quantizer.rowwise and weight.ndim == 2:
+        # The order of the sums is that of the ops into which torch decomposes a linear.
+        return _product(x, weight.t(), "NN", bias)
+    return _product(x, weight, "TN", bias)
+
+
+@implements(COMPUTE, "matmul")
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``matmul``, which arrives whole in inference mode and from ``whole_products``."""
+    a, b = args
+    if b.ndim == 2 and (a.ndim > 1 or isinstance(b, QuantizedTensorStorage)):
+        return _product(a, b, "NN")
+    decomposed: Tensor = func.decompose(a, b)
+    return decomposed
+
+
+@implements(COMPUTE, "dequantize")
+def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``torch.dequantize(q)``, which does not call the method of the class."""
+    return plain(args[0])
+
+
+@implements(COMPUTE, "embedding")
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Handle ``embedding``: decode only the rows that ``index`` names."""
+    weight, index = args[:2]
+    if not isinstance(weight, QuantizedTensorStorage) or isinstance(index, QuantizedTensorStorage):
+        fail(
+            "embedding",
+            "the table may be quantized, the index not",
+            type(index).__name__,
+            "Pass integer indices",
+        )
+    _, rowwise = usage_part(weight._quantizer.canonical, "rowwise")
+    buffers = None
+    if rowwise and weight.ndim == 2:
+        buffers = geometry.select_rows(weight, index.reshape(-1), parse(rowwise).slots)
+    if buffers is None:
+        return func(plain(weight), index, *args[2:], **kwargs)
+    columns = weight.shape[1]
+    rows = DEQUANTIZE(buffers, rowwise, (index.numel(), columns), weight.dtype)
+    return rows.reshape(*index.shape, columns)

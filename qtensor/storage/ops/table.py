@@ -1,0 +1,47 @@
+"""Hold the tables of handlers by op name; ``implements`` enters a handler where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Entry of a table: (op, args, kwargs) -> result."""
+
+Table = dict[str, Handler]
+
+PRESERVE: Table = {}
+"""Exact aten ops. A handler raises a QTensorError that names the rule."""
+
+COMPUTE: Table = {}
+"""Aten ops that decode the operands in one op; the plain result is rounded once."""
+
+LIBRARY: Table = {}
+"""Ops of qtensor that take quantized tensors; the others get the values."""
+
+FUNCTIONAL: Table = {}
+"""Functional collectives."""
+
+C10D: Table = {}
+"""Collectives of ``torch.distributed``."""
+
+COLLECTIVES: dict[str, Table] = {
+    "c10d": C10D,
+    "_c10d_functional": FUNCTIONAL,
+    "_c10d_functional_autograd": FUNCTIONAL,
+    "_dtensor": FUNCTIONAL,
+}
+"""Tables of collectives by namespace; the modules of ``storage/ranks/`` fill them."""
+
+FILLED_LATE: dict[str, str] = {}
+"""Modules by namespace: the first op of the namespace imports the module, which fills its table."""
+
+
+def implements(table: Table, *names: str) -> Callable[[Handler], Handler]:
+    """Return a decorator that enters a handler into ``table`` under the names of its ops."""
+
+    def enter(handler: Handler) -> Handler:
+        table.update(dict.fromkeys(names, handler))
+        return handler
+
+    return enter

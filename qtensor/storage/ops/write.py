@@ -1,0 +1,201 @@
+"""Write into quantized tensors: copy bytes where they fit, requantize otherwise."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtensor.core.errors import UnsupportedError, fail
+from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
+from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.maxima import maxima_of_whole
+from qtensor.storage.ops.lazy_view import layout_of, values
+from qtensor.storage.ops.padding import ends_with_zeros
+from qtensor.storage.origin import FRESH, Origin, Split
+from qtensor.storage.rebuild import map_buffers
+from qtensor.storage.usages import check_usages
+
+ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
+"""True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
+
+
+plain = values
+"""The dequantized values of a tensor or storage, for use inside dispatch."""
+
+
+def copy_into(dst: Any, src: Any) -> Any:
+    """Handle ``dst.copy_(src)``: copy bytes between equal quantizers, quantize values otherwise."""
+    if not isinstance(dst, QuantizedTensorStorage):
+        return dst.copy_(plain(src))
+    if tuple(dst.shape) != tuple(src.shape):
+        src = (plain(src) if isinstance(src, QuantizedTensorStorage) else src).expand(dst.shape)
+    if (layout := layout_of(dst)) is not None:
+        layout.write(dst, src, copy_into)
+        return dst
+    if not isinstance(src, QuantizedTensorStorage):
+        return requantize_(dst, src)
+    if src._quantizer != dst._quantizer:
+        return requantize_(dst, plain(src))
+    shared = begin_write(dst)
+    if _memory(dst) & _memory(src):
+        # A buffer that is written may be one that is still to be read, as in q.t().copy_(q).
+        src = map_buffers(src, torch.clone, origin=FRESH)
+    if shared:
+        return _copy_part(dst, src, shared)
+    for to, source in zip(dst.buffers(), src.buffers(), strict=True):
+        copy_buffer(to, source)
+    return dst
+
+
+def _memory(t: Any) -> set[int]:
+    return {buffer.untyped_storage()._cdata for buffer in t.buffers()}
+
+
+def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
+    """Copy into a part that shares factors with the whole tensor, and return the part.
+
+    Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
+    ``dst``. The device compares the factors, so that the call can be traced and never waits.
+    """
+    equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
+    for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
+        if slot.name not in shared:
+            to, source = _common(getattr(dst, slot.name), getattr(src, slot.name))
+            to.copy_(torch.where(equal, source, _common(to, new)[1]))
+    return dst
+
+
+def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
+    """Return the buffers of ``values``, encoded with the tensor-wide factors of ``dst``."""
+    quantizer = dst._quantizer
+    named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
+    factors = quantizer.stored_factors(named) if shared or quantizer.needs_scale else {}
+    seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
+    return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
+
+
+def begin_write(dst: Any) -> tuple[str, ...]:
+    """Return the names of the buffers that a write to ``dst`` must leave unchanged.
+
+    Raises:
+        UnsupportedError: the write would not reach the whole tensor, or an alias.
+    """
+    check_usages(dst)
+    origin = _origin_now(dst)
+    if origin.is_copy:
+        fail(
+            f"copy_[{dst._quantizer.format}]",
+            "a write to a part cannot reach the whole tensor if the scales of the part are a copy",
+            dst._quantizer.canonical,
+            "Clone it to write into the copy, or keep the whole with swizzled=False",
+            UnsupportedError,
+        )
+    # update_usage may have dropped a shared buffer.
+    return tuple([name for name in origin.shared if name in dst._quantizer.slot_names])
+
+
+def _origin_now(t: Any) -> Origin:
+    """Return the origin of ``t``; if only padding follows it, that of the padded tensor."""
+    origin: Origin = t._origin
+    if origin.padded is not None:
+        whole, dim, _ = origin.padded
+        if ends_with_zeros(whole, dim, t.shape[dim]):
+            return _origin_now(whole)
+    return origin
+
+
+def _common(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both buffers cropped to their common size; scales of a slice may lack padding."""
+    if to.shape == source.shape:
+        return to, source
+    sizes = tuple(slice(min(a, b)) for a, b in zip(to.shape, source.shape, strict=True))
+    return to[sizes], source[sizes]
+
+
+def copy_buffer(to: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into ``to``; one of them may lack padding."""
+    to, source = _common(to, source)
+    to.copy_(source)
+
+
+def requantize_(dst: Any, values: Tensor) -> Any:
+    """Quantize values into an existing tensor and return the tensor.
+
+    If ``dst`` is a part of a tensor, its shared factors stay, so that values outside it do not
+    change.
+
+    Args:
+        dst: quantized tensor.
+        values: floating or integer tensor of the shape of ``dst``.
+    """
+    if (layout := layout_of(dst)) is not None:
+        layout.write(dst, values, copy_into)
+        return dst
+    shared = begin_write(dst)
+    if values.dtype not in INPUT_DTYPES:
+        values = values.to(torch.float32)
+    values = values.to(dst.device)
+    quantizer = dst._quantizer
+    if ROUNDS_AT_RANDOM.get() and not quantizer.stochastic_rounding:
+        values = round_at_random(values.contiguous(), quantizer.element.mantissa_bits)
+    # A part keeps the factors that it shares, also if it is a part of a rank's part.
+    if not shared and dst._origin.split:
+        return _requantize_part(dst, values, dst._origin.split)
+    if not dst._origin.is_part and _is_whole(dst):
+        quantizer.update_quantized(values, dst)
+        return dst
+    for slot, new in zip(quantizer.slots, _encode_part(dst, values, shared), strict=False):
+        if slot.name not in shared:
+            copy_buffer(getattr(dst, slot.name), new)
+    return dst
+
+
+def round_at_random(
+    values: Tensor, mantissa_bits: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return values with ``1 + mantissa_bits`` significant bits, whose mean over draws is exact.
+
+    A random number is added to the bits that are then cut off (docs/numerics.md). A format with
+    this mantissa and scales that are powers of two holds the result exactly where its codes are
+    normal numbers.
+
+    Args:
+        values: any shape; float32, bfloat16 or float16.
+        mantissa_bits: at most 22.
+        generator: of the device of ``values``, or None for the default generator.
+
+    Returns:
+        A tensor of the shape and dtype of ``values``.
+    """
+    cut = 1 << (23 - mantissa_bits)
+    bits = values.to(torch.float32).view(torch.int32)
+    noise = torch.randint(
+        0, cut, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+    )
+    rounded = ((bits + noise) & -cut).view(torch.float32).to(values.dtype)
+    return torch.where(values.isfinite(), rounded, values)
+
+
+def _requantize_part(dst: Any, values: Tensor, splits: tuple[Split, ...]) -> Any:
+    """Quantize values into a rank's part; maxima are those of the whole tensor.
+
+    All ranks write to their parts at the same time, as optimizers do.
+    """
+    quantizer = dst._quantizer
+    amax = None if quantizer.needs_scale else maxima_of_whole(quantizer, values, splits, "copy_")
+    named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
+    scale = quantizer.stored_factors(named).get("scale") if quantizer.needs_scale else None
+    seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
+    new = QUANTIZE(values, quantizer.canonical, scale, amax, seed)
+    for slot, buffer in zip(quantizer.slots, new, strict=False):
+        copy_buffer(named[slot.name], buffer)
+    torch.autograd.graph.increment_version(dst)
+    return dst
+
+
+def _is_whole(dst: Any) -> bool:
+    described = dst._quantizer._describe_buffers(dst.shape)
+    return all(getattr(dst, name).shape == shape for name, (shape, _) in described.items())

@@ -1,0 +1,1 @@
+"""Quantized tensors that are spread over ranks: collectives, shards, checkpoints."""

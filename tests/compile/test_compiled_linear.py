@@ -1,0 +1,110 @@
+"""Compiled linear layers: what they save for backward, and the bytes of eager code."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from training import RECIPES, WIDTH, assert_same, build, compiled, region, step, twins
+
+from tests.layers.test_wgrad_scheduling import SAVED
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+every_recipe = pytest.mark.parametrize(
+    "recipe", ["current", "blockwise", "mxfp8", "nvfp4", "delayed"]
+)
+KEPT = SAVED | {"delayed": SAVED["current"] + 3 * 4 + 2 * 8 + 2 * 8}
+"""Bytes that a layer keeps; under delayed scaling also the fields of its ``DelayedCall``."""
+
+
+@every_recipe
+def test_a_compiled_layer_keeps_its_operands_and_frees_them(recipe):
+    module, x = build("linear"), torch.randn(40, WIDTH)
+    call, _ = compiled(module)
+    saved, codes = [], []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t.nbytes)
+        if t.dtype == torch.uint8:
+            codes.append(weakref.ref(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), region(RECIPES[recipe]()):
+        out = call(x.clone().requires_grad_())
+    assert sum(saved) == KEPT[recipe]
+    assert len(codes) >= 2
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert all(ref() is None for ref in codes)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.nightly(reason="aot_eager is stricter")),
+    ],
+)
+@pytest.mark.parametrize("module", ["linear", "layernorm_linear", "layernorm_mlp"])
+@pytest.mark.parametrize("written", ["maxima", "postponed wgrad"])
+def test_several_forwards_before_a_backward(written, module, backend):
+    """No backward pass changes a tensor that the graph of another forward has saved."""
+    postponed = written != "maxima"
+    recipe = RECIPES["mxfp8" if postponed else "delayed"]()
+    eager, traced = twins(module, delay_wgrad_compute=postponed)
+    results = []
+
+    def backward(layer, loss, **options):
+        loss.backward(**options)
+        if postponed:
+            layer.backward_dw()
+
+    for layer, call in ((eager, eager), (traced, torch.compile(traced, backend=backend))):
+        out = []
+        for number in range(2):
+            g = torch.Generator().manual_seed(number)
+            xs = [torch.randn(40, WIDTH, generator=g) * (1 + 5 * i) for i in range(3)]
+            ys = []
+            for x in xs:
+                with region(recipe):
+                    ys.append(call(x.requires_grad_()))
+            for y in ys[::-1]:
+                backward(layer, y.square().sum(), retain_graph=backend == "aot_eager")
+            if backend == "aot_eager":
+                backward(layer, ys[1].sum())
+            out += [*[y.detach() for y in ys], *[x.grad for x in xs]]
+        state = layer.state_dict()
+        grads = [p.grad for p in layer.parameters()]
+        results.append([*out, *grads, *[state[name] for name in sorted(state)]])
+    assert_same(*results)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(40, WIDTH), (2, 5, WIDTH), (WIDTH,), (0, WIDTH)])
+def test_shapes(recipe, shape):
+    eager, traced = twins("linear")
+    call, _ = compiled(traced)
+    x = torch.randn(shape)
+    chosen = RECIPES[recipe]()
+    assert_same(step(call, traced, x, chosen), step(eager, eager, x, chosen))
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+def test_what_needs_no_gradient(frozen):
+    eager, traced = twins("linear")
+    results = []
+    for module, call in ((eager, eager), (traced, compiled(traced)[0])):
+        if frozen != "input":
+            getattr(module, frozen).requires_grad_(False)
+        x = torch.linspace(-2, 2, 40 * WIDTH).view(40, WIDTH).requires_grad_(frozen != "input")
+        with region(RECIPES["current"]()):
+            out = call(x)
+        (out * out).sum().backward()
+        grads = [t.grad for t in (x, module.weight, module.bias)]
+        results.append([out.detach(), *(g for g in grads if g is not None)])
+        assert len(results[-1]) == 3
+    assert_same(*results)

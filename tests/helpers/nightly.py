@@ -1,0 +1,248 @@
+"""Choose the cells of parametrized tests that `make test` runs.
+
+The default tier (`make test`) takes from each test a few cells that together hold every value of
+every axis. The wide tier holds the other cells, and the tests marked ``nightly(reason=...)``.
+`make test-all` runs both tiers. An axis is one `parametrize` mark; each of its rows is a value.
+A mark with more rows than its arguments have values is a product: there, each argument is an axis.
+In the files of ``SHARED`` the formats or recipes are an axis of the file: some test holds each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+Value = tuple[str, ...]
+"""The test whose axis it is (empty for an axis of a file), an argument, and a value as text."""
+
+SAMPLED = "sampled: other cells hold each of its values"
+"""The reason of a cell that the sampling, and no mark at the test, leaves to the wide tier."""
+
+SLOW = {"aot_eager": 1, "compiled": 1, "inductor": 4}
+"""Words in the values of cells that compile -> about how long that takes, in half seconds."""
+
+_BYTES = "milliseconds a cell, and each states bytes, values or sizes that users store"
+EVERY_CELL = dict.fromkeys(
+    ("test_dequantize.py", "test_gemm.py", "test_golden.py", "test_swizzle.py", "test_usage.py"),
+    _BYTES,
+)
+"""``file`` or ``file::test`` -> why the default tier runs all of its cells."""
+
+SHARED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "test_added_to_main_grad.py",
+            "test_collectives.py",
+            "test_compiled_autograd_modules.py",
+            "test_compiled_linear.py",
+            "test_debug_record.py",
+            "test_export.py",
+            "test_modules_compile.py",
+            "test_ops_compile.py",
+        ),
+        ("case", "recipe", "name", "options"),
+    ),
+    **dict.fromkeys(
+        (
+            "test_compile_autograd.py",
+            "test_compile_boundary.py",
+            "test_compile_bytes.py",
+            "test_compile_dynamic.py",
+            "test_compile_ops.py",
+            "test_grouped_linear_compile.py",
+        ),
+        ("case", "recipe", "name", "options", "backend"),
+    ),
+    **dict.fromkeys(
+        (
+            "test_convert_llama.py",
+            "test_dcp.py",
+            "test_dtensor_layers.py",
+            "test_dtensor_ops.py",
+            "test_fsdp.py",
+            "test_fsdp_gather.py",
+            "test_fsdp_quantized.py",
+            "test_ops_parallel.py",
+            "test_parallel_quantized.py",
+            "test_parallel_sequences.py",
+            "test_parallel_styles.py",
+            "test_proto.py",
+            "test_tensor_parallel.py",
+            "test_tensor_parallel_blocks.py",
+            "test_transformers_clients.py",
+            "test_transformers_models.py",
+            "test_triton_compiles.py",
+            "test_weight_workspace.py",
+        ),
+        ("case", "recipe", "name", "fmt", "options", "bound"),
+    ),
+}
+"""``file`` -> arguments whose values its tests share: in the default tier some test of the file
+holds each value. A cell of these files compiles, or trains on two ranks, for a second or more.
+"""
+
+
+def axes(
+    rows: Sequence[dict[str, Any]],
+    marks: Sequence[Sequence[str]],
+    test: str = "",
+    shared: Collection[str] = (),
+) -> list[list[Value]]:
+    """Return the axis values of each cell of one test.
+
+    Arguments:
+        rows: the arguments of each cell.
+        marks: the arguments of each ``parametrize`` mark, and of each fixture with parameters.
+        test: the name of the test, so that other tests of its file do not hold its values.
+        shared: arguments whose values any test of the file may hold.
+    """
+    columns: list[list[Value]] = []
+
+    def add(names: Sequence[str]) -> None:
+        of = "" if set(names) <= set(shared) else test
+        columns.append([(of, *names, *(repr(row[name]) for name in names)) for row in rows])
+
+    for names in marks:
+        arguments = [{repr(row[name]) for row in rows} for name in names]
+        together = {tuple(repr(row[name]) for name in names) for row in rows}
+        if len(names) > 1 and len(together) > sum(map(len, arguments)):
+            for name in names:
+                add([name])
+        else:
+            add(names)
+    return [list(cell) for cell in zip(*columns, strict=True)]
+
+
+def marks_of(test: pytest.Function, params: Collection[str]) -> list[list[str]]:
+    """Return the arguments of each ``parametrize`` mark of a test, then each parameter of a
+    fixture.
+
+    From the marks, because ``callspec.indices`` counts the cells of some tests, not the rows of
+    their marks.
+
+    Arguments:
+        test: the definition of the test, or one of its cells.
+        params: the names of all arguments that have parameters.
+    """
+    marks = []
+    for mark in test.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        marks.append(list(names))
+    seen = {name for names in marks for name in names}
+    return [*marks, *([name] for name in sorted(set(params) - seen))]
+
+
+def slowness(text: str) -> int:
+    """Return how long the value of an argument makes a cell compile, as ``SLOW`` says."""
+    return sum(time for word, time in SLOW.items() if word in text)
+
+
+def cover(cells: Sequence[Iterable[Value]], held: Collection[Value] = ()) -> list[int]:
+    """Return the indices of a few cells that together hold every value of all cells.
+
+    Values in ``held`` need no cell: another test holds them.
+
+    Each step takes the cell with the most new values; among equals, the one that compiles least,
+    then the one whose values have been taken least often, then the first. So the choice depends on
+    the cells alone.
+    """
+    taken: Counter[Value] = Counter()
+    kept: list[int] = []
+    values = [set(cell) for cell in cells]
+    missing = set().union(*values).difference(held)
+    compiling = [sum(slowness(text) for value in cell for text in value) for cell in values]
+
+    def rank(i: int) -> tuple[int, int, int, int]:
+        return -len(values[i] & missing), compiling[i], sum(taken[v] for v in values[i]), i
+
+    # A cell's rank never falls, so that the first of the heap is the best if its rank is current.
+    heap = [rank(i) for i in range(len(cells))]
+    heapq.heapify(heap)
+    while missing:
+        best = heap[0][-1]
+        if (current := rank(best)) != heap[0]:
+            heapq.heapreplace(heap, current)
+            continue
+        heapq.heappop(heap)
+        kept.append(best)
+        taken.update(values[best])
+        missing -= values[best]
+    return kept
+
+
+class Sampling:
+    """Choose the cells of the default tier, test by test, before pytest builds them.
+
+    Attributes:
+        drops: leave out the other cells; otherwise they are marked ``nightly``.
+    """
+
+    def __init__(self, drops: bool) -> None:
+        self.drops = drops
+        self._held: dict[str, set[Value]] = {}
+        """Values that the tests of a file of ``SHARED`` have held so far."""
+
+    def sample(self, metafunc: pytest.Metafunc) -> None:
+        """Sample the cells that ``metafunc`` has been given."""
+        # pytest offers no hook between the parameters of a test and its cells.
+        calls = metafunc._calls
+        file, test = metafunc.definition.path.name, metafunc.function.__name__
+        if metafunc.definition.get_closest_marker("nightly") or not any(c.params for c in calls):
+            return
+        if file in EVERY_CELL or f"{file}::{test}" in EVERY_CELL:
+            return
+        asked = [call for call in calls if not any(m.name == "nightly" for m in call.marks)]
+        if not asked:
+            return
+        rows = [call.params for call in asked]
+        marks = marks_of(metafunc.definition, rows[0])
+        values = axes(rows, marks, test, SHARED.get(file, ()))
+        held = self._held.setdefault(file, set())
+        kept = cover([[(test,), *own] for own in values], held)
+        held.update(value for index in kept for value in values[index] if not value[0])
+        chosen = {id(asked[index]) for index in kept}
+        if self.drops:
+            calls[:] = [call for call in calls if id(call) in chosen]
+            return
+        wide = pytest.mark.nightly(reason=SAMPLED).mark
+        for call in asked:
+            if id(call) not in chosen:
+                call.marks.append(wide)
+
+
+def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Group cells by test: ``path::Class::test`` -> its cells, in the order of collection."""
+    result: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        result.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return result
+
+
+def part(key: str, parts: int) -> int:
+    """Return which part of the wide tier a key is in, from 0 to ``parts - 1``."""
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % parts
+
+
+def key(item: pytest.Item) -> str | None:
+    """Return the text that decides the part of a cell, or None in the default tier.
+
+    It is the id of the cell, or ``together`` of its mark: cells of the same set-up are in one part.
+    """
+    mark = item.get_closest_marker("nightly")
+    return None if mark is None else mark.kwargs.get("together", item.nodeid)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Return (index, parts) of a ``--wide-part`` such as ``3/8``."""
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdecimal() and parts.isdecimal() and int(index) < int(parts)):
+        rule = "must be INDEX/PARTS with INDEX from 0 to PARTS - 1"
+        raise pytest.UsageError(f"--wide-part: {rule}; got {text!r}. Try --wide-part=3/8.")
+    return int(index), int(parts)

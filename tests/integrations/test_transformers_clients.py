@@ -1,0 +1,186 @@
+"""Libraries on top of transformers: ``Trainer``, PEFT and accelerate with quantized weights."""
+
+import pytest
+import torch
+from transformers_models import config, dense, load, logits, transformers
+
+import qtensor
+from qtensor.integrations.experts import ExpertWeights
+from qtensor.integrations.offload import disk_offload
+from qtensor.integrations.transformers import QTensorConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+KINDS = [("llama-tied", "nvfp4"), ("qwen3-moe", "nvfp4"), ("gpt-oss", "mxfp8")]
+
+
+def need(name):
+    return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a function that loads a quantized model."""
+
+    def model(name, fmt):
+        folder = tmp_path / name
+        if not folder.exists():
+            dense(name, folder)
+        return load(folder, quantization_config=QTensorConfig(fmt))
+
+    return model
+
+
+def frozen(model):
+    return {
+        name: parameter.dequantize().clone()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, (qtensor.QuantizedTensor, ExpertWeights))
+    }
+
+
+def assert_frozen(model, before):
+    after = frozen(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        tokens = torch.randint(3, 64, (10,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train(model, folder, steps, **options):
+    """Train with the optimizer that Trainer takes by default, fused AdamW."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_steps=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        **options,
+    )
+    assert "fused" in arguments.optim
+    trainer = transformers.Trainer(model, arguments, train_dataset=Texts())
+    return trainer
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_trainer_trains_what_is_not_quantized(name, fmt, make, tmp_path):
+    need("accelerate")
+    model = make(name, fmt)
+    before, embeddings = frozen(model), model.model.embed_tokens.weight.detach().clone()
+    train(model, tmp_path / "run", 2).train()
+    assert_frozen(model, before)
+    assert not torch.equal(model.model.embed_tokens.weight, embeddings)
+    # The checkpoint of Trainer is one of ours: a new process resumes from it.
+    resumed = train(make(name, fmt), tmp_path / "run", 4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert_frozen(resumed.model, before)
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_with_lora(name, fmt, checkpointing, make, tmp_path):
+    need("accelerate")
+    peft = need("peft")
+    model = make(name, fmt)
+    before = frozen(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trainer = train(adapted, tmp_path / "run", 3, gradient_checkpointing=checkpointing)
+    trainer.train()
+    after = list(frozen(adapted).values())  # PEFT renames them; the order stays
+    assert len(after) == len(before)
+    assert all(map(torch.equal, after, before.values()))
+    changed = [p for n, p in adapted.named_parameters() if "lora_B" in n]
+    assert changed
+    assert all(p.abs().max() > 0 for p in changed)
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_lora_is_saved_and_loaded_on_top(name, fmt, make, tmp_path):
+    peft = need("peft")
+    adapted = peft.get_peft_model(
+        make(name, fmt), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    with torch.no_grad():
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(make(name, fmt), tmp_path / "adapter")
+    assert torch.equal(logits(again.eval()), logits(adapted.eval()))
+    assert not torch.equal(logits(again), logits(make(name, fmt)))
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+@pytest.mark.parametrize("how", ["cpu_offload", "prepare", "dispatch_model", "from file"])
+def test_accelerate(name, fmt, how, make, tmp_path):
+    accelerate = need("accelerate")
+    model = make(name, fmt)
+    wanted = logits(model)
+    if how == "cpu_offload":
+        model = accelerate.cpu_offload(model, execution_device="cpu")
+    elif how == "prepare":
+        model = accelerate.Accelerator(cpu=True).prepare(model)
+    elif how == "dispatch_model":
+        model = accelerate.dispatch_model(model, {"": "cpu"})
+    else:
+        torch.save(model.state_dict(), tmp_path / "model.bin")
+        with accelerate.init_empty_weights():
+            kind = transformers.AutoModelForCausalLM
+            model = kind.from_config(config(name), dtype=torch.bfloat16)
+        model.tie_weights()
+        file = str(tmp_path / "model.bin")
+        model = accelerate.load_checkpoint_and_dispatch(model, file, device_map={"": "cpu"}).eval()
+    assert torch.equal(logits(model), wanted)
+    assert frozen(make(name, fmt))
+
+
+def test_accelerate_does_not_take_all_weights_for_one():
+    """It knows tied weights by their address; all would have the address 0."""
+    accelerate = need("accelerate")
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    for layer in layers[:2]:
+        layer.weight = torch.nn.Parameter(qtensor.quantize(layer.weight.detach(), "mxfp8"))
+    layers[2].weight = layers[0].weight
+    model = torch.nn.Sequential(*layers)
+    places = {"0": "cpu", "1": "cpu", "2": "cpu"}
+    with pytest.raises(qtensor.QTensorError, match="is not one block of memory"):
+        accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    assert layers[1].weight is not layers[0].weight
+
+
+@pytest.mark.parametrize(("name", "fmt"), KINDS)
+def test_disk_offload(name, fmt, make, tmp_path):
+    """The weights lie in files; each layer reads its own, as often as it runs."""
+    need("accelerate")
+    model = make(name, fmt)
+    wanted = logits(model)
+    offloaded = disk_offload(model, tmp_path / "offload")
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert torch.equal(logits(offloaded), wanted)
+    assert torch.equal(logits(offloaded), wanted)
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    stored = sum(path.stat().st_size for path in (tmp_path / "offload").iterdir())
+    parameters = sum(p.numel() for p in model.parameters())
+    assert stored < 2 * parameters  # tied weights once, and less than in bfloat16
+    with pytest.raises(qtensor.QTensorError, match="must not exist"):
+        disk_offload(make(name, fmt), tmp_path / "offload")
+
+
+def test_disk_offload_of_accelerate_says_what_to_do(make, tmp_path):
+    """accelerate writes one plain array for each parameter, which a quantized weight is not."""
+    accelerate = need("accelerate")
+    with pytest.raises(qtensor.QTensorError, match="call disk_offload of qtensor"):
+        accelerate.disk_offload(make("llama", "nvfp4"), str(tmp_path / "offload"))
+    with pytest.raises(qtensor.QTensorError, match="those of the model"):
+        disk_offload(make("llama", "nvfp4"), tmp_path / "offload", state_dict={})

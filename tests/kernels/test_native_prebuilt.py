@@ -1,0 +1,139 @@
+"""CPU kernels that came with the package: they serve without a compiler, as long as they are those
+of these sources.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qtensor
+from qtensor.core.errors import BuildError
+from qtensor.kernels.cpu import native, prebuilt, sources
+
+ROOT = Path(__file__).parents[2]
+BEST = sources.usable_isas()[0]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel holds, from the user's cache."""
+    folder = tmp_path_factory.mktemp("package") / "prebuilt"
+    assert prebuilt.write(folder, [BEST]) == [folder / f"cpu_{BEST}.so"]
+    return folder
+
+
+@pytest.fixture
+def package(
+    compiled: Path, tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A package with kernels, an empty cache and no compiler."""
+    folder = tmp_path / "prebuilt"
+    shutil.copytree(compiled, folder)
+    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    monkeypatch.setenv("QTENSOR_CXX", str(tmp_path / "none"))
+    monkeypatch.delenv("QTENSOR_CPU_ISA", raising=False)
+    return folder
+
+
+def is_refused() -> bool:
+    with pytest.raises(BuildError, match="QTENSOR_CXX"):
+        prebuilt.provide(BEST)
+    return prebuilt.find(BEST) is None
+
+
+def test_they_serve_without_a_compiler(package: Path, libraries: Path) -> None:
+    path = prebuilt.provide(BEST)
+    assert path.parent == package
+    assert native.Library(str(path)).run
+    assert qtensor.kernels.build() == path
+    assert not libraries.exists()
+
+
+def test_other_sources_are_compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = package.parent / "element_codes.h"
+    header.write_text("// mended\n")
+    monkeypatch.setattr(sources, "headers", lambda: (header,))
+    assert is_refused()
+
+
+def test_other_flags_are_compiled(package: Path) -> None:
+    """Each instruction set has its own fingerprint, so that a library under another one's name does
+    not serve.
+    """
+    others = [isa for isa in sources.ISAS if isa != BEST]
+    for isa in others:
+        assert prebuilt.fingerprint(isa) != prebuilt.fingerprint(BEST)
+        assert prebuilt.find(isa) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"avx512": 1, "avx2": 1, "baseline": 1}'])
+def test_a_damaged_manifest(package: Path, text: str) -> None:
+    (package / "manifest.json").write_text(text)
+    assert is_refused()
+
+
+def test_a_library_that_is_not_there(package: Path) -> None:
+    assert BEST in json.loads((package / "manifest.json").read_text())
+    (package / f"cpu_{BEST}.so").unlink()
+    assert is_refused()
+
+
+def test_sources_that_cannot_be_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "headers", lambda: (package / "gone.h",))
+    assert prebuilt.find(BEST) is None
+    with pytest.raises(BuildError, match="sources and headers must be readable"):
+        prebuilt.provide(BEST)
+
+
+def test_a_library_that_does_not_load_here(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache replaces it."""
+    path = prebuilt.provide(BEST)
+    with pytest.raises(BuildError, match="QTENSOR_CXX"):
+        prebuilt.replace(BEST, path)
+    replacement = package / "other.so"
+    monkeypatch.setattr(prebuilt, "build", lambda spec: replacement)
+    assert prebuilt.replace(BEST, path) == replacement
+
+
+# ---- the wheel ---------------------------------------------------------------------------------
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "build_wheel", ROOT / "scripts" / "build_wheel.py"
+    )
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ("GLIBC_2.2.5 GLIBC_2.14 GLIBCXX_3.4", "manylinux_2_17_{machine}"),
+        ("GLIBC_2.14 GLIBC_2.34 GLIBCXX_3.4.19", "manylinux_2_34_{machine}"),
+        ("GLIBC_2.14 GLIBCXX_3.4.30", "linux_{machine}"),
+    ],
+)
+def test_the_tag_says_what_the_kernels_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: str, expected: str
+) -> None:
+    module = script()
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(module.sysconfig, "get_platform", lambda: "linux-x86_64")
+    for i, name in enumerate(needs.split()):
+        (tmp_path / f"{i}.so").write_bytes(b"\0" + name.encode() + b"\0")
+    assert module.platform_tag(list(tmp_path.glob("*.so"))) == expected.format(machine="x86_64")
+
+
+def test_the_folder_is_packed() -> None:
+    """Where the script writes is what a wheel takes, and nothing lies there in a checkout."""
+    assert prebuilt.FOLDER.relative_to(ROOT).as_posix() == "qtensor/kernels/cpu/prebuilt"
+    assert '"kernels/cpu/prebuilt/*"' in (ROOT / "pyproject.toml").read_text()

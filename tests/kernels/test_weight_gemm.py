@@ -1,0 +1,163 @@
+"""A plain input times a quantized weight is one op with few arguments, answered in C++."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compile_helpers import Compiled
+from formats import FormatCase, formats
+from torch.nn import functional as F
+
+import qtensor
+from qtensor.kernels.cpu.small_calls import answers
+from qtensor.kernels.products.problem import Pair
+from qtensor.library.define import FILLS
+from qtensor.library.gemm import GemmArgs
+from qtensor.storage.ops.products import gemm_operands
+from tests.library.test_linear_ops import serves_here
+
+N, K = 48, 64
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Names of the products that Python kernels compute."""
+    names: list[str] = []
+    gemm = FILLS["gemm"]
+
+    def note(name, fill):
+        def run(out, args):
+            names.append(name)
+            fill(out, args)
+
+        return run
+
+    def as_gemm(out, args):
+        x, weight, quantizer, n, bias = args
+        pair = Pair([x], "", x.shape, weight, quantizer, (n, *x.shape[-1:]))
+        gemm(out, GemmArgs(pair, "TN", x.dtype, bias))
+
+    monkeypatch.setitem(FILLS, "gemm", note("gemm", gemm))
+    monkeypatch.setitem(FILLS, "weight_gemm", note("weight_gemm", as_gemm))
+    with answers.left_to_python():
+        yield names
+
+
+def weight_of(case: FormatCase, **usage: bool):
+    generator = torch.Generator().manual_seed(3)
+    return case.quantize(torch.randn(N, K, generator=generator).bfloat16(), **usage)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@formats
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("lead", [(1,), (2,), (1, 3)], ids=str)
+def test_linear_has_the_bytes_of_gemm(case, bias, lead):
+    q, x = weight_of(case), torch.randn(*lead, K).bfloat16()
+    added = torch.randn(N).bfloat16() if bias else None
+    wanted = gemm_operands(x, q, "TN", added)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(3):
+                same(F.linear(x, q, added), wanted)
+
+
+@formats
+def test_which_op_serves(case, seen):
+    """A weight with columnwise data or a quantized input needs the arguments of gemm."""
+    q, x = weight_of(case), torch.randn(2, K).bfloat16()
+    with torch.no_grad():
+        F.linear(x, q)
+        F.linear(x, q, torch.ones(N).bfloat16())
+        x @ q.t()
+        assert seen == ["weight_gemm"] * 3
+        seen.clear()
+        torch.randn(2, N).bfloat16() @ weight_of(case, columnwise=True)
+        F.linear(case.quantize(x), q)
+        qtensor.gemm(x, q, "TN")
+        assert seen == ["gemm"] * 3
+
+
+def test_sizes_that_do_not_meet():
+    q = qtensor.quantize(torch.randn(N, K), "mxfp8")
+    with torch.inference_mode(), pytest.raises(qtensor.QTensorError, match="must be equal"):
+        F.linear(torch.randn(2, K + 1), q)
+
+
+@formats
+def test_small_calls_do_not_enter_python(case, monkeypatch):
+    if answers.library() is None or not serves_here(case):
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    q = weight_of(case)
+    x = torch.randn(2, 3, K).bfloat16()
+    strided = torch.randn(5, 2 * K).bfloat16()[:, :K]
+    with torch.no_grad():
+        for source in (x, strided):
+            wanted = F.linear(source, q)
+            F.linear(source, q)
+            with monkeypatch.context() as patch:
+                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
+                same(F.linear(source, q), wanted)
+
+
+def large(case: FormatCase, **options):
+    """A weight of more elements than other small calls take."""
+    generator = torch.Generator().manual_seed(4)
+    return case.quantize(torch.randn(272, 256, generator=generator), **options)
+
+
+@formats
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (3,), (2, 1)], ids=str)
+def test_few_rows_do_not_enter_python(case, lead, bias, monkeypatch):
+    if answers.library() is None or not serves_here(case):
+        pytest.skip(reason="no compiler, or a torch without its headers")
+    q, added = large(case), None if bias is None else torch.randn(272, dtype=bias)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(*lead, 256, dtype=dtype)
+        with torch.inference_mode():
+            with answers.left_to_python():
+                wanted = F.linear(x, q, added)
+            for _ in range(2):
+                F.linear(x, q, added)
+            with monkeypatch.context() as patch:
+                patch.setitem(FILLS, "weight_gemm", lambda *_: pytest.fail("the Python kernel"))
+                same(F.linear(x, q, added), wanted)
+
+
+@formats
+def test_few_rows_of_every_option(case):
+    x = torch.randn(2, 256).bfloat16()
+    for options in case.each_option():
+        q = large(case, **options)
+        with torch.inference_mode(), answers.left_to_python():
+            wanted = F.linear(x, q)
+        for threads in (1, 3):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                with torch.inference_mode():
+                    for _ in range(3):
+                        same(F.linear(x, q), wanted)
+            finally:
+                torch.set_num_threads(before)
+
+
+def test_compiled_code_calls_the_op(seen):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(K, K, dtype=torch.bfloat16) for _ in range(3)))
+    for layer in layers:
+        quantized = qtensor.quantize(layer.weight.detach(), "mxfp8")
+        layer.requires_grad_(False).weight = torch.nn.Parameter(quantized, requires_grad=False)
+    compiled = Compiled(layers)
+    with torch.no_grad():
+        for rows, graphs in ((2, 1), (7, 2), (9, 2), (1, 3)):
+            x = torch.randn(rows, K).bfloat16()
+            seen.clear()
+            found = compiled(x)
+            assert seen == ["weight_gemm"] * 3
+            same(found, layers(x))
+            compiled.check_graphs(graphs)
