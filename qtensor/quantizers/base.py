@@ -38,6 +38,7 @@ from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape, check_nominal
 from qtensor.storage.tensor import QuantizedTensor
+from qtensor.storage.usages import check_usages
 
 _FORMAT_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -410,6 +411,7 @@ class Quantizer(FormatMethods):
                 "a part of one, or a view without buffers",
                 "Write into it with copy_(values)",
             )
+        check_usages(dst, "update_quantized")
         if tuple(src.shape) != tuple(dst.shape):
             fail(
                 name,

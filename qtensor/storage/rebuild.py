@@ -264,6 +264,9 @@ def strides_of(t: Any) -> tuple[int, ...]:
     strides: tuple[int, ...] | None = t._origin.strides
     if strides == TURNED:
         return (1, t.shape[0])
+    if t._origin.layout == "transposed":
+        *outer, rows, columns = strides_of(t._parts[0])
+        return (*outer, columns, rows)
     return t.stride() if strides is None else strides
 
 
@@ -280,7 +283,9 @@ def turned_strides(t: Any) -> tuple[int, ...] | None:
 
 def is_row_major(t: Any) -> bool:
     """Return whether the same view of a plain tensor is contiguous."""
-    return t._origin.strides is None and t._origin.layout != "transposed"
+    if t._origin.layout == "transposed":
+        return _is_contiguous(t.shape, strides_of(t))
+    return t._origin.strides is None
 
 
 def shares_memory(view: Any, whole: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qtensor.core.errors import UnsupportedError, fail
@@ -59,15 +60,20 @@ def lacks_usage(t: Any) -> bool:
     )
 
 
-def check_usages(t: Any) -> None:
+def check_usages(t: Any, op: str = "copy_") -> None:
     """Refuse a write that would leave data of another tensor behind.
+
+    Args:
+        t: the tensor that is written.
+        op: the write, for errors.
 
     Raises:
         UnsupportedError: another tensor holds these values in a direction that ``t`` has not.
     """
-    if t._origin.lacks_usage or lacks_usage(t):
+    # In a compiled region the origin says it: ``__tensor_flatten__`` has looked.
+    if t._origin.lacks_usage or (not is_compiling() and lacks_usage(t)):
         fail(
-            f"copy_[{t._quantizer.format}]",
+            f"{op}[{t._quantizer.format}]",
             "a write must reach all data of these values, and another tensor that shares them "
             "holds a direction that this one has not, because update_usage changed one of both",
             t.get_usages(),

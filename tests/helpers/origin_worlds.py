@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import tempfile
 import warnings
 from dataclasses import dataclass, field
@@ -215,7 +216,8 @@ class Holder(nn.Module):
         try:
             self.load_state_dict({"weight": weight}, **options)
         except RuntimeError as error:
-            if "copy_[" in str(error):  # torch puts it into the text of its own
+            # torch puts the text of our error, which names the op and the format, into its own.
+            if re.search(r"\b(copy_|view)\[\w+\]: ", str(error)):
                 raise qtensor.QTensorError(str(error)) from error
             raise
         return self.weight

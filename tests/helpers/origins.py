@@ -33,6 +33,9 @@ from origin_worlds import (
 from torch import Tensor
 from torch.nn import functional as F
 
+import qtensor
+from qtensor.storage.tensor import QuantizedTensor
+
 Origin = Callable[[World], list[Any]]
 ORIGINS: dict[str, Origin] = {}
 
@@ -94,6 +97,8 @@ ORIGINS |= {
     "filled zeros": chain(SQUARE, lambda t: t.new_zeros(t.shape).copy_(t)),
     "part of filled zeros": chain(SQUARE, lambda t: t.new_zeros(t.shape).copy_(t), upper),
     "filled zeros inside a block": chain(SQUARE, lambda t: t.new_zeros(t.shape)[:40].copy_(t[:40])),
+    "clone of transposed": chain(SQUARE, transposed, Tensor.clone),
+    "clone of a transposed stack": chain(STACK, transposed, Tensor.clone),
     "filled": chain(SQUARE, lambda t: torch.empty_like(t).copy_(t)),
     "other dtype": chain(SQUARE, Tensor.bfloat16),
     "deep-copied": chain(SQUARE, copy.deepcopy),
@@ -122,6 +127,9 @@ def part_of_zeros_filled_later(w: World) -> list[Any]:
     whole = w.square().new_zeros(2 * w.unit, 2 * w.unit)
     part = whole[:40]
     whole.copy_(w.values(*whole.shape))
+    if isinstance(part, QuantizedTensor) and part._origin.is_copy:
+        # Swizzled factors have no view of these rows, and a copy shows the values of before.
+        raise qtensor.QTensorError("the part is a copy, and marked as one")
     return [part, whole]
 
 

@@ -326,3 +326,41 @@ def test_a_spawned_process_gets_the_transpose_of_a_stack() -> None:
     process.start()
     process.join(120)
     assert process.exitcode == 0
+
+
+@formats
+@pytest.mark.parametrize("part", ["rows", "columns"])
+def test_a_write_to_a_part_of_zeros_arrives(case: FormatCase, part: str) -> None:
+    """NVFP4 stores a maximum of 0 for zeros, with which no other value can be encoded."""
+    q = case.quantize(torch.zeros(256, 256))
+    written = (slice(0, 128), slice(None)) if part == "rows" else (slice(None), slice(128, 256))
+    values = torch.zeros(256, 256)
+    values[written] = 3.0
+    q[written] = 3.0
+    torch.testing.assert_close(q.dequantize(), values, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_scaled": True}], ids=repr)
+def test_a_quantized_part_is_copied_into_zeros(options: dict[str, Any]) -> None:
+    q = qtensor.quantize(torch.zeros(64, 128), "nvfp4", **options)
+    source = qtensor.quantize(torch.full((64, 64), 3.0), "nvfp4", **options)
+    q[:, 64:].copy_(source)
+    assert torch.equal(q[:, 64:].dequantize(), source.dequantize())
+    assert not q[:, :64].dequantize().any()
+
+
+def test_columns_of_appended_rows_can_be_written() -> None:
+    q = F.pad(qtensor.quantize(torch.ones(2, 64), "fp8_rowwise"), (0, 0, 0, 2))
+    q[:, 32:] = 0.5
+    assert torch.equal(q.dequantize()[:, 32:], torch.full((4, 32), 0.5))
+
+
+@formats
+def test_quantize_refuses_to_leave_an_alias_behind(case: FormatCase) -> None:
+    q = case.quantize(torch.ones(128, 128), rowwise=True, columnwise=True)
+    alias = q.detach()
+    alias.update_usage(columnwise=False)
+    before = q.dequantize()
+    with pytest.raises(qtensor.UnsupportedError, match=r"update_quantized\[.*a direction"):
+        alias.quantize_(torch.zeros(128, 128))
+    assert torch.equal(q.dequantize(), before)

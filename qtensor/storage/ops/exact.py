@@ -23,6 +23,7 @@ from qtensor.storage.rebuild import (
     same,
     separate,
     set_origin,
+    strides_of,
     with_buffers,
 )
 
@@ -56,11 +57,18 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @implements(PRESERVE, "clone")
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    t = args[0]
-    _check_memory_format("clone", t, kwargs.get("memory_format"))
-    if t._origin.is_part or t._parts:
-        return own_copy(t)
-    return map_buffers(t, torch.clone, origin=of_copy(t._origin))
+    """Handle clone: the copy of a transpose is a transpose in memory of its own, as in torch."""
+    t, memory_format = args[0], kwargs.get("memory_format")
+    _check_memory_format("clone", t, memory_format)
+    is_part = any(each._origin.is_part for each in (t, *t._parts))
+    if is_part or t._parts:
+        copied = own_copy(t)
+    else:
+        copied = map_buffers(t, torch.clone, origin=of_copy(t._origin))
+    if not (is_part or is_row_major(t) or memory_format is torch.contiguous_format):
+        strides = t._origin.strides or strides_of(t)
+        set_origin(copied, copied._origin._replace(strides=strides))
+    return copied
 
 
 @implements(PRESERVE, "_to_copy")

@@ -28,7 +28,14 @@ from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.same_rows import has_data
 from qtensor.storage import geometry
 from qtensor.storage.origin import FRESH, Origin
-from qtensor.storage.rebuild import FROM_PARTS, of_parts, same, set_origin, with_buffers
+from qtensor.storage.rebuild import (
+    FROM_PARTS,
+    is_row_major,
+    of_parts,
+    same,
+    set_origin,
+    with_buffers,
+)
 
 Shapes = Sequence[int]
 _ALIASES = ("detach", "alias", "lift_fresh")
@@ -109,8 +116,8 @@ class Transposed(Layout):
             shape = _known_sizes(t, args[0])
             if shape[-2:] == tuple(t.shape[-2:]):
                 return _mT(func(stack, (*shape[:-2], *tuple(stack.shape[-2:]))))
-            # torch copies here, because a transposed stack is not contiguous.
-            return func(self.laid_out(t), shape)
+            # torch copies here, unless the stack is the clone of a transposed one.
+            return None if is_row_major(t) else func(self.laid_out(t), shape)
         return None
 
 
@@ -327,7 +334,11 @@ FROM_PARTS["stacked"] = stacked
 
 def _lazy(shape: Shape, quantizer: Any, parts: Sequence[Any], layout: str) -> Any:
     first = parts[0]
-    origin = Origin(layout=layout, may_be_padded=first._origin.may_be_padded)
+    origin = Origin(
+        is_copy=any(part._origin.is_copy for part in parts),
+        layout=layout,
+        may_be_padded=first._origin.may_be_padded,
+    )
     return of_parts(type(first), shape, first._context[1], quantizer, parts, origin)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import UnsupportedError, fail
-from qtensor.library.quantize import INPUT_DTYPES, QUANTIZE, RANDOM_SEED
+from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.maxima import maxima_of_whole
 from qtensor.storage.ops.lazy_view import layout_of, values
@@ -60,8 +60,10 @@ def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
     Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
     ``dst``. The device compares the factors, so that the call can be traced and never waits.
     """
+    values = plain(src)
+    _replace_zero_factors(dst, values, shared)
     equal = torch.stack([(getattr(dst, n) == getattr(src, n)).all() for n in shared]).all()
-    for slot, new in zip(dst._quantizer.slots, _encode_part(dst, plain(src), shared), strict=False):
+    for slot, new in zip(dst._quantizer.slots, _encode_part(dst, values, shared), strict=False):
         if slot.name not in shared:
             to, source = _common(getattr(dst, slot.name), getattr(src, slot.name))
             to.copy_(torch.where(equal, source, _common(to, new)[1]))
@@ -75,6 +77,22 @@ def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tens
     factors = quantizer.stored_factors(named) if shared or quantizer.needs_scale else {}
     seed = RANDOM_SEED(values) if quantizer.stochastic_rounding else None
     return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
+
+
+def _replace_zero_factors(dst: Any, values: Tensor, shared: tuple[str, ...]) -> None:
+    """Replace shared factors of 0, which encode nothing but zeros, by factors of ``values``.
+
+    All values that share such a factor are zeros, and every factor encodes these. NVFP4 stores
+    maxima, which are 0 for zeros; appended rows have factors of 0.
+    """
+    maxima = {}
+    if any(name.startswith("_amax") for name in shared):
+        names = [name for name in dst._quantizer.slot_names if name.startswith("_amax")]
+        maxima = dict(zip(names, AMAX(values, dst._quantizer.canonical), strict=True))
+    for name in shared:
+        factors = getattr(dst, name)
+        own = maxima.get(name, torch.ones_like(factors))
+        factors.copy_(torch.where(factors == 0, own.view(factors.shape), factors))
 
 
 def begin_write(dst: Any) -> tuple[str, ...]:
@@ -147,6 +165,7 @@ def requantize_(dst: Any, values: Tensor) -> Any:
     if not dst._origin.is_part and _is_whole(dst):
         quantizer.update_quantized(values, dst)
         return dst
+    _replace_zero_factors(dst, values, shared)
     for slot, new in zip(quantizer.slots, _encode_part(dst, values, shared), strict=False):
         if slot.name not in shared:
             copy_buffer(getattr(dst, slot.name), new)

@@ -17,7 +17,7 @@ from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops.lazy_view import stacked
 from qtensor.storage.ops.table import FUNCTIONAL, implements
 from qtensor.storage.ops.views import slice_tensor
-from qtensor.storage.origin import Origin
+from qtensor.storage.origin import FRESH, Origin
 from qtensor.storage.ranks.wire import (
     check_alike,
     check_sender,
@@ -28,7 +28,7 @@ from qtensor.storage.ranks.wire import (
     wire_layout,
     write_into,
 )
-from qtensor.storage.rebuild import same, set_origin
+from qtensor.storage.rebuild import map_buffers, same, set_origin
 
 
 def _wait(t: Tensor) -> Tensor:
@@ -51,10 +51,18 @@ def parts_of(rows: Tensor, like: Any, op: str) -> list[Any]:
 
 
 def _gathered_part(packed: Tensor, like: Any, shape: Sequence[int], common: Tensor) -> Any:
-    part = unpack(packed, like, shape, common)
     # DTensor pads what it gathers, and drops the padding afterwards.
-    set_origin(part, Origin(may_be_padded=True))
-    return part
+    return _received(packed, like, shape, Origin(may_be_padded=True), common)
+
+
+def _received(
+    packed: Tensor, like: Any, shape: Sequence[int], origin: Origin, common: Tensor | None = None
+) -> Any:
+    """Return the tensor that ``unpack`` finds, with memory of its own for each buffer.
+
+    torch cannot save buffers of several dtypes in one memory.
+    """
+    return map_buffers(unpack(packed, like, shape, common), torch.clone, origin=origin)
 
 
 @implements(FUNCTIONAL, "all_gather_into_tensor")
@@ -107,7 +115,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     received = _wait(func(pack(t), *args[1:], **kwargs))
     check_sender(received, t, "broadcast")
-    return unpack(received, t, t.shape)
+    return _received(received, t, t.shape, FRESH)
 
 
 @implements(FUNCTIONAL, "broadcast_")
