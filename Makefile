@@ -3,8 +3,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Worker processes for the tests: one a core, at most eight (a compiling worker takes over 1 GB).
-JOBS ?= auto
+# Worker processes for the tests: one more than cores, because tests of several ranks and processes
+# wait; at most eight (a compiling worker takes over 1 GB).
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 # More arguments for pytest, e.g. make test PYTEST_ARGS="-k nvfp4 -x"
 PYTEST_ARGS ?=
 # Arguments for the benchmarks, e.g. make bench BENCH_ARGS="--quick --peers torchao,compressed-tensors"

@@ -199,7 +199,8 @@ def test_the_cache_on_disk_tells_tensors_apart():
     """
 
     def region(t):
-        return t.dequantize() + 1
+        # An op of ours alone: inductor need not compile C++.
+        return t.dequantize()
 
     x = ordinary(GENERAL_SHAPE)
     mxfp8, nvfp4 = BY_NAME["mxfp8"], BY_NAME["nvfp4"]

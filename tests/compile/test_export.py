@@ -89,24 +89,20 @@ def test_export_save_load(case: FormatCase, strict: bool, weight: str):
             assert_same(loaded(x, scale), module(x, scale))
 
 
-def test_a_quantized_weight_stays_quantized():
+@formats
+def test_a_quantized_weight_stays_quantized(case: FormatCase):
     """The file holds the inner buffers, not the decoded weight."""
-    for case in FORMATS:
-        module = Program(case, quantized_weight=True)
-        module.quantizers = module.quantizers[:1]
-        x, scale = ordinary((BATCHES[0], 72)), torch.tensor([2.0])
-        program = torch.export.export(
-            module, (x, scale), dynamic_shapes=DYNAMIC
-        ).run_decompositions()
-        loaded = round_trip(program)
-        held = [v for v in loaded.state_dict.values() if isinstance(v, Tensor)]
-        assert held
-        flat = [
-            b
-            for t in held
-            for b in (t.buffers() if isinstance(t, qtensor.QuantizedTensor) else [t])
-        ]
-        assert sorted(b.nbytes for b in flat) == sorted(b.nbytes for b in module.weight.buffers())
+    module = Program(case, quantized_weight=True)
+    module.quantizers = module.quantizers[:1]
+    x, scale = ordinary((BATCHES[0], 72)), torch.tensor([2.0])
+    program = torch.export.export(module, (x, scale), dynamic_shapes=DYNAMIC).run_decompositions()
+    loaded = round_trip(program)
+    held = [v for v in loaded.state_dict.values() if isinstance(v, Tensor)]
+    assert held
+    flat = [
+        b for t in held for b in (t.buffers() if isinstance(t, qtensor.QuantizedTensor) else [t])
+    ]
+    assert sorted(b.nbytes for b in flat) == sorted(b.nbytes for b in module.weight.buffers())
 
 
 class Inside(nn.Module):
