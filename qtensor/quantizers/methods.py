@@ -50,6 +50,16 @@ class FormatMethods:
             f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it."
         )
 
+    def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
+        """Return float32 element values of ``shape`` without the factor, and the (1,) factor.
+
+        Only ``per_tensor`` formats define this method.
+        """
+        raise UnsupportedError(
+            f"decode_codes[{self.format}]: {type(self).__qualname__} has several factors. "
+            "Call decode."
+        )
+
     def amax(self, x: Tensor) -> list[Tensor]:
         """Return the maxima that decide tensor-wide factors; [] if all factors are local."""
         return []

@@ -14,6 +14,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, ceil_div, round_up, rows_cols
 from qtensor.core.errors import DtypeError, fail
 from qtensor.core.formats import E2M1, E4M3
+from qtensor.core.quantizer_registry import Factors
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
@@ -203,7 +204,7 @@ class NVFP4Quantizer(Quantizer):
         """
         return f"{side}_global_scale_inv" if self.with_global_scale_inv else f"_amax{side}"
 
-    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
         """Return the maxima that decide the tensor-wide factors."""
         return {
             "amax": [

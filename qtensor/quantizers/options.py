@@ -17,8 +17,6 @@ PLAIN_TYPES = (bool, int, float, str)
 
 CALL_ARGUMENTS = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
 """Arguments of a call, which users often mistake for options."""
-GIVEN = ("scale", "generator", "amax_reduction_group", "noop_flag")
-"""The arguments of a call that makes a new tensor."""
 
 
 def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> None:
