@@ -75,7 +75,7 @@ class Journal:
                 if not self.entries:
                     file.write(_line(self._about))
 
-    def add(self, name: str, entry: Any) -> None:
+    def add(self, name: str, entry: object) -> None:
         """Keep an entry, a JSON value, and append it to the file.
 
         Raises:
@@ -89,7 +89,7 @@ class Journal:
                 os.fsync(file.fileno())
 
 
-def _line(value: Any) -> bytes:
+def _line(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 

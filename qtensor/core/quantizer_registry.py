@@ -88,6 +88,10 @@ class QuantizerLike(Protocol):
         """True if blocks are square and both directions share them."""
 
     @property
+    def square_block(self) -> int:
+        """The rows, and columns, of a square block; 1 if blocks are not square."""
+
+    @property
     def factors_are_local(self) -> bool:
         """True if a value depends on its own code and factors alone; a rotation mixes elements."""
 

@@ -127,7 +127,7 @@ class Quantizer(FormatMethods):
             )
         register_quantizer(cls.format, cls)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown options with an error that lists the known ones."""
         refuse_unknown(cls.format, cls.option_names(), options)
         return super().__new__(cls)
@@ -161,7 +161,7 @@ class Quantizer(FormatMethods):
                 changed[f.name] = value
         return changed
 
-    def _default(self, name: str, value: Any) -> Any:
+    def _default(self, name: str, value: object) -> object:
         """Return the default of an option; ``value`` is the default of its field."""
         return value
 
@@ -201,6 +201,12 @@ class Quantizer(FormatMethods):
     def two_dimensional(self) -> bool:
         """Return True if blocks are square and shared by both directions."""
         return False
+
+    @property
+    def square_block(self) -> int:
+        """Return the rows, and columns, of a square block; 1 if blocks are not square."""
+        block = self.spec.block
+        return block[1] if block is not None and self.two_dimensional else 1
 
     def without_square_blocks(self) -> Self:
         """Return the quantizer of rows that were cut across square blocks."""
@@ -468,5 +474,7 @@ class Quantizer(FormatMethods):
         check_nominal(op, dtype)
         shape = as_shape(op, shape)
         tensors = self.alloc_tensors(shape, device=device).values()
-        tensor: Any = self._assemble(list(tensors), shape, dtype)
-        return tensor.requires_grad_() if requires_grad else tensor
+        tensor = self._assemble(list(tensors), shape, dtype)
+        if requires_grad:
+            tensor.requires_grad_()
+        return tensor

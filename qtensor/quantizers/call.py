@@ -349,7 +349,7 @@ def assembled(
         dtype: the nominal dtype.
     """
     if not is_compiling():
-        return wrap(quantizer.tensor_cls, shape, dtype, quantizer, buffers, FRESH)
+        return wrap(quantizer.tensor_cls, shape, dtype, quantizer, buffers, FRESH)  # type: ignore[arg-type]
     named: dict[str, Any] = {keyword: buffers[i] for i, keyword in enumerate(quantizer.keywords)}
     # Pass the string: Dynamo would rebuild a quantizer from its fields, some as symbolic floats.
     return quantizer.tensor_cls(shape, dtype, quantizer.canonical, **named)

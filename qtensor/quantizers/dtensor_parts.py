@@ -115,10 +115,8 @@ def block_sizes(canonical: str) -> tuple[int, int]:
         for dim in slot.dims:
             if dim.axis in per:
                 per[dim.axis] = math.lcm(per[dim.axis], dim.per)
-    if quantizer.two_dimensional and quantizer.spec.block is not None:
-        square = quantizer.spec.block[1]
-        per = {axis: math.lcm(size, square) for axis, size in per.items()}
-    return per["m"], per["k"]
+    square = quantizer.square_block
+    return math.lcm(per["m"], square), math.lcm(per["k"], square)
 
 
 def _check_borders(op: str, quantizer: Called, x: DTensor) -> None:

@@ -157,7 +157,7 @@ class NVFP4Quantizer(Quantizer):
                         "Drop one of them",
                     )
 
-    def _default(self, name: str, value: Any) -> Any:
+    def _default(self, name: str, value: object) -> object:
         """Return the default of an option; for ``e4m3_max``, it depends on ``use_4over6``."""
         if name == "e4m3_max":
             return 256.0 if self.use_4over6 else 448.0

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from qtensor.core.torch_state import watched
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops import products
+from qtensor.storage.ops.table import Op
 from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 
 _LINEAR, _MATMUL = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
@@ -45,13 +46,13 @@ def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     )
 
 
-def _is_known(t: Any) -> bool:
+def _is_known(t: Tensor) -> bool:
     """Return True for a plain tensor and a quantized one, False for any other subclass."""
     kind = type(t)
     return kind is Tensor or kind is Parameter or getattr(t, "_dispatches_here", False)
 
 
-def _by_torch(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_torch(op: Op, *args: Tensor | None, **kwargs: Tensor) -> Any:
     """Call ``op`` as if this module did not exist."""
     with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
         return op(*args, **kwargs)
