@@ -1,6 +1,6 @@
 """Recognize DTensors, and build them, without importing ``torch.distributed.tensor``.
 
-That import takes as long as importing torch, and only programs that use DTensors need it.
+Only programs that use DTensors need that import, which is slow.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ class Journal:
             head = file.readline()
             if not head.endswith(b"\n"):
                 if not _line(self._about).startswith(head):
-                    raise ValueError("the first line is that of another file")
+                    raise ValueError("the first line belongs to another file")
                 return []
             first = _object(head)
             if not self._about.keys() <= first.keys():
-                raise ValueError("the first line is that of another file")
+                raise ValueError("the first line belongs to another file")
             # Texts are compared: NaN is not equal to itself.
             different = [n for n, value in self._about.items() if _line(first[n]) != _line(value)]
             if different:

@@ -325,8 +325,8 @@ def check_buffers(
         op: the calling op, for errors.
         quantizer: describes the buffers.
         buffers: inner buffers in slot order.
-        shape: the logical shape. Symbolic sizes are not compared with those of the buffers, which
-            would bind a graph to one size.
+        shape: the logical shape. Symbolic sizes are not compared with the buffers, which would
+            bind a graph to one size.
 
     Raises:
         QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, layout, shape
@@ -373,7 +373,7 @@ def by_name(quantizer: QuantizerLike, buffers: Sequence[Tensor]) -> dict[str, Te
 
 @functools.lru_cache(maxsize=4096)
 def slots_within(canonical: str, part: str) -> tuple[int, ...]:
-    """Return the slots of the buffers of ``part`` among those of ``canonical``; () for "".
+    """Return the slots of ``canonical`` that hold the buffers of ``part``; () for "".
 
     Raises:
         QTensorError: ``part`` has a buffer that ``canonical`` does not have.

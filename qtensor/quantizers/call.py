@@ -1,6 +1,6 @@
 """Quantize a tensor: check the arguments, find seed and maxima, run the op, wrap its buffers.
 
-``quantize_call`` is the whole way of a call; the functions below it are in the order in which it
+``quantize_call`` runs a call from end to end; the functions below it are in the order in which it
 reaches them. They serve eager, compiled and fake calls alike. A compiled call has
 ``QuantizerConstants`` in place of the quantizer.
 """

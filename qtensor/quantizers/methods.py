@@ -116,8 +116,8 @@ class Grid:
     @property
     def element(self) -> Element:
         """The element of the codes."""
-        found: Element = self.quantizer.element
-        return found
+        element: Element = self.quantizer.element
+        return element
 
     # ---- what a format defines
 
@@ -143,7 +143,7 @@ class Grid:
         Factors that are greater than the first candidates are never better.
 
         Args:
-            factors: those of ``nearest``, any shape.
+            factors: as ``nearest`` returns them, of any shape.
         """
         raise NotImplementedError
 

@@ -46,7 +46,7 @@ class NVFP4Grid(Grid):
         return (self.quantizer._recipe.rows, nvfp4.BLOCK)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Return the codes of the quantizer's rule, that of ``use_4over6`` included."""
+        """Return the codes that the quantizer chooses, also with ``use_4over6``."""
         return nvfp4.encode(x, self.quantizer._recipe, self.wide[:, 0])[1]
 
     def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
@@ -197,7 +197,7 @@ class NVFP4Quantizer(Quantizer):
         return 1.0 if self.with_global_scale_inv else 6.0 * self.e4m3_max
 
     def global_buffer(self, side: str) -> str:
-        """Return the buffer that decides the tensor-wide factor: that of the factor, or the amax.
+        """Return the name of the buffer with the tensor-wide factor, or with its amax.
 
         Args:
             side: ``"_rowwise"`` or ``"_columnwise"``.
@@ -264,8 +264,8 @@ class NVFP4Quantizer(Quantizer):
                 )
             else:
                 if shared is None:
-                    # Both sides share one draw and one choice for a block, so that one is the other
-                    # transposed.
+                    # Both sides share one draw and one choice for a block: each is the transpose of
+                    # the other.
                     matrix = source if direction == "_rowwise" else source.t()
                     noise = self._noise(seed, matrix, "_rowwise")
                     shared = nvfp4.encode(matrix, self._recipe, reduced.get(direction), noise)

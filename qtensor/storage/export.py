@@ -32,7 +32,7 @@ _constructor.__qualname__ = "QuantizedTensor.__init__"
 @cache
 def _recorder() -> Callable[..., None]:
     """Return torch's function that records a construction."""
-    # Imported here: torch._export takes a tenth of a second.
+    # Imported here, because importing torch._export is slow.
     from torch._export.wrappers import (  # noqa: PLC0415
         mark_subclass_constructor_exportable_experimental,
     )

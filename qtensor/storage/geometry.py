@@ -308,8 +308,8 @@ def select_column(t: QuantizedTensorStorage, index: int) -> list[Tensor]:
 def transpose_each(t: QuantizedTensorStorage, quantizer: QuantizerLike) -> list[Tensor]:
     """Return new buffers of ``t`` with its last two dims swapped.
 
-    If ``t`` has shape (..., A, B) and E is the product of the leading dims, then the (M, K) view of
-    ``t`` is (E * A, B) and that of the result is (E * B, A).
+    If ``t`` has shape (..., A, B) and E is the product of the leading dims, then ``t`` is stored as
+    a matrix (E * A, B), and the result as a matrix (E * B, A).
 
     Args:
         t: quantized tensor or storage, (..., A, B).

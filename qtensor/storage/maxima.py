@@ -39,8 +39,8 @@ def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor
 def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
     """Return, for each tensor of maxima, the axes over which one maximum goes: "m", "k" or both."""
     axes = {2: ("k",), 3: ("m",)}
-    found = [max(size, default=1) for size in parse(canonical).amax_shapes((2, 3))]
-    return tuple([axes.get(size, ("m", "k")) for size in found])
+    sizes = [max(size, default=1) for size in parse(canonical).amax_shapes((2, 3))]
+    return tuple([axes.get(size, ("m", "k")) for size in sizes])
 
 
 def is_shared_by_rows(canonical: str) -> tuple[bool, ...]:

@@ -31,7 +31,7 @@ def _codes(options: _Options, axis: Literal["m", "k"]) -> Dim:
 
 
 def _global(options: _Options, axis: Dim) -> tuple[Dim, ...] | None:
-    """Return the dims of the stored tensor-wide factors, those of the maxima; None if absent."""
+    """Return the dims of the stored tensor-wide factors, equal to the maxima's; None if absent."""
     if not options.with_global_scale_inv:
         return None
     return (axis if options.row_scaled else ONE,)

@@ -72,13 +72,13 @@ def max_over(values: Tensor, group: str, op: str) -> Tensor:
     Raises:
         QTensorError: the group was destroyed.
     """
-    # Imported here: torch.distributed's functional collectives take 0.1 s.
+    # Imported here, because importing the functional collectives is slow.
     import torch.distributed._functional_collectives  # noqa: PLC0415
 
     if not torch.compiler.is_compiling():
         check_group(group, op)
-    ops, found = torch.ops._c10d_functional, values.nan_to_num(nan=math.inf, posinf=math.inf)
-    return ops.wait_tensor(ops.all_reduce(found, "max", group))
+    ops, without_nan = torch.ops._c10d_functional, values.nan_to_num(nan=math.inf, posinf=math.inf)
+    return ops.wait_tensor(ops.all_reduce(without_nan, "max", group))
 
 
 def reduce_max(amax: Tensor, group: Group) -> Tensor:
@@ -97,10 +97,10 @@ def reduce_max(amax: Tensor, group: Group) -> Tensor:
     )
     if not torch.compiler.is_compiling():
         check_group(group, "quantize")
-    # Imported here: torch.distributed's functional collectives take 0.1 s.
+    # Imported here, because importing the functional collectives is slow.
     from torch.distributed._functional_collectives import all_reduce  # noqa: PLC0415
 
     # A maximum over ranks may lose a NaN. An inf gives the same scale as a NaN.
-    finite = amax.nan_to_num(nan=math.inf, posinf=math.inf)
+    without_nan = amax.nan_to_num(nan=math.inf, posinf=math.inf)
     # torch has a type of its own for names.
-    return all_reduce(finite, "max", group)  # type: ignore[arg-type]
+    return all_reduce(without_nan, "max", group)  # type: ignore[arg-type]

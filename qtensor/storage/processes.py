@@ -1,7 +1,7 @@
 """Send quantized tensors to other processes, which share their memory.
 
 A file of ``torch.save`` holds a part as a tensor of its own. Another process gets the part itself:
-writes over there reach the whole here, and keep the factors that the part shares.
+its writes reach the whole tensor here, and keep the factors that the part shares.
 """
 
 from __future__ import annotations

@@ -184,10 +184,10 @@ def with_buffers(
     Args:
         t: a tensor or storage.
         buffers: the new buffers, in the slot order of ``quantizer``.
-        shape: logical shape; that of ``t`` if None.
+        shape: logical shape; the shape of ``t`` if None.
         origin: how the new buffers relate to those of other tensors.
-        dtype: nominal dtype; that of ``t`` if None.
-        quantizer: describes the buffers; that of ``t`` if None.
+        dtype: nominal dtype; the one of ``t`` if None.
+        quantizer: describes the buffers; the quantizer of ``t`` if None.
     """
     quantizer = t._quantizer if quantizer is None else quantizer
     named = {slot.keyword: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
@@ -216,7 +216,7 @@ def part(
         shape: its shape.
         strides: the strides of the same view of a plain tensor; None for row-major order.
         shared: names of the buffers of the view that also serve values outside it.
-        quantizer: describes the buffers; that of ``t`` if None.
+        quantizer: describes the buffers; the quantizer of ``t`` if None.
         padded: describes ``t``, if only padding may follow the part.
     """
     result = with_buffers(t, buffers, shape, origin=FRESH, quantizer=quantizer)

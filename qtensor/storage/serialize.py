@@ -143,5 +143,5 @@ def deepcopy(t: S, memo: dict[int, Any]) -> S:
     return copied
 
 
-# The second name is that of older files.
+# Older files use the second name.
 torch.serialization.add_safe_globals([rebuild, parse, (parse, "qtensor.registry.parse")])

@@ -3,8 +3,8 @@
 ``quantized.data = plain`` makes the quantized tensor a plain one (``become_plain``).
 
 ``plain.data = quantized`` is refused, although torch does not call the subclass for it. Torch would
-replace the memory of ``plain`` by that of the wrapper. The wrapper has no memory, so a later
-sum of ``plain`` would end the process, and its NumPy array would show foreign memory. Before torch
+give ``plain`` the memory of the wrapper, which has none: a later sum of ``plain`` would end the
+process, and its NumPy array would show foreign memory. Before torch
 does so, it calls ``aten::_has_compatible_shallow_copy_type``. The handler below is registered under
 a dispatch key that only quantized tensors have, so assignments among others skip it.
 """

@@ -51,7 +51,7 @@ def grouped_product(
             layout NN.
         layout: ``"TN"`` or ``"NN"``.
         sizes: rows of each group, the result of ``group_sizes``.
-        dtype: dtype of the result; that of ``x`` if None.
+        dtype: dtype of the result; the dtype of ``x`` if None.
 
     Returns:
         (M, N) plain tensor.
@@ -90,7 +90,7 @@ def check_call(
     """Refuse a call of ``_grouped_mm`` that quantized matrices cannot answer.
 
     Raises:
-        UnsupportedError: the shapes or dtypes are not those of (M, K) rows in groups times
+        UnsupportedError: the operands are not floating rows (M, K) in groups and matrices
             (groups, K, N), or there is a bias.
     """
     fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[1]

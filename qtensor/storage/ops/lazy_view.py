@@ -74,7 +74,7 @@ class Layout:
 
 
 class Transposed(Layout):
-    """A stack with its last two dims swapped: parts and views of it are those of the stack."""
+    """A stack with its last two dims swapped; its parts and views are transposes of the stack's."""
 
     def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values of the stack, transposed."""
@@ -158,7 +158,7 @@ class Flat(Layout):
 
 
 class Stacked(Layout):
-    """Parts of one shape, one behind the other along dim 0, as a gather returns them."""
+    """Parts of one shape, concatenated along dim 0, as a gather returns them."""
 
     def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values of all parts."""
@@ -299,7 +299,8 @@ def view_op(func: Op, t: QuantizedTensor, args: Args) -> Any:
 def transposed_stack(stack: Q) -> Q:
     """Return ``stack.mT``, (..., B, A), of a quantized stack (..., A, B) of three dims or more."""
     quantizer = stack._quantizer.transposed()
-    if any(n % quantizer.square_block for n in stack.shape[-2:]):
+    square = quantizer.square_block
+    if any(n % square for n in stack.shape[-2:]):
         quantizer = quantizer.without_square_blocks()
     shape = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
     # Another object: the caller may give `stack` other buffers.
@@ -312,7 +313,7 @@ def flat(t: Q) -> Q:
 
 
 def stacked(parts: Sequence[Q]) -> Q:
-    """Return the parts of all ranks, of one shape (d0, ...), one behind the other along dim 0.
+    """Return the parts of all ranks, each of shape (d0, ...), concatenated along dim 0.
 
     The result has buffers where the parts make up one tensor.
     """
@@ -373,7 +374,7 @@ def _equal(parts: Sequence[QuantizedTensor], name: str) -> bool:
 class MissingBuffer:
     """What reads a buffer that a tensor does not hold: None, or the bytes of a view right now.
 
-    A descriptor of the class, behind the attributes of a tensor.
+    A descriptor of the class. Python asks it only if the tensor itself has no such attribute.
     """
 
     def __init__(self, name: str) -> None:

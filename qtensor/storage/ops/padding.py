@@ -88,7 +88,8 @@ def buffers_before(t: QuantizedTensorStorage, dim: int, size: int) -> list[Tenso
     """Return the buffers of the first ``size`` entries, which end inside a block before padding.
 
     They are views, except for swizzled factors of which whole columns of tiles are dropped.
-    A trace has no data: an op compares bytes when the graph runs, and returns copies.
+    While tracing there are no bytes to compare, so the graph gets an op that compares them at run
+    time, and the buffers are copies.
 
     Args:
         t: a tensor that may end with padding.

@@ -204,7 +204,7 @@ def _product(a: Tensor, b: Tensor, layout: str, bias: Tensor | None = None) -> T
     if is_quantized(a) or not is_quantized(b):
         return gemm_operands(a, b, layout, bias)
     quantizer = b._quantizer
-    # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
+    # The transpose (K, N) of a weight has columnwise data alone: the rowwise data of (N, K).
     readable = layout == "TN" or not quantizer.rowwise
     if readable and a.dtype in FLOATING and b.ndim == 2:
         n, columns = b.shape if layout == "TN" else b.shape[::-1]
@@ -276,7 +276,7 @@ def linear(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     bias = kwargs.get("bias", bias)
     quantizer = getattr(weight, "_quantizer", None)
     if quantizer is not None and not quantizer.rowwise and weight.ndim == 2:
-        # The order of the sums is that of the ops into which torch decomposes a linear.
+        # torch decomposes a linear into these ops, and equal sums need an equal order.
         return _product(x, weight.t(), "NN", bias)
     return _product(x, weight, "TN", bias)
 

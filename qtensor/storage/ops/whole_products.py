@@ -1,10 +1,10 @@
-"""Receive ``linear`` and ``matmul`` of quantized operands whole, before torch decomposes them.
+"""Receive ``linear`` and ``matmul`` of quantized operands before torch decomposes them.
 
 torch computes these two from other ops. For a batch whose rows are not evenly spaced, such as
 ``hidden[:, -1:]``, it expands the weight, and an expanded weight is decoded. The functions below
 are registered under a dispatch key that only quantized tensors have, so calls with other tensors
-never reach them. The key comes before those of autograd and autocast. A call that needs these goes
-on as ``mm`` or ``addmm`` of all rows.
+never reach them. torch looks at this key before autograd and autocast. A call that needs one of
+these is passed on as ``mm`` or ``addmm`` of all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIBRARY, _ALL_OPS = torch.library.Library("aten", "IMPL"), torch.library.Librar
 def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Return True if a call asks for the product alone: no gradient, no autocast, no record.
 
-    The product is then one op instead of several, which takes two thirds of the time.
+    The product is then one op instead of several.
     """
     if torch.is_grad_enabled() and (
         a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)

@@ -107,7 +107,7 @@ def begin_write(dst: QuantizedTensor) -> tuple[str, ...]:
 
 
 def _origin_now(t: QuantizedTensorStorage) -> Origin:
-    """Return the origin of ``t``; if only padding follows it, that of the padded tensor."""
+    """Return the origin that a write obeys: of the padded tensor, if only padding follows ``t``."""
     origin = t._origin
     if origin.padded is not None:
         whole, dim, _ = origin.padded

@@ -209,7 +209,7 @@ def _into_tensor(
     """Return the bytes of both tensors of ``all_gather_into_tensor``, and what writes ``out``.
 
     Raises:
-        QTensorError: ``out`` is plain, or does not hold the parts one behind the other.
+        QTensorError: ``out`` is plain, or has another shape than the concatenated parts.
     """
     op = "all_gather_into_tensor"
     check_alike([out, t], t if is_quantized(t) else out, op)
@@ -253,7 +253,7 @@ def _scatter(func: Op, args: Args, kwargs: Kwargs) -> Any:
 def _all_to_all(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``alltoall_``: one tensor for each rank, of any shape.
 
-    The bytes travel by ``alltoall_base_``, as those of ``all_to_all_single`` do.
+    The bytes travel by ``alltoall_base_``, as in ``all_to_all_single``.
     """
     bound = _bind(func, args, kwargs)
     answer, inputs = bound.pop("output_tensors"), bound.pop("input_tensors")

@@ -116,7 +116,7 @@ def gathered(
     if any([n * inner % block for n in [n for n in rows if n][:-1]]):
         fail(
             f"{_place(group)}[{quantizer.format}]",
-            f"each shard must end at a block of {block} rows, so that the first dim of the weight "
+            f"each shard must end at a block of {block} rows: the first dim of the weight "
             f"must be a multiple of {block * len(rows)}",
             f"{sum(rows)}, of which the ranks have {list(rows)}",
             f"Use another size, ranks that divide {sum(rows)} into blocks, or leave the layer out",
@@ -139,7 +139,7 @@ def check_dim(shape: Shape, whole: Shape, quantizer: QuantizerLike) -> None:
     if cut:
         fail(
             f"{_OP}[{quantizer.format}]",
-            "codes and scales are gathered along dim 0, so that the placement must be Shard(0)",
+            "codes and scales are gathered along dim 0, so the placement must be Shard(0)",
             f"Shard({cut[0]})",
             "Let shard_placement_fn return Shard(0) or None for this parameter",
             UnsupportedError,

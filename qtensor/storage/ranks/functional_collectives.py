@@ -136,7 +136,7 @@ def split_rows(t: Q, sizes: Sequence[int]) -> list[Q]:
 
 
 def row_parts(packed: Tensor, like: Q, sizes: Sequence[int], op: str) -> list[Q]:
-    """Return the tensors that the ranks sent, one behind the other in ``packed``.
+    """Return the tensors that the ranks sent, one after another in ``packed``.
 
     Args:
         packed: flat uint8.
@@ -197,7 +197,7 @@ def _size_of(group: ProcessGroup | str) -> int:
 
 @implements(FUNCTIONAL, "wait_tensor", "_wrap_tensor_autograd")
 def _wait_tensor(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Return an alias: results are complete, so that torch need not make them wait."""
+    """Return an alias: the handlers have waited for the results already."""
     return same(args[0])
 
 

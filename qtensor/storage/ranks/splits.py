@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 def splits_of(parameter: DTensor) -> tuple[Split, ...]:
     """Return how a DTensor is split, for each dim of its mesh that splits it over several ranks."""
     mesh, last = parameter.device_mesh, parameter.ndim - 1
-    found = []
+    splits = []
     for i, placement in enumerate(parameter.placements):
         # Shard and the strided shards that fully_shard makes of parts have a dim.
         dim = getattr(placement, "dim", None)
         if dim is not None and mesh.size(i) > 1:
             group = group_of_mesh(mesh, i, "optimizer step")
             axis = "k" if dim % parameter.ndim == last else "m"
-            found.append(Split(group.group_name, axis))
-    return tuple(found)
+            splits.append(Split(group.group_name, axis))
+    return tuple(splits)
 
 
 def note_splits(parameter: DTensor) -> None:

@@ -125,8 +125,8 @@ def unpacked_buffers(
     for piece in wire_layout(quantizer, shape).pieces:
         slot = slots[piece.slot]
         source = common if common is not None and is_shared(slot) else packed
-        found = source.narrow(0, piece.offset, piece.nbytes)
-        buffers[piece.slot] = found.view(slot.dtype).view(piece.shape)
+        own_bytes = source.narrow(0, piece.offset, piece.nbytes)
+        buffers[piece.slot] = own_bytes.view(slot.dtype).view(piece.shape)
     return buffers
 
 
@@ -174,7 +174,7 @@ def check_sender(packed: Tensor, like: QuantizedTensorStorage, op: str) -> None:
 def check_alike(
     tensors: Sequence[Tensor], like: QuantizedTensorStorage, op: str, shape: Shape | None = None
 ) -> None:
-    """Refuse tensors whose buffers differ in kind from those of ``like``.
+    """Refuse tensors with another quantizer or nominal dtype than ``like``.
 
     Args:
         tensors: the tensors that a collective reads or writes together with ``like``.
@@ -205,7 +205,7 @@ def check_alike(
 
 
 def write_into(t: QuantizedTensor, received: QuantizedTensorStorage, op: str) -> None:
-    """Copy the buffers of ``received`` into those of ``t``.
+    """Copy the buffers of ``received`` into ``t``.
 
     Raises:
         QTensorError: ``t`` is a part of a tensor whose other values need other factors.
