@@ -100,7 +100,7 @@ def quantize_call(
     if x.requires_grad and torch.is_grad_enabled():
         tensor, maximum = QuantizeFunction.apply(x, quantizer, scale, amax, seed)
     else:
-        tensor, maximum = _run(quantizer, x, scale, amax, seed)
+        tensor, maximum = _run(x, quantizer, scale, amax, seed)
     return (tensor, maximum) if whole is None else whole_of(whole, tensor, maximum)
 
 
@@ -127,40 +127,26 @@ def check_arguments(
         and not x.is_nested
     ):
         return
-    name = f"quantize[{quantizer.format}]"
+    op = f"quantize[{quantizer.format}]"
     if not isinstance(x, Tensor):
-        fail(
-            name,
-            "the input must be a torch.Tensor",
-            type(x).__name__,
-            "Convert it with torch.as_tensor",
-            ArgumentTypeError,
-        )
+        fix = "Convert it with torch.as_tensor"
+        fail(op, "the input must be a torch.Tensor", type(x).__name__, fix, ArgumentTypeError)
     if x.is_nested:
-        fail(
-            name,
-            "the input must be a dense tensor",
-            "a nested one",
-            "Pad it, or quantize its parts",
-            DtypeError,
-        )
+        fix = "Pad it, or quantize its parts"
+        fail(op, "the input must be a dense tensor", "a nested one", fix, DtypeError)
     if noop_flag is not None and not has_out:
-        fail(name, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
+        fail(op, "noop_flag keeps bytes that exist", "no out=", "Pass out= as well")
     if scale is not None and not quantizer.needs_scale:
-        fail(name, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed")
+        fail(op, "only delayed scaling takes scale=", "one", "Drop scale=, or use fp8_delayed")
     if scale is None and quantizer.needs_scale and not has_out:
-        fail(name, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
-    if scale is not None and (
-        not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != 1
-    ):
-        fail(
-            name,
-            "scale must be a float32 tensor of shape (1,)",
-            repr(scale),
-            "Pass the stored factor as a tensor",
-        )
-    if scale is not None and scale.device != x.device:
-        fail(name, f"scale must be on the device of x, {x.device}", scale.device, "Move it there")
+        fail(op, "delayed scaling needs scale=", "none", "Pass scale=, float32 of shape (1,)")
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != 1:
+        rule = "scale must be a float32 tensor of shape (1,)"
+        fail(op, rule, repr(scale), "Pass the stored factor as a tensor")
+    if scale.device != x.device:
+        fail(op, f"scale must be on the device of x, {x.device}", scale.device, "Move it there")
 
 
 def check_destination(
@@ -171,36 +157,21 @@ def check_destination(
     Raises:
         QTensorError: ``dst`` has another shape or quantizer, or is a part of a tensor.
     """
-    name = f"update_quantized[{quantizer.format}]"
+    op = f"update_quantized[{quantizer.format}]"
     own = getattr(dst, "_quantizer", None)
     if own != quantizer:
-        fail(
-            name,
-            "the destination must hold this quantizer's buffers",
-            getattr(own, "canonical", type(dst).__name__),
-            "Pass a tensor that this quantizer made, or drop out=",
-        )
+        rule = "the destination must hold this quantizer's buffers"
+        got = getattr(own, "canonical", type(dst).__name__)
+        fail(op, rule, got, "Pass a tensor that this quantizer made, or drop out=")
     if dst._origin.is_part or dst._parts:
-        fail(
-            name,
-            "the destination must be a whole tensor",
-            "a part of one, or a view without buffers",
-            "Write into it with copy_(values)",
-        )
+        got = "a part of one, or a view without buffers"
+        fail(op, "the destination must be a whole tensor", got, "Write into it with copy_(values)")
     if tuple(src.shape) != tuple(dst.shape):
-        fail(
-            name,
-            "shapes must be equal",
-            f"{tuple(src.shape)} into {tuple(dst.shape)}",
-            "Quantize into a new tensor",
-        )
+        got = f"{tuple(src.shape)} into {tuple(dst.shape)}"
+        fail(op, "shapes must be equal", got, "Quantize into a new tensor")
     if noop_flag is not None and (not isinstance(noop_flag, Tensor) or noop_flag.numel() != 1):
-        fail(
-            name,
-            "noop_flag must be a tensor of one element",
-            repr(noop_flag),
-            "Pass torch.tensor([0.0])",
-        )
+        rule = "noop_flag must be a tensor of one element"
+        fail(op, rule, repr(noop_flag), "Pass torch.tensor([0.0])")
 
 
 def refuse_gradient(op: str, x: Tensor | QuantizedTensorStorage) -> None:
@@ -286,27 +257,34 @@ def find_maxima(quantizer: Called, x: Tensor, group: Group) -> list[Tensor]:
 # ---- the op
 
 
+def _run(
+    x: Tensor,
+    quantizer: Called,
+    scale: Tensor | None,
+    amax: list[Tensor] | None,
+    seed: Tensor | None,
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Run the op and wrap its buffers.
+
+    Args:
+        x: any shape; float32, bfloat16 or float16.
+        quantizer: the quantizer, or its constants.
+        scale: (1,) float32 encode factor of delayed scaling, or None.
+        amax: maxima that ``Quantizer.amax`` returned, reduced over a group, or None.
+        seed: (1,) int64 seed of stochastic rounding, or None.
+
+    Returns:
+        The quantized tensor, and the amax (1,) of delayed scaling, or None.
+    """
+    buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
+    tensor = assembled(quantizer, buffers, x.shape, x.dtype)
+    return tensor, buffers[-1] if len(buffers) > len(quantizer.keywords) else None
+
+
 class QuantizeFunction(torch.autograd.Function):
     """Quantize in forward; pass the gradient unchanged in backward."""
 
-    @staticmethod
-    def forward(
-        x: Tensor,
-        quantizer: Called,
-        scale: Tensor | None,
-        amax: list[Tensor] | None,
-        seed: Tensor | None,
-    ) -> tuple[QuantizedTensor, Tensor | None]:
-        """Return the quantized tensor, and the amax (1,) for delayed scaling.
-
-        Args:
-            x: any shape; float32, bfloat16 or float16.
-            quantizer: the quantizer, or its constants.
-            scale: (1,) float32 encode factor of delayed scaling, or None.
-            amax: maxima that ``Quantizer.amax`` returned, reduced over a group, or None.
-            seed: (1,) int64 seed of stochastic rounding, or None.
-        """
-        return _run(quantizer, x, scale, amax, seed)
+    forward = staticmethod(_run)
 
     @staticmethod
     def setup_context(
@@ -322,19 +300,6 @@ class QuantizeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         """Return ``grad``, of the shape of the tensor, as the gradient of ``x``."""
         return grad, None, None, None, None
-
-
-def _run(
-    quantizer: Called,
-    x: Tensor,
-    scale: Tensor | None,
-    amax: list[Tensor] | None,
-    seed: Tensor | None,
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """Run the op and wrap its buffers; the arguments are those of ``QuantizeFunction.forward``."""
-    buffers = QUANTIZE(x, quantizer.canonical, scale, amax, seed)
-    tensor = assembled(quantizer, buffers, x.shape, x.dtype)
-    return tensor, buffers[-1] if len(buffers) > len(quantizer.keywords) else None
 
 
 def assembled(
