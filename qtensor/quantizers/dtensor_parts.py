@@ -91,10 +91,12 @@ def whole_of(
 
 def _splits(x: DTensor) -> list[tuple[int, int]]:
     """Return (dim of the mesh, dim of the tensor) of each split over several ranks."""
+    # Shard has a dim, and so has the strided shard that fully_shard makes of a part.
+    dims = [getattr(p, "dim", None) for p in x.placements]
     return [
-        (i, p.dim % x.ndim)  # type: ignore[attr-defined]
-        for i, p in enumerate(x.placements)
-        if p.is_shard() and x.device_mesh.size(i) > 1
+        (i, dim % x.ndim)
+        for i, dim in enumerate(dims)
+        if dim is not None and x.device_mesh.size(i) > 1
     ]
 
 
