@@ -29,7 +29,6 @@ from qtensor.core.quantizer_registry import (
 )
 from qtensor.library.quantize import QUANTIZE_
 from qtensor.quantizers.call import (
-    Generator,
     assembled,
     check_arguments,
     check_destination,
@@ -278,7 +277,7 @@ class Quantizer(FormatMethods):
         *,
         out: QuantizedTensorStorage | None = None,
         scale: Tensor | None = None,
-        generator: Generator | None = None,
+        generator: torch.Generator | Tensor | None = None,
         amax_reduction_group: Group | None = None,
         noop_flag: Tensor | None = None,
     ) -> QuantizedTensor:
@@ -394,7 +393,7 @@ class Quantizer(FormatMethods):
         *,
         noop_flag: Tensor | None = None,
         scale: Tensor | None = None,
-        generator: Generator | None = None,
+        generator: torch.Generator | Tensor | None = None,
         amax_reduction_group: Group | None = None,
     ) -> QuantizedTensorStorage:
         """Quantize ``src`` into the buffers of ``dst`` without a gradient, and return ``dst``.

@@ -32,7 +32,7 @@ from qtensor.storage.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-Generator = torch.Generator | Tensor
+RandomSource = torch.Generator | Tensor
 """Where the random bytes of a call come from: a generator, or the seed as an int64 tensor (1,)."""
 
 
@@ -60,13 +60,14 @@ def constants_of(canonical: str) -> QuantizerConstants:
 
 
 Called = QuantizerLike | QuantizerConstants
+"""What a call reads of its quantizer: the quantizer, or its constants in a compiled region."""
 
 
 def quantize_call(
     quantizer: Called,
     x: Tensor,
     scale: Tensor | None = None,
-    generator: Generator | None = None,
+    generator: RandomSource | None = None,
     group: Group | None = None,
     noop_flag: Tensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
@@ -210,7 +211,7 @@ def _refuse_transforms(quantizer: Called, x: Tensor) -> None:
 # ---- seed and maxima
 
 
-def find_seed(quantizer: Called, x: Tensor, generator: Generator | None) -> Tensor | None:
+def find_seed(quantizer: Called, x: Tensor, generator: RandomSource | None) -> Tensor | None:
     """Return the seed of a call, int64 (1,); None for a quantizer that rounds to nearest.
 
     Raises:

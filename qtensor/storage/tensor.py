@@ -339,7 +339,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Return the dequantized values as nested lists of Python floats."""
         return self.dequantize().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """Return the dequantized values as a NumPy array of the nominal dtype.
 
         The array is a copy: writing to it does not change this tensor.
@@ -349,7 +349,9 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """
         return self.dequantize().numpy(force=force)
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
         """Return the dequantized values as a NumPy array; ``numpy.asarray(q)`` calls this.
 
         Raises:
@@ -435,7 +437,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         return CheckpointPart(self, entry=getattr(index, "fqn", ""))
 
     @property
-    def __create_chunk_list__(self) -> Any:
+    def __create_chunk_list__(self) -> NoReturn:
         """Begin a load of ``torch.distributed.checkpoint``, which asks for this attribute then.
 
         Without the attribute, torch describes the tensor itself, as it does a plain one. A load

@@ -9,8 +9,6 @@ these is passed on as ``mm`` or ``addmm`` of all rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -52,7 +50,7 @@ def _is_known(t: Tensor) -> bool:
     return kind is Tensor or kind is Parameter or getattr(t, "_dispatches_here", False)
 
 
-def _by_torch(op: Op, *args: Tensor | None, **kwargs: Tensor) -> Any:
+def _by_torch(op: Op, *args: Tensor | None, **kwargs: Tensor) -> Tensor:
     """Call ``op`` as if this module did not exist."""
     with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
         return op(*args, **kwargs)
@@ -69,7 +67,7 @@ def _is_matrix(t: Tensor) -> bool:
     return t.ndim == 2 and isinstance(t, QuantizedTensorStorage)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.ndim and weight.ndim == 2 and _computes_here(x, weight, bias):
         return products.linear(_LINEAR, (x, weight, bias), {})
     if x.ndim and _is_matrix(weight):
@@ -77,7 +75,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _by_torch(_LINEAR, x, weight, bias)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Any:
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim and b.ndim == 2 and _computes_here(a, b):
         return products.matmul(_MATMUL, (a, b), {})
     if 2 < b.ndim <= a.ndim and b.shape[0] == 1 and isinstance(b, QuantizedTensorStorage):
@@ -89,7 +87,7 @@ def _matmul(a: Tensor, b: Tensor) -> Any:
     return _by_torch(_MATMUL, a, b)
 
 
-def _matmul_out(a: Tensor, b: Tensor, *, out: Tensor) -> Any:
+def _matmul_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return _by_torch(_MATMUL_OUT, a.contiguous() if _is_matrix(b) else a, b, out=out)
 
 

@@ -136,7 +136,7 @@ class CheckpointPart(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CheckpointPart({self.area} of {self.whole!r})"
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Refuse safetensors, with which ``HuggingFaceStorageWriter`` writes."""
         fail(
             f"{_OP}[{self.whole._quantizer.format}]",
