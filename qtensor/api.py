@@ -14,9 +14,13 @@ from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
 from qtensor.core.quantizer_registry import format_names, quantizer_class
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
-from qtensor.quantizers.autograd import quantize_traced
-from qtensor.quantizers.calls import refuse_gradient
-from qtensor.quantizers.options import CALL_ARGUMENTS, GIVEN
+from qtensor.quantizers.call import (
+    QuantizerConstants,
+    constants_of,
+    quantize_call,
+    refuse_gradient,
+)
+from qtensor.quantizers.options import CALL_ARGUMENTS
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -77,20 +81,20 @@ def _pop_call(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @compile_constant
-def _canonical(fmt: str, *options: tuple[str, bool | str]) -> str | None:
-    """Return the canonical string as a constant in compiled code; None if eager code raises."""
+def _constants(fmt: str, *options: tuple[str, bool | str]) -> QuantizerConstants | None:
+    """Return the constants of a quantizer for compiled code; None if eager code raises."""
     try:
-        return quantizer(fmt, **dict(options)).canonical
+        return constants_of(quantizer(fmt, **dict(options)).canonical)
     except QTensorError:
         return None
 
 
-def _canonical_of(fmt: str, options: dict[str, Any]) -> str | None:
-    """Return the canonical string, or None if an option is a number, which may be symbolic."""
+def _traced_constants(fmt: str, options: dict[str, Any]) -> QuantizerConstants | None:
+    """Return the constants, or None if an option is a number, which may be symbolic."""
     for value in options.values():
         if type(value) is not bool and type(value) is not str:
             return None
-    return _canonical(fmt, *options.items())
+    return _constants(fmt, *options.items())
 
 
 def quantize(x: Tensor, fmt: Format, **options: Any) -> QuantizedTensor:
@@ -111,11 +115,11 @@ def quantize(x: Tensor, fmt: Format, **options: Any) -> QuantizedTensor:
     """
     call = _pop_call(options) if options else {}
     if is_compiling() and isinstance(fmt, str) and "out" not in call:
-        canonical = _canonical_of(fmt, options) if options else _canonical(fmt)
-        if canonical is not None:
-            arguments = [call.get(n) for n in GIVEN] if call else (None, None, None, None)
-            traced: QuantizedTensor = quantize_traced(canonical, x, *arguments)
-            return traced
+        constants = _traced_constants(fmt, options) if options else _constants(fmt)
+        if constants is not None:
+            scale, generator = call.get("scale"), call.get("generator")
+            group, noop_flag = call.get("amax_reduction_group"), call.get("noop_flag")
+            return quantize_call(constants, x, scale, generator, group, noop_flag)[0]
     return quantizer(fmt, **options).quantize(x, **call)
 
 

@@ -90,7 +90,7 @@ def buffer_shape(dims: tuple[Dim, ...], shape: Shape) -> tuple[int, ...]:
     return tuple(shape) if dims == (LEAD, K) else _sizes(dims, tuple(shape), *rows_cols(shape))
 
 
-# ---- buffers of ragged groups, one behind the other
+# ---- buffers of ragged groups, one after another
 
 
 def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
@@ -105,9 +105,8 @@ def flat_sizes(slots: Sequence[Slot], sizes: Shape, cols: int) -> list[int]:
 def flat_bound(slot: Slot, rows: int, cols: int, groups: int) -> int:
     """Return the entries of a flat buffer that suffice for any split of ``rows`` into ``groups``.
 
-    A dimension over m rows grows by the same number of entries with every whole period of rows, and
-    r rows more take at most those of one period. Since sum(ceil(m_i / P)) <= floor((M + groups * (P
-    - 1)) / P), that many periods suffice.
+    Each period of P rows adds the same number of entries to a dimension, and fewer than P rows add
+    at most as many. So sum(ceil(m_i / P)) <= floor((M + groups * (P - 1)) / P) periods suffice.
     """
     count, ragged = 1, False
     for dim in slot.dims:
@@ -139,7 +138,7 @@ def unsqueezed(shape: Shape, dim: int) -> tuple[int, ...]:
 
 
 def squeezed(shape: Shape, dims: int | Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return a shape without its dims of size 1; only without those of ``dims`` if it is given."""
+    """Return a shape without its dims of size 1; if ``dims`` is given, only these are dropped."""
     rank = len(shape)
     if dims is None:
         dims = range(rank)

@@ -135,7 +135,7 @@ def encode_literals(name: str, options: Mapping[str, Any]) -> str:
     return f"{name}({','.join(literals)})"
 
 
-def _literal(value: Any, label: str) -> str:
+def _literal(value: object, label: str) -> str:
     if isinstance(value, Function):
         return f"function({value.number})"
     if isinstance(value, float):

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from qtensor.core.quantizer_registry import QuantizerLike
 
 PLAIN, SWIZZLED = "plain", "swizzled_32_4_4"
 """Scale layouts: rows of factors, or the 128x4 tiles that block-scaled GEMMs read."""
@@ -135,7 +138,7 @@ class Slot:
     """True if the buffer can have padding, which must be zero."""
 
 
-def resolve_slots(spec: FormatSpec, options: Any) -> tuple[Slot, ...]:
+def resolve_slots(spec: FormatSpec, options: QuantizerLike) -> tuple[Slot, ...]:
     """Return the buffers of ``spec`` that exist under ``options`` (a quantizer), in slot order."""
     swizzled = bool(getattr(options, "swizzled", False))
     wanted = {"both": True, "rowwise": options.rowwise, "columnwise": options.columnwise}

@@ -47,11 +47,11 @@ class Journal:
             head = file.readline()
             if not head.endswith(b"\n"):
                 if not _line(self._about).startswith(head):
-                    raise ValueError("the first line is that of another file")
+                    raise ValueError("the first line belongs to another file")
                 return []
             first = _object(head)
             if not self._about.keys() <= first.keys():
-                raise ValueError("the first line is that of another file")
+                raise ValueError("the first line belongs to another file")
             # Texts are compared: NaN is not equal to itself.
             different = [n for n, value in self._about.items() if _line(first[n]) != _line(value)]
             if different:
@@ -75,7 +75,7 @@ class Journal:
                 if not self.entries:
                     file.write(_line(self._about))
 
-    def add(self, name: str, entry: Any) -> None:
+    def add(self, name: str, entry: object) -> None:
         """Keep an entry, a JSON value, and append it to the file.
 
         Raises:
@@ -89,7 +89,7 @@ class Journal:
                 os.fsync(file.fileno())
 
 
-def _line(value: Any) -> bytes:
+def _line(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode() + b"\n"
 
 

@@ -1,6 +1,6 @@
 """What the ops of a linear layer compute, as one string.
 
-One string is cheaper to pass to an op than seven arguments. The library makes and reads these
+The library makes and reads these
 texts; the kernels of small calls read them.
 """
 
@@ -17,7 +17,7 @@ from qtensor.core.errors import fail
 
 
 class ForwardPlan(NamedTuple):
-    """What ``linear_forward`` computes, beside its tensors.
+    """What ``linear_forward`` computes, apart from its tensors.
 
     Attributes:
         x_quantizer: canonical text of the quantizer of the input.
@@ -35,7 +35,7 @@ class ForwardPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """What ``linear_backward`` computes, beside its tensors.
+    """What ``linear_backward`` computes, apart from its tensors.
 
     Attributes:
         quantizer: canonical text of the quantizer of the gradient.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,38 +24,80 @@ from qtensor.core.buffer_shapes import (
 from qtensor.core.compile_constants import forget_constants
 from qtensor.core.encoding import decode_call
 from qtensor.core.errors import DtypeError, fail
-from qtensor.core.formats import FormatSpec, Slot
+from qtensor.core.formats import Element, FormatSpec, Slot
+
+Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
+"""One buffer of a transposed tensor: the keyword of the new buffer in the constructor, the name of
+the old one, and what makes a view of it; None for the buffer as it is.
+"""
+
+
+class Factors(TypedDict, total=False):
+    """Factors that a tensor holds, as arguments of the op ``quantize``."""
+
+    scale: Tensor
+    amax: list[Tensor]
 
 
 class QuantizerLike(Protocol):
-    """Declare the attributes and methods of a quantizer that ops, kernels and storages use."""
+    """Declare the attributes and methods of a quantizer that ops, kernels and storages use.
 
-    format: str
-    spec: FormatSpec
-    canonical: str
-    slots: tuple[Slot, ...]
-    slot_names: tuple[str, ...]
-    keywords: tuple[str, ...]
+    ``qtensor/quantizers/base.py: Quantizer`` explains them. As there, everything that is not an
+    option is a ``ClassVar``.
+    """
+
+    format: ClassVar[str]
+    spec: ClassVar[FormatSpec]
+    tensor_cls: ClassVar[type[Any]]
+    storage_cls: ClassVar[type[Any]]
+    canonical: ClassVar[str]
+    slots: ClassVar[tuple[Slot, ...]]
+    slot_names: ClassVar[tuple[str, ...]]
+    keywords: ClassVar[tuple[str, ...]]
     """Keyword of each slot's buffer in the constructor of the tensor class."""
-    attributes: tuple[tuple[str, str], ...]
+    attributes: ClassVar[tuple[tuple[str, str], ...]]
     """(attribute of the tensor, keyword of its constructor) of each slot."""
-    scale_layout: str
-    rowwise: bool
-    columnwise: bool
-    transpose_plan: Any
-    """Describes how a 2-D tensor is transposed (storage/geometry.py)."""
-    two_dimensional: bool
-    """True if blocks are square and both directions share them."""
-    factors_are_local: bool
-    """True if a value depends on its own code and factors alone; a rotation mixes elements."""
-    per_tensor: bool
+    scale_layout: ClassVar[str]
+    per_tensor: ClassVar[bool]
     """True if the whole tensor has one factor, which a GEMM can apply at its end."""
-    returns_amax: bool
+    returns_amax: ClassVar[bool]
     """True if the op returns the tensor's amax after the buffers (delayed scaling)."""
-    stochastic_rounding: bool
+    stochastic_rounding: ClassVar[bool]
     """True if a call must pass ``seed=``."""
-    needs_scale: bool
+    needs_scale: ClassVar[bool]
     """True if a call must pass ``scale=`` (delayed scaling)."""
+
+    @property
+    def rowwise(self) -> bool:
+        """True if there are rowwise data."""
+
+    @property
+    def columnwise(self) -> bool:
+        """True if there are columnwise data."""
+
+    @property
+    def columnwise_value(self) -> bool:
+        """True if the columnwise data hold the values, although there are rowwise data."""
+
+    @property
+    def element(self) -> Element:
+        """The element of the codes."""
+
+    @property
+    def two_dimensional(self) -> bool:
+        """True if blocks are square and both directions share them."""
+
+    @property
+    def square_block(self) -> int:
+        """The rows, and columns, of a square block; 1 if blocks are not square."""
+
+    @property
+    def factors_are_local(self) -> bool:
+        """True if a value depends on its own code and factors alone; a rotation mixes elements."""
+
+    @property
+    def transpose_plan(self) -> tuple[QuantizerLike, tuple[Move, ...]]:
+        """The quantizer of a transposed 2-D tensor, and how its buffers come about."""
 
     def encode_(
         self,
@@ -73,10 +115,7 @@ class QuantizerLike(Protocol):
         """Return the values of the buffers, float32 of ``shape``."""
 
     def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
-        """Return float32 element values of ``shape`` without the factor, and the (1,) factor.
-
-        Only ``per_tensor`` formats have this method.
-        """
+        """Return float32 element values of ``shape`` without the factor, and the (1,) factor."""
 
     def derive(
         self, buffers: dict[str, Tensor], shape: Shape, usage: str
@@ -86,14 +125,41 @@ class QuantizerLike(Protocol):
     def without_square_blocks(self) -> QuantizerLike:
         """Return the quantizer of rows that were cut across square blocks."""
 
+    def transposed(self) -> QuantizerLike:
+        """Return the quantizer of a transposed tensor; it swaps the usages."""
+
     def side(self, columnwise: bool | None = None) -> str:
         """Return the buffers that a decode reads: ``"_rowwise"`` or ``"_columnwise"``."""
 
     def is_requantization_safe(self) -> bool:
         """Return True if quantizing the same data again gives the same bytes."""
 
-    def update_quantized(self, src: Tensor, dst: Any, **call: Any) -> Any:
-        """Requantize ``src`` into the buffers of ``dst``."""
+    def update_quantized(
+        self,
+        src: Tensor,
+        dst: Any,
+        *,
+        noop_flag: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Any:
+        """Quantize ``src`` into the buffers of ``dst``, a tensor or storage."""
+
+    def quantize(self, x: Tensor) -> Any:
+        """Return a quantized tensor."""
+
+    def _assemble(self, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+        """Return a quantized tensor with buffers that an op has allocated, without checks."""
+
+    def alloc_tensors(
+        self, shape: Shape, *, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """Return uninitialised buffers by attribute; padding is zero."""
+
+    def _describe_buffers(self, shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return {attribute: (shape, dtype)} in slot order for a tensor of logical ``shape``."""
+
+    def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
+        """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
 
     def amax(self, x: Tensor) -> list[Tensor]:
         """Return the float32 maxima that decide the tensor-wide factors of ``x``."""
@@ -168,7 +234,7 @@ def parse(canonical: str) -> QuantizerLike:
     })
 
 
-def _value(option: str, default: Any) -> Any:
+def _value(option: str, default: object) -> object:
     """Return an option of a canonical string as the type of its default.
 
     A string that cannot be converted is returned unchanged, and the quantizer refuses it.
@@ -250,15 +316,17 @@ def alloc_outputs(quantizer: QuantizerLike, x: Tensor) -> list[Tensor]:
     ]
 
 
-def check_buffers(op: str, quantizer: Any, buffers: Sequence[Any], shape: Shape) -> None:
+def check_buffers(
+    op: str, quantizer: QuantizerLike, buffers: Sequence[Tensor], shape: Shape
+) -> None:
     """Refuse buffers that do not make up a tensor of ``shape``, or a part of one.
 
     Args:
         op: the calling op, for errors.
         quantizer: describes the buffers.
         buffers: inner buffers in slot order.
-        shape: the logical shape. Symbolic sizes are not compared with those of the buffers, which
-            would bind a graph to one size.
+        shape: the logical shape. Symbolic sizes are not compared with the buffers, which would
+            bind a graph to one size.
 
     Raises:
         QTensorError: the number of buffers is wrong, or a buffer has a wrong dtype, layout, shape
@@ -305,7 +373,7 @@ def by_name(quantizer: QuantizerLike, buffers: Sequence[Tensor]) -> dict[str, Te
 
 @functools.lru_cache(maxsize=4096)
 def slots_within(canonical: str, part: str) -> tuple[int, ...]:
-    """Return the slots of the buffers of ``part`` among those of ``canonical``; () for "".
+    """Return the slots of ``canonical`` that hold the buffers of ``part``; () for "".
 
     Raises:
         QTensorError: ``part`` has a buffer that ``canonical`` does not have.

@@ -71,8 +71,7 @@ def context_of_backward() -> contextvars.Context | None:
 def constant_in_graphs(function: Callable[..., Any]) -> Any:
     """Mark a function whose result Dynamo takes for a constant; it calls it while it traces.
 
-    ``torch.compiler.assume_constant_result`` does the same, and imports Dynamo, which takes two
-    seconds.
+    ``torch.compiler.assume_constant_result`` does the same, and imports Dynamo, which is slow.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

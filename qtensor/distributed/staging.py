@@ -41,7 +41,7 @@ class Stager:
 
 def _copied(value: Any) -> Any:
     if is_dtensor(value):
-        copied = value.detach()
+        copied: Any = value.detach()
         copied._local_tensor = _copied(value._local_tensor)
         return copied
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

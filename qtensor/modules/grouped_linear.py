@@ -230,7 +230,7 @@ class GroupedLinear(QuantizedModule):
         plan = self._grouped_plan(key, dgrad, bool(wanted))
         options, whole = self._options, self.weight0
         if is_dtensor(whole):
-            options = options._replace(placements=whole.placements)  # type: ignore[attr-defined]
+            options = options._replace(placements=whole.placements)
         check_layer_input(self.label, input, weights[0], plan, options)
         args = GroupedFwdArgs(input, weights, biases, self._splits(input, m_splits), dgrad)
         args.wanted = tuple(wanted)

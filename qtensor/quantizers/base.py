@@ -18,12 +18,24 @@ from qtensor.core.buffer_shapes import Shape, buffer_shapes
 from qtensor.core.encoding import encode_call
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.formats import PLAIN, SWIZZLED, Element, FormatSpec, Slot, resolve_slots
-from qtensor.core.quantizer_registry import alloc_slots, check_buffers, parse, register_quantizer
+from qtensor.core.quantizer_registry import (
+    Factors,
+    Move,
+    QuantizerLike,
+    alloc_slots,
+    check_buffers,
+    parse,
+    register_quantizer,
+)
 from qtensor.library.quantize import QUANTIZE_
-from qtensor.quantizers.autograd import assembled, quantize_traced, quantized
-from qtensor.quantizers.calls import (
-    check_call,
-    prepare,
+from qtensor.quantizers.call import (
+    assembled,
+    check_arguments,
+    check_destination,
+    constants_of,
+    find_maxima,
+    find_seed,
+    quantize_call,
     refuse_gradient,
 )
 from qtensor.quantizers.methods import FormatMethods, Grid
@@ -37,8 +49,8 @@ from qtensor.quantizers.options import (
 from qtensor.storage import geometry
 from qtensor.storage.base import Context, QuantizedTensorStorage
 from qtensor.storage.checks import as_shape, check_nominal
+from qtensor.storage.process_groups import Group
 from qtensor.storage.tensor import QuantizedTensor
-from qtensor.storage.usages import check_usages
 
 _FORMAT_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -114,7 +126,7 @@ class Quantizer(FormatMethods):
             )
         register_quantizer(cls.format, cls)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown options with an error that lists the known ones."""
         refuse_unknown(cls.format, cls.option_names(), options)
         return super().__new__(cls)
@@ -148,7 +160,7 @@ class Quantizer(FormatMethods):
                 changed[f.name] = value
         return changed
 
-    def _default(self, name: str, value: Any) -> Any:
+    def _default(self, name: str, value: object) -> object:
         """Return the default of an option; ``value`` is the default of its field."""
         return value
 
@@ -189,6 +201,12 @@ class Quantizer(FormatMethods):
         """Return True if blocks are square and shared by both directions."""
         return False
 
+    @property
+    def square_block(self) -> int:
+        """Return the rows, and columns, of a square block; 1 if blocks are not square."""
+        block = self.spec.block
+        return block[1] if block is not None and self.two_dimensional else 1
+
     def without_square_blocks(self) -> Self:
         """Return the quantizer of rows that were cut across square blocks."""
         return self
@@ -213,7 +231,7 @@ class Quantizer(FormatMethods):
         return True
 
     @functools.cached_property
-    def transpose_plan(self) -> Any:
+    def transpose_plan(self) -> tuple[QuantizerLike, tuple[Move, ...]]:
         """Return the cached ``geometry.transpose_plan`` of this value."""
         return geometry.transpose_plan(self)
 
@@ -236,7 +254,7 @@ class Quantizer(FormatMethods):
         wanted = self.columnwise_value if columnwise is None else columnwise
         return "_columnwise" if self.columnwise and (wanted or not self.rowwise) else "_rowwise"
 
-    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
         """Return arguments that make the quantize op use the tensor-wide factors of ``buffers``."""
         return {}
 
@@ -260,7 +278,7 @@ class Quantizer(FormatMethods):
         out: QuantizedTensorStorage | None = None,
         scale: Tensor | None = None,
         generator: torch.Generator | Tensor | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: Group | None = None,
         noop_flag: Tensor | None = None,
     ) -> QuantizedTensor:
         """Return a quantized tensor.
@@ -285,20 +303,20 @@ class Quantizer(FormatMethods):
         Raises:
             QTensorError: an argument has a wrong dtype, layout or value.
         """
-        if out is not None:
-            call = {
-                "scale": scale,
-                "generator": generator,
-                "amax_reduction_group": amax_reduction_group,
-            }
-            refuse_gradient(f"quantize[{self.format}]", x)
-            return cast(Any, self.update_quantized(x, out, noop_flag=noop_flag, **call))
-        if is_compiling():
-            arguments = scale, generator, amax_reduction_group, noop_flag
-            traced: QuantizedTensor = quantize_traced(self.canonical, x, *arguments)
-            return traced
-        check_call(self, x, scale, noop_flag, None)
-        return quantized(self, x, scale, generator, amax_reduction_group)[0]
+        group = amax_reduction_group
+        if out is None:
+            quantizer = constants_of(self.canonical) if is_compiling() else self
+            return quantize_call(quantizer, x, scale, generator, group, noop_flag)[0]
+        refuse_gradient(f"quantize[{self.format}]", x)
+        filled = self.update_quantized(
+            x,
+            out,
+            noop_flag=noop_flag,
+            scale=scale,
+            generator=generator,
+            amax_reduction_group=group,
+        )
+        return cast("QuantizedTensor", filled)
 
     def quantize_with_amax(self, x: Tensor, *, scale: Tensor) -> tuple[QuantizedTensor, Tensor]:
         """Return the tensor that delayed scaling makes, and its amax.
@@ -321,9 +339,8 @@ class Quantizer(FormatMethods):
                 "Use fp8_delayed",
                 UnsupportedError,
             )
-        check_call(self, x, scale, None, None)
-        tensor, amax = quantized(self, x, scale, None, None)
-        return tensor, amax
+        quantizer = constants_of(self.canonical) if is_compiling() else self
+        return cast("tuple[QuantizedTensor, Tensor]", quantize_call(quantizer, x, scale))
 
     @overload
     def assemble(
@@ -377,7 +394,7 @@ class Quantizer(FormatMethods):
         noop_flag: Tensor | None = None,
         scale: Tensor | None = None,
         generator: torch.Generator | Tensor | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: Group | None = None,
     ) -> QuantizedTensorStorage:
         """Quantize ``src`` into the buffers of ``dst`` without a gradient, and return ``dst``.
 
@@ -394,44 +411,14 @@ class Quantizer(FormatMethods):
             QTensorError: ``dst`` has another shape or quantizer, or is a part of a tensor. It stays
                 unchanged.
         """
-        check_call(self, src, scale, noop_flag, dst)
-        name = f"update_quantized[{self.format}]"
-        quantizer = getattr(dst, "_quantizer", None)
-        if quantizer != self:
-            fail(
-                name,
-                "the destination must hold this quantizer's buffers",
-                getattr(quantizer, "canonical", type(dst).__name__),
-                "Pass a tensor that this quantizer made, or drop out=",
-            )
-        if dst._origin.is_part or dst._parts:
-            fail(
-                name,
-                "the destination must be a whole tensor",
-                "a part of one, or a view without buffers",
-                "Write into it with copy_(values)",
-            )
-        check_usages(dst, "update_quantized")
-        if tuple(src.shape) != tuple(dst.shape):
-            fail(
-                name,
-                "shapes must be equal",
-                f"{tuple(src.shape)} into {tuple(dst.shape)}",
-                "Quantize into a new tensor",
-            )
-        if noop_flag is not None and (
-            not isinstance(noop_flag, torch.Tensor) or noop_flag.numel() != 1
-        ):
-            fail(
-                name,
-                "noop_flag must be a tensor of one element",
-                repr(noop_flag),
-                "Pass torch.tensor([0.0])",
-            )
+        check_arguments(self, src, scale, noop_flag, has_out=True)
+        check_destination(self, src, dst, noop_flag)
         if self.needs_scale and scale is None:
             scale = dst._scale_inv.reciprocal()
         src = src.detach()
-        seed, amax = prepare(self, src, generator, amax_reduction_group)
+        seed = find_seed(self, src, generator)
+        group = amax_reduction_group
+        amax = None if group is None else find_maxima(self, src, group)
         QUANTIZE_(src, self.canonical, dst.buffers(), scale, amax, seed, noop_flag)
         if isinstance(dst, torch.Tensor):
             # The op changes only the buffers; autograd must know that the tensor changed.
@@ -486,5 +473,7 @@ class Quantizer(FormatMethods):
         check_nominal(op, dtype)
         shape = as_shape(op, shape)
         tensors = self.alloc_tensors(shape, device=device).values()
-        tensor: Any = self._assemble(list(tensors), shape, dtype)
-        return tensor.requires_grad_() if requires_grad else tensor
+        tensor = self._assemble(list(tensors), shape, dtype)
+        if requires_grad:
+            tensor.requires_grad_()
+        return tensor

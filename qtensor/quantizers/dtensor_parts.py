@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -15,32 +15,19 @@ from qtensor.core.dtensors import from_part, install_rules, part_of
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.quantizer_registry import parse
 from qtensor.library.quantize import AMAX
-from qtensor.quantizers.calls import reduce_max
 from qtensor.storage.maxima import amax_axes
-from qtensor.storage.process_groups import group_of_mesh
+from qtensor.storage.process_groups import Group, group_of_mesh, reduce_max
 from qtensor.storage.ranks.splits import note_splits
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def quantize_parts(
-    quantizer: Any,
-    x: Any,
-    scale: Tensor | None,
-    generator: Any,
-    group: Any,
-    quantized: Any,
-) -> tuple[Any, ...]:
-    """Return the DTensor of quantized parts, and the amax (1,) for delayed scaling.
+    from qtensor.quantizers.call import Called
+    from qtensor.storage.tensor import QuantizedTensor
 
-    Every rank gets the codes and scales that its part has in the quantized whole. Maxima of rows,
-    columns or the tensor are reduced over the ranks that share them.
 
-    Args:
-        quantizer: the quantizer.
-        x: a DTensor of any shape; float32, bfloat16 or float16.
-        scale: as in ``Quantizer.quantize``.
-        generator: as in ``Quantizer.quantize``.
-        group: a further process group over which maxima are reduced, or None.
-        quantized: quantizes a plain tensor: ``quantizers.autograd.quantized``.
+def check_parts(quantizer: Called, x: DTensor) -> DTensor:
+    """Return a DTensor whose parts can be quantized one by one: ``x``, without partial sums.
 
     Raises:
         QTensorError: a shard ends inside a block, or is split in strides.
@@ -55,33 +42,65 @@ def quantize_parts(
         from torch.distributed.tensor import Replicate  # noqa: PLC0415 - see qtensor.core.dtensors
 
         x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
-    mesh, placements, shape = x.device_mesh, x.placements, x.shape
     _check_borders(op, quantizer, x)
-    local = x.to_local()
-    amax = None
+    return x
+
+
+def maxima_over_mesh(
+    quantizer: Called, x: DTensor, part: Tensor, group: Group | None
+) -> list[Tensor] | None:
+    """Return the maxima of a DTensor, which decide the factors of each part.
+
+    Maxima of rows, columns or the tensor are reduced over the ranks that share them.
+
+    Args:
+        quantizer: the quantizer.
+        x: the DTensor.
+        part: this rank's part of it, without a gradient.
+        group: a further process group over which maxima are reduced, or None.
+
+    Returns:
+        None if each rank finds the maxima of its part by itself.
+    """
     axes = amax_axes(quantizer.canonical)
-    if not quantizer.needs_scale and axes and _splits(x):
-        maxima = AMAX(local.detach(), quantizer.canonical)
-        amax = [_over_ranks(a, x, of, group) for a, of in zip(maxima, axes, strict=True)]
-        group = None
-    part, *rest = quantized(quantizer, local, scale, generator, group, amax)
+    if quantizer.needs_scale or not axes or not _splits(x):
+        return None
+    maxima = AMAX(part, quantizer.canonical)
+    return [_over_ranks(a, x, of, group) for a, of in zip(maxima, axes, strict=True)]
+
+
+def whole_of(
+    x: DTensor, part: QuantizedTensor, amax: Tensor | None
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Return the DTensor of quantized parts of ``x``, and the amax of delayed scaling of all parts.
+
+    Args:
+        x: the DTensor that was quantized.
+        part: this rank's quantized part.
+        amax: of the part, float32 (1,), or None.
+    """
     install_rules()
-    whole = from_part(part, mesh, placements, shape)
+    whole = from_part(part, x.device_mesh, x.placements, x.shape)
     if not is_compiling():
         note_splits(whole)
-    return whole, *[_over_ranks(a, x, ("m", "k"), None) for a in rest]
+    if amax is not None:
+        amax = _over_ranks(amax, x, ("m", "k"), None)
+    # A DTensor of quantized parts is used as a quantized tensor.
+    return cast("QuantizedTensor", whole), amax
 
 
-def _splits(x: Any) -> list[tuple[int, int]]:
+def _splits(x: DTensor) -> list[tuple[int, int]]:
     """Return (dim of the mesh, dim of the tensor) of each split over several ranks."""
+    # Shard has a dim, and so has the strided shard that fully_shard makes of a part.
+    dims = [getattr(p, "dim", None) for p in x.placements]
     return [
-        (i, p.dim % x.ndim)
-        for i, p in enumerate(x.placements)
-        if p.is_shard() and x.device_mesh.size(i) > 1
+        (i, dim % x.ndim)
+        for i, dim in enumerate(dims)
+        if dim is not None and x.device_mesh.size(i) > 1
     ]
 
 
-def _over_ranks(amax: Tensor, x: Any, axes: Sequence[str], group: Any) -> Tensor:
+def _over_ranks(amax: Tensor, x: DTensor, axes: Sequence[str], group: Group | None) -> Tensor:
     """Return maxima, reduced over the ranks that split one of ``axes``, and over ``group``."""
     for mesh_dim, dim in _splits(x):
         if ("k" if dim == x.ndim - 1 else "m") in axes:
@@ -92,18 +111,17 @@ def _over_ranks(amax: Tensor, x: Any, axes: Sequence[str], group: Any) -> Tensor
 @compile_constant
 def block_sizes(canonical: str) -> tuple[int, int]:
     """Return the number of rows and of columns that must stay together."""
-    quantizer: Any = parse(canonical)
+    quantizer = parse(canonical)
     per = {"m": 1, "k": 1}
     for slot in quantizer.slots:
         for dim in slot.dims:
             if dim.axis in per:
                 per[dim.axis] = math.lcm(per[dim.axis], dim.per)
-    if quantizer.two_dimensional:
-        per = {axis: math.lcm(size, quantizer.spec.block[1]) for axis, size in per.items()}
-    return per["m"], per["k"]
+    square = quantizer.square_block
+    return math.lcm(per["m"], square), math.lcm(per["k"], square)
 
 
-def _check_borders(op: str, quantizer: Any, x: Any) -> None:
+def _check_borders(op: str, quantizer: Called, x: DTensor) -> None:
     """Refuse shards that end inside a block of the whole tensor."""
     rows, columns = block_sizes(quantizer.canonical)
     size = list(x.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, rows_cols
 from qtensor.core.errors import fail
+from qtensor.core.quantizer_registry import Factors
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import ScaleGrid
 from qtensor.quantizers.options import check_choice
@@ -71,7 +72,7 @@ class _Float8(Quantizer, abstract=True):
         """Return float(code) * scale_inv, float32 of ``shape``."""
         return float8.decode_scaled(buffers, tuple(shape), self.element)
 
-    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
         """Return the encode factor: the reciprocal of the stored one."""
         return {"scale": buffers["_scale_inv"].reciprocal()}
 

@@ -50,6 +50,16 @@ class FormatMethods:
             f"dequantize[{self.format}]: {type(self).__qualname__} has no decode. Define it."
         )
 
+    def decode_codes(self, buffers: dict[str, Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
+        """Return float32 element values of ``shape`` without the factor, and the (1,) factor.
+
+        Only ``per_tensor`` formats define this method.
+        """
+        raise UnsupportedError(
+            f"decode_codes[{self.format}]: {type(self).__qualname__} has several factors. "
+            "Call decode."
+        )
+
     def amax(self, x: Tensor) -> list[Tensor]:
         """Return the maxima that decide tensor-wide factors; [] if all factors are local."""
         return []
@@ -106,8 +116,8 @@ class Grid:
     @property
     def element(self) -> Element:
         """The element of the codes."""
-        found: Element = self.quantizer.element
-        return found
+        element: Element = self.quantizer.element
+        return element
 
     # ---- what a format defines
 
@@ -133,7 +143,7 @@ class Grid:
         Factors that are greater than the first candidates are never better.
 
         Args:
-            factors: those of ``nearest``, any shape.
+            factors: as ``nearest`` returns them, of any shape.
         """
         raise NotImplementedError
 

@@ -54,8 +54,8 @@ class MXGrid(Grid):
     def falling(self, factors: Tensor) -> Iterator[Tensor]:
         """Yield all codes from the one above ``factors``.
 
-        Doubling a factor loses the smallest values of the grid and adds greater ones alone, so that
-        factors above the first that clips nothing are never better. The codes of all scale modes
+        Doubling a factor removes the smallest values of the grid and adds greater ones alone. So
+        no factor is better than the smallest one that clips nothing. The codes of all scale modes
         are at most one below that factor.
         """
         code = factors.int().add(1).clamp(max=254)

@@ -14,6 +14,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, ceil_div, round_up, rows_cols
 from qtensor.core.errors import DtypeError, fail
 from qtensor.core.formats import E2M1, E4M3
+from qtensor.core.quantizer_registry import Factors
 from qtensor.quantizers.base import Quantizer
 from qtensor.quantizers.methods import Grid, Multipliers
 from qtensor.quantizers.options import check_choice
@@ -45,7 +46,7 @@ class NVFP4Grid(Grid):
         return (self.quantizer._recipe.rows, nvfp4.BLOCK)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Return the codes of the quantizer's rule, that of ``use_4over6`` included."""
+        """Return the codes that the quantizer chooses, also with ``use_4over6``."""
         return nvfp4.encode(x, self.quantizer._recipe, self.wide[:, 0])[1]
 
     def multipliers(self, factors: Tensor, wide: Tensor) -> Multipliers:
@@ -156,7 +157,7 @@ class NVFP4Quantizer(Quantizer):
                         "Drop one of them",
                     )
 
-    def _default(self, name: str, value: Any) -> Any:
+    def _default(self, name: str, value: object) -> object:
         """Return the default of an option; for ``e4m3_max``, it depends on ``use_4over6``."""
         if name == "e4m3_max":
             return 256.0 if self.use_4over6 else 448.0
@@ -196,14 +197,14 @@ class NVFP4Quantizer(Quantizer):
         return 1.0 if self.with_global_scale_inv else 6.0 * self.e4m3_max
 
     def global_buffer(self, side: str) -> str:
-        """Return the buffer that decides the tensor-wide factor: that of the factor, or the amax.
+        """Return the name of the buffer with the tensor-wide factor, or with its amax.
 
         Args:
             side: ``"_rowwise"`` or ``"_columnwise"``.
         """
         return f"{side}_global_scale_inv" if self.with_global_scale_inv else f"_amax{side}"
 
-    def stored_factors(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+    def stored_factors(self, buffers: dict[str, Tensor]) -> Factors:
         """Return the maxima that decide the tensor-wide factors."""
         return {
             "amax": [
@@ -263,8 +264,8 @@ class NVFP4Quantizer(Quantizer):
                 )
             else:
                 if shared is None:
-                    # Both sides share one draw and one choice for a block, so that one is the other
-                    # transposed.
+                    # Both sides share one draw and one choice for a block: each is the transpose of
+                    # the other.
                     matrix = source if direction == "_rowwise" else source.t()
                     noise = self._noise(seed, matrix, "_rowwise")
                     shared = nvfp4.encode(matrix, self._recipe, reduced.get(direction), noise)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from qtensor.core.errors import ArgumentTypeError, fail
 from qtensor.core.formats import Element
 
+if TYPE_CHECKING:
+    from qtensor.quantizers.base import Quantizer
+
 _TORCH_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 PLAIN_TYPES = (bool, int, float, str)
+Option = bool | int | float | str
+"""The value of an option."""
 
 
 CALL_ARGUMENTS = ("out", "scale", "generator", "amax_reduction_group", "noop_flag")
 """Arguments of a call, which users often mistake for options."""
-GIVEN = ("scale", "generator", "amax_reduction_group", "noop_flag")
-"""The arguments of a call that makes a new tensor."""
 
 
-def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> None:
+def refuse_unknown(format_name: str, names: tuple[str, ...], options: Iterable[str]) -> None:
     """Refuse options that the format does not have.
 
     Raises:
@@ -46,7 +50,7 @@ def refuse_unknown(format_name: str, names: tuple[str, ...], options: Any) -> No
             )
 
 
-def check_options(quantizer: Any) -> None:
+def check_options(quantizer: Quantizer) -> None:
     """Refuse options that are not plain values, have the wrong type, or leave no usage.
 
     Raises:
@@ -93,7 +97,7 @@ def check_options(quantizer: Any) -> None:
         )
 
 
-def check_choice(quantizer: Any, option: str, legal: tuple[Any, ...]) -> None:
+def check_choice(quantizer: Quantizer, option: str, legal: tuple[Option, ...]) -> None:
     """Refuse a value of ``option`` that is not in ``legal``.
 
     Raises:
@@ -124,6 +128,6 @@ def find_element(elements: tuple[Element, ...], name: str | torch.dtype) -> Elem
     fail("dtype", f"the element must be one of {legal}", repr(name), "Choose one of them")
 
 
-def option_word(value: Any) -> str:
+def option_word(value: object) -> str:
     """Return an option's value as a word of the canonical text (``encode_call`` escapes it)."""
     return f"{value!r}" if isinstance(value, float) else f"{value}"

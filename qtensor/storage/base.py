@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,7 +21,12 @@ from qtensor.storage.registry import lookup, register
 from qtensor.storage.serialize import deepcopy, reduce
 from qtensor.storage.usages import memory_of, note_partners
 
-Context = tuple[str, torch.dtype, Any, str]
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from qtensor.storage.tensor import QuantizedTensor
+
+Context = tuple[str, torch.dtype, QuantizerLike, str]
 """The flatten context: qualname, nominal dtype, quantizer, scale layout.
 
 The context holds no size, device or tensor. The layout of a part of a tensor ends with its origin:
@@ -50,17 +55,22 @@ class QuantizedTensorStorage:
 
     if TYPE_CHECKING:
         _quantizer: QuantizerLike
-        shape: Any
-        dtype: Any
-        device: Any
-        ndim: Any
-        _scale_inv: Any
+        shape: torch.Size
+        dtype: torch.dtype
+        device: torch.device
+        ndim: int
+        nbytes: int
+        _scale_inv: Tensor
+        """The decode factor of the FP8 formats without blocks."""
         _origin: Origin
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+        def numel(self) -> int:
+            """Return the number of logical elements."""
+
     spec: ClassVar[FormatSpec]
-    _parts: tuple[Any, ...] = ()
+    _parts: tuple[QuantizedTensor, ...] = ()
     """What a tensor without buffers shows (``ops/lazy_view.py``)."""
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(attribute, constructor keyword) of each inner buffer, in slot order."""
@@ -162,7 +172,7 @@ class QuantizedTensorStorage:
     def _set_quantizer(self, quantizer: QuantizerLike) -> None:
         self._quantizer = quantizer  # type: ignore[misc]
 
-    def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Any:
+    def quantize_(self, src: Tensor, *, noop_flag: Tensor | None = None, **call: Any) -> Self:
         """Quantize ``src`` into the existing buffers and return this object.
 
         Args:
@@ -215,8 +225,17 @@ class QuantizedTensorStorage:
         return storage, list(tensors[count:])
 
 
+TensorOrStorage = Tensor | QuantizedTensorStorage
+"""A plain tensor, or a quantized tensor or storage."""
+
+
+def is_quantized(t: object) -> TypeIs[QuantizedTensor]:
+    """Return whether a tensor is quantized, for callers that get no bare storages."""
+    return isinstance(t, QuantizedTensorStorage)
+
+
 class BareStorage(QuantizedTensorStorage):
-    """Hold buffers without being a tensor: no autograd, no dispatch, 0.5 us to build."""
+    """Hold buffers without being a tensor: no autograd, no dispatch."""
 
     __slots__ = ("_dtype", "_origin", "_quantizer", "_shape")
 
@@ -233,27 +252,27 @@ class BareStorage(QuantizedTensorStorage):
             setattr(self, attribute, buffers.get(keyword))
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Return the logical shape."""
         return torch.Size(self._shape)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return the nominal dtype, which is the default dtype of ``dequantize()``."""
         return self._dtype
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Return the device of the buffers."""
         return self.buffers()[0].device
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Return the total number of bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """Return the rank of the logical shape."""
         return len(self._shape)
 
@@ -272,7 +291,7 @@ class BareStorage(QuantizedTensorStorage):
     def __repr__(self) -> str:
         return describe(self)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensorStorage:
@@ -283,7 +302,7 @@ class BareStorage(QuantizedTensorStorage):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Any
+        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Shape
     ) -> QuantizedTensorStorage:
         return unflatten(inner, context, outer_size)
 
@@ -299,17 +318,13 @@ class _Known(NamedTuple):
     """Cache the parts of a checked flatten context."""
 
     context: Context
-    cls: Any
+    cls: type[Any]
     names: list[str]
     origin: Origin
 
 
 _KNOWN: dict[int, _Known] = {}
-"""Checked contexts by identity.
-
-A compiled graph passes the same object with every tensor, and hashing its value takes longer than
-making a tensor.
-"""
+"""Checked contexts by identity: a compiled graph passes the same object with every tensor."""
 _MOST = 4096
 
 
@@ -356,7 +371,7 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
     _, cls, names, origin = _known(context)
     name, dtype, quantizer, _ = context
     if origin.layout:
-        parts = [*inner.values()]
+        parts: list[Any] = [*inner.values()]
         if origin.layout in FROM_PARTS:
             return FROM_PARTS[origin.layout](parts)
         return of_parts(cls, outer_size, dtype, quantizer, parts, origin, context)
@@ -366,14 +381,16 @@ def unflatten(inner: dict[str, Tensor], context: Context, outer_size: Shape) -> 
             f"{list(inner)} of {cls.spec.name}. Pass the inner tensors that __tensor_flatten__ "
             "named."
         )
-    if not issubclass(cls, Tensor):
+    if issubclass(cls, BareStorage):
         storage = cls(outer_size, dtype, quantizer, **{k[1:]: v for k, v in inner.items()})
         set_origin(storage, origin)
         return storage
     return wrap(cls, outer_size, dtype, quantizer, [*inner.values()], origin, context)
 
 
-def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoReturn:
+def refuse_buffers(
+    cls: type[QuantizedTensorStorage], quantizer: QuantizerLike, buffers: Mapping[str, object]
+) -> NoReturn:
     """Raise an error that says why the buffers do not make a tensor or storage.
 
     Raises:
@@ -388,14 +405,14 @@ def refuse_buffers(cls: Any, quantizer: Any, buffers: dict[str, Any]) -> NoRetur
     )
 
 
-def describe(storage: Any) -> str:
+def describe(storage: QuantizedTensorStorage) -> str:
     """Return a repr made from metadata alone, so that it never waits for a device."""
     quantizer = storage._quantizer
     metadata = f"shape={tuple(storage.shape)}, dtype={storage.dtype}"
     return f"{type(storage).__name__}({metadata}, quantizer={quantizer.canonical!r})"
 
 
-def describe_html(storage: Any) -> str:
+def describe_html(storage: QuantizedTensorStorage) -> str:
     """Return the metadata of a tensor and of its buffers as HTML, without reading data."""
     # Only notebooks need it.
     import html  # noqa: PLC0415

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from qtensor.core.buffer_shapes import Shape
 
-def _constructor(self: Any, *args: Any, **kwargs: Any) -> None:
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
+
+
+def _constructor(self: QuantizedTensor, *args: object, **kwargs: object) -> None:
     """Do nothing, because ``__new__`` has built the tensor."""
 
 
@@ -26,7 +32,7 @@ _constructor.__qualname__ = "QuantizedTensor.__init__"
 @cache
 def _recorder() -> Callable[..., None]:
     """Return torch's function that records a construction."""
-    # Imported here: torch._export takes a tenth of a second.
+    # Imported here, because importing torch._export is slow.
     from torch._export.wrappers import (  # noqa: PLC0415
         mark_subclass_constructor_exportable_experimental,
     )
@@ -35,7 +41,11 @@ def _recorder() -> Callable[..., None]:
 
 
 def record_construction(
-    tensor: Any, shape: Any, dtype: Any, canonical: str, buffers: dict[str, Tensor]
+    tensor: QuantizedTensor,
+    shape: Shape,
+    dtype: torch.dtype | None,
+    canonical: str,
+    buffers: dict[str, Tensor],
 ) -> None:
     """Record ``type(tensor)(shape, dtype, canonical, **buffers)``, whose result is ``tensor``.
 

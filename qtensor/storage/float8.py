@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -11,7 +11,14 @@ from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 
-def _factors(options: Any) -> tuple[Dim, ...]:
+class _Options(Protocol):
+    """The options of a quantizer that decide which buffers there are, and their dims."""
+
+    per_tensor: bool
+    axis: int
+
+
+def _factors(options: _Options) -> tuple[Dim, ...]:
     """Return the dims of the factors: (1,) for the tensor, (M, 1) for rows, (1, K) for columns."""
     if options.per_tensor:
         return (ONE,)

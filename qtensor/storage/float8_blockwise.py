@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -11,14 +11,20 @@ from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 
-def _rowwise_factors(options: Any) -> tuple[Dim, ...]:
+class _Options(Protocol):
+    """The options of a quantizer that decide which buffers there are, and their dims."""
+
+    block_scaling_dim: int
+
+
+def _rowwise_factors(options: _Options) -> tuple[Dim, ...]:
     """Return dims: 1D (ceil(K/128), up4(M)); 2D (ceil(M/128), up4(ceil(K/128)))."""
     if options.block_scaling_dim == 1:
         return (Dim("k", per=128), Dim("m", pad=4))
     return (Dim("m", per=128), Dim("k", per=128, pad=4))
 
 
-def _columnwise_factors(options: Any) -> tuple[Dim, ...]:
+def _columnwise_factors(options: _Options) -> tuple[Dim, ...]:
     """Return dims: 1D (ceil(M/128), up4(K)); 2D (ceil(K/128), up4(ceil(M/128)))."""
     if options.block_scaling_dim == 1:
         return (Dim("m", per=128), Dim("k", pad=4))

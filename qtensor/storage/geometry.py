@@ -8,8 +8,8 @@ scales may be shorter than newly quantized scales; readers use only the entries 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from einops import rearrange
@@ -18,23 +18,20 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, buffer_shape, ceil_div, is_empty, rows_cols
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.core.formats import Dim, FormatSpec, Slot
+from qtensor.core.quantizer_registry import Move, QuantizerLike
 from qtensor.library.same_rows import equal_when_run, has_data
+
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
 
 TILE = (128, 4)
 """Rows and columns of a tile of swizzled scales."""
 
-
 _AGAIN = "Call .dequantize() first, then quantize the result"
 
 
-def _refuse(op: str, t: Any, rule: str, got: object, fix: str = "") -> NoReturn:
-    fail(
-        f"{op}[{t._quantizer.format}]",
-        rule,
-        got,
-        fix or _AGAIN,
-        UnsupportedError,
-    )
+def _refuse(op: str, t: QuantizedTensorStorage, rule: str, got: object, fix: str = "") -> NoReturn:
+    fail(f"{op}[{t._quantizer.format}]", rule, got, fix or _AGAIN, UnsupportedError)
 
 
 def _as_whole(buffer: Tensor, shape: Sequence[int]) -> Tensor:
@@ -47,7 +44,7 @@ def _as_whole(buffer: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.nn.functional.pad(buffer, padding)
 
 
-def whole_buffers(t: Any) -> list[Tensor]:
+def whole_buffers(t: QuantizedTensorStorage) -> list[Tensor]:
     """Return the buffers of ``t``, each with the shape that a newly quantized tensor has."""
     return [
         _as_whole(getattr(t, slot.name), buffer_shape(slot.dims, t.shape))
@@ -55,7 +52,7 @@ def whole_buffers(t: Any) -> list[Tensor]:
     ]
 
 
-def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
+def slice_buffers(t: QuantizedTensorStorage, dim: int, start: int, end: int) -> list[Tensor]:
     """Return the buffers of ``t[..., start:end, ...]``, as views where the bytes are contiguous.
 
     Args:
@@ -93,7 +90,12 @@ def slice_buffers(t: Any, dim: int, start: int, end: int) -> list[Tensor]:
 
 
 def _slice_axis(
-    t: Any, slot: Slot, buffer: Tensor, index: int, axis: Dim, bounds: tuple[int, int, int]
+    t: QuantizedTensorStorage,
+    slot: Slot,
+    buffer: Tensor,
+    index: int,
+    axis: Dim,
+    bounds: tuple[int, int, int],
 ) -> Tensor:
     start, end, total = bounds
     if start == 0 and end == total:
@@ -163,7 +165,7 @@ BUCKETS = (
 """Ends the error of an op that libraries call to join parameters."""
 
 
-def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
+def view_buffers(t: QuantizedTensorStorage, shape: Shape, op: str = "view") -> list[Tensor]:
     """Return the buffers of a view of ``t`` with ``shape``, which has as many elements.
 
     Raises:
@@ -186,7 +188,7 @@ def view_buffers(t: Any, shape: Shape, op: str = "view") -> list[Tensor]:
     return [_view_regroup(t, slot, shape, op) for slot in t._quantizer.slots]
 
 
-def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
+def _view_empty(t: QuantizedTensorStorage, shape: Shape) -> list[Tensor]:
     """Return the buffers of a view without elements; only their padding may differ."""
     buffers = []
     for slot in t._quantizer.slots:
@@ -196,7 +198,7 @@ def _view_empty(t: Any, shape: Shape) -> list[Tensor]:
     return buffers
 
 
-def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
+def _view_leading(t: QuantizedTensorStorage, slot: Slot, shape: Shape) -> Tensor:
     """Return the buffer of ``slot`` for a view that changes only the dims before the last."""
     buffer = getattr(t, slot.name)
     if "lead" not in [d.axis for d in slot.dims]:
@@ -204,7 +206,7 @@ def _view_leading(t: Any, slot: Slot, shape: Shape) -> Tensor:
     return buffer.reshape(buffer_shape(slot.dims, shape))
 
 
-def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
+def _view_regroup(t: QuantizedTensorStorage, slot: Slot, shape: Shape, op: str) -> Tensor:
     """Return the buffer of ``slot`` for a view that changes the length of the rows.
 
     Raises:
@@ -235,8 +237,6 @@ def _view_regroup(t: Any, slot: Slot, shape: Shape, op: str) -> Tensor:
 
 _SWAPPED = {"lead": "k", "m": "k", "k": "m", "one": "one"}
 
-Move = tuple[str, str, Callable[[Tensor], Tensor] | None]
-
 
 def counterparts(spec: FormatSpec) -> dict[str, str]:
     """Return a dict from each inner buffer's name to its name in the transposed tensor."""
@@ -250,7 +250,7 @@ def counterparts(spec: FormatSpec) -> dict[str, str]:
     }
 
 
-def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
+def transpose_plan(quantizer: QuantizerLike) -> tuple[QuantizerLike, tuple[Move, ...]]:
     """Return the views that transpose a 2-D tensor with this quantizer.
 
     Returns:
@@ -278,7 +278,7 @@ def transpose_plan(quantizer: Any) -> tuple[Any, tuple[Move, ...]]:
     return target, tuple(moves)
 
 
-def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
+def permute_buffers(t: QuantizedTensorStorage, order: Sequence[int]) -> list[Tensor]:
     """Return views of the buffers of ``t.permute(order)``, for a tensor with one factor."""
     result = []
     for slot in t._quantizer.slots:
@@ -291,7 +291,7 @@ def permute_buffers(t: Any, order: Sequence[int]) -> list[Tensor]:
     return result
 
 
-def select_column(t: Any, index: int) -> list[Tensor]:
+def select_column(t: QuantizedTensorStorage, index: int) -> list[Tensor]:
     """Return views of the buffers of ``t[..., index]``, for a tensor with one factor."""
     result = []
     for slot in t._quantizer.slots:
@@ -305,11 +305,11 @@ def select_column(t: Any, index: int) -> list[Tensor]:
     return result
 
 
-def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
+def transpose_each(t: QuantizedTensorStorage, quantizer: QuantizerLike) -> list[Tensor]:
     """Return new buffers of ``t`` with its last two dims swapped.
 
-    If ``t`` has shape (..., A, B) and E is the product of the leading dims, then the (M, K) view of
-    ``t`` is (E * A, B) and that of the result is (E * B, A).
+    If ``t`` has shape (..., A, B) and E is the product of the leading dims, then ``t`` is stored as
+    a matrix (E * A, B), and the result as a matrix (E * B, A).
 
     Args:
         t: quantized tensor or storage, (..., A, B).
@@ -346,7 +346,7 @@ def transpose_each(t: Any, quantizer: Any) -> list[Tensor]:
     return result
 
 
-def _crop(t: Any, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
+def _crop(t: QuantizedTensorStorage, slot: Slot, buffer: Tensor, shape: Shape) -> Tensor:
     """Return a buffer as a matrix without padding.
 
     Raises:
@@ -374,7 +374,7 @@ def _reverse_shape(buffer: Tensor) -> Tensor:
     return buffer.view(buffer.shape[::-1])
 
 
-def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
+def cat_buffers(tensors: Sequence[QuantizedTensorStorage], dim: int) -> list[Tensor]:
     """Return the buffers of the concatenation along ``dim`` of tensors with one quantizer.
 
     They have the padding of a whole tensor, also if parts lack it.
@@ -398,7 +398,9 @@ def cat_buffers(tensors: Sequence[Any], dim: int) -> list[Tensor]:
     ]
 
 
-def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Tensor:
+def _cat_slot(
+    tensors: Sequence[QuantizedTensorStorage], slot: Slot, dim: int, is_last: bool
+) -> Tensor:
     first = tensors[0]
     buffers = [getattr(t, slot.name) for t in tensors]
     wanted = ("k",) if is_last else ("lead", "m")
@@ -430,7 +432,7 @@ def _cat_slot(tensors: Sequence[Any], slot: Slot, dim: int, is_last: bool) -> Te
     return joined
 
 
-def _shared(tensors: Sequence[Any], slot: Slot, buffers: list[Tensor]) -> Tensor:
+def _shared(tensors: Sequence[QuantizedTensorStorage], slot: Slot, buffers: list[Tensor]) -> Tensor:
     """Return the buffer that all parts share, because it does not run along the dim.
 
     Raises:
@@ -458,7 +460,9 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def select_rows(t: Any, index: Tensor, slots: Sequence[Slot] | None = None) -> list[Tensor] | None:
+def select_rows(
+    t: QuantizedTensorStorage, index: Tensor, slots: Sequence[Slot] | None = None
+) -> list[Tensor] | None:
     """Return the buffers of the rows that ``index`` names, or None if rows share codes or factors.
 
     Args:

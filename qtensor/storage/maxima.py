@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.core.compile_constants import compile_constant
-from qtensor.core.quantizer_registry import parse
+from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.library.quantize import AMAX
 from qtensor.storage.origin import Split
 from qtensor.storage.process_groups import max_over
@@ -40,9 +39,8 @@ def max_over_ranks(maxima: Sequence[Tensor], group: str, op: str) -> list[Tensor
 def amax_axes(canonical: str) -> tuple[tuple[str, ...], ...]:
     """Return, for each tensor of maxima, the axes over which one maximum goes: "m", "k" or both."""
     axes = {2: ("k",), 3: ("m",)}
-    shapes: Any = parse(canonical)
-    found = [max(size, default=1) for size in shapes.amax_shapes((2, 3))]
-    return tuple([axes.get(size, ("m", "k")) for size in found])
+    sizes = [max(size, default=1) for size in parse(canonical).amax_shapes((2, 3))]
+    return tuple([axes.get(size, ("m", "k")) for size in sizes])
 
 
 def is_shared_by_rows(canonical: str) -> tuple[bool, ...]:
@@ -51,7 +49,7 @@ def is_shared_by_rows(canonical: str) -> tuple[bool, ...]:
 
 
 def maxima_of_whole(
-    quantizer: Any, part: Tensor, splits: Sequence[Split], op: str
+    quantizer: QuantizerLike, part: Tensor, splits: Sequence[Split], op: str
 ) -> list[Tensor] | None:
     """Return the maxima that a rank's part has in the whole; all ranks call this at one time.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -12,12 +12,18 @@ from qtensor.storage.mx_layout import columnwise_scales, rowwise_scales
 from qtensor.storage.tensor import QuantizedTensor
 
 
-def _rowwise_codes(options: Any) -> tuple[Dim, ...]:
+class _Options(Protocol):
+    """The options of a quantizer that decide which buffers there are, and their dims."""
+
+    packed: bool
+
+
+def _rowwise_codes(options: _Options) -> tuple[Dim, ...]:
     """Return dims (*leading, K): one code in a byte, or 4 codes in 3 bytes packed along K."""
     return (LEAD, Dim("k", per=4, units=3)) if options.packed else (LEAD, K)
 
 
-def _columnwise_codes(options: Any) -> tuple[Dim, ...]:
+def _columnwise_codes(options: _Options) -> tuple[Dim, ...]:
     """Return dims (*leading, K): one code in a byte, or 4 codes in 3 bytes packed along M."""
     return (Dim("m", per=4, units=3), K) if options.packed else (LEAD, K)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -11,7 +11,16 @@ from qtensor.storage.base import BareStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 
-def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
+class _Options(Protocol):
+    """The options of a quantizer that decide which buffers there are, and their dims."""
+
+    with_rht: bool
+    rht_side: str
+    row_scaled: bool
+    with_global_scale_inv: bool
+
+
+def _codes(options: _Options, axis: Literal["m", "k"]) -> Dim:
     """Return the packed dim of the codes: two codes in a byte.
 
     The rotation mixes groups of 16, so rotated data have whole groups.
@@ -21,8 +30,8 @@ def _codes(options: Any, axis: Literal["m", "k"]) -> Dim:
     return Dim(axis, per=16, units=8) if rotated else Dim(axis, per=2)
 
 
-def _global(options: Any, axis: Dim) -> tuple[Dim, ...] | None:
-    """Return the dims of the stored tensor-wide factors, those of the maxima; None if absent."""
+def _global(options: _Options, axis: Dim) -> tuple[Dim, ...] | None:
+    """Return the dims of the stored tensor-wide factors, equal to the maxima's; None if absent."""
     if not options.with_global_scale_inv:
         return None
     return (axis if options.row_scaled else ONE,)

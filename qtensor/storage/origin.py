@@ -7,9 +7,12 @@ what ``rebuild.part`` derives for a part. So no op can forget what a later write
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qtensor.core.encoding import decode_list, encode_list
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 
 class Split(NamedTuple):
@@ -35,7 +38,7 @@ class Padded(NamedTuple):
         cuts_a_block: the part ends inside a block, so it can be written while padding follows.
     """
 
-    whole: Any
+    whole: QuantizedTensor
     dim: int
     cuts_a_block: bool = False
 

@@ -1,20 +1,24 @@
 """Send quantized tensors to other processes, which share their memory.
 
 A file of ``torch.save`` holds a part as a tensor of its own. Another process gets the part itself:
-writes over there reach the whole here, and keep the factors that the part shares.
+its writes reach the whole tensor here, and keep the factors that the part shares.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtensor.storage.origin import Origin
 from qtensor.storage.rebuild import of_parts, set_origin
 from qtensor.storage.registry import lookup
 from qtensor.storage.serialize import parse, rebuild, reduce, state
 
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
+    from qtensor.storage.tensor import QuantizedTensor
 
-def share(t: Any) -> tuple[Any, ...]:
+
+def share(t: QuantizedTensor) -> tuple[Any, ...]:
     """Return a function and its arguments that make ``t`` in a process which shares its memory."""
     # The other process has a memory of its own where `padded` could look for padding.
     origin = t._origin._replace(padded=None)
@@ -26,12 +30,12 @@ def share(t: Any) -> tuple[Any, ...]:
     return _part, (origin, state(t))
 
 
-def _part(origin: Origin, saved: tuple[Any, ...]) -> Any:
+def _part(origin: Origin, saved: tuple[Any, ...]) -> QuantizedTensorStorage:
     part = rebuild(*saved)
     set_origin(part, origin)
     return part
 
 
-def _view(context: tuple[Any, ...], origin: Origin, parts: tuple[Any, ...]) -> Any:
+def _view(context: tuple[Any, ...], origin: Origin, parts: tuple[QuantizedTensor, ...]) -> Any:
     name, shape, dtype, canonical = context
     return of_parts(lookup(name), shape, dtype, parse(canonical), parts, origin)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, is_empty
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.storage.origin import FRESH, TURNED, Origin, Padded
 
+if TYPE_CHECKING:
+    from qtensor.storage.base import Context, QuantizedTensorStorage
+    from qtensor.storage.tensor import QuantizedTensor
+
+Q = TypeVar("Q", bound="QuantizedTensor")
+S = TypeVar("S", bound="QuantizedTensorStorage")
 _make = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 
@@ -38,14 +45,14 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def wrap(
-    cls: Any,
+    cls: type[Q],
     shape: Shape,
     dtype: torch.dtype,
-    quantizer: Any,
+    quantizer: QuantizerLike,
     buffers: Sequence[Tensor],
     origin: Origin,
-    context: Any = None,
-) -> Any:
+    context: Context | None = None,
+) -> Q:
     """Return ``cls(...)`` without checks.
 
     Args:
@@ -70,27 +77,29 @@ def wrap(
     return t
 
 
-def _context_of(cls: Any, dtype: torch.dtype, quantizer: Any, origin: Origin) -> Any:
+def _context_of(
+    cls: type[QuantizedTensorStorage], dtype: torch.dtype, quantizer: QuantizerLike, origin: Origin
+) -> Context:
     return (cls.__qualname__, dtype, quantizer, quantizer.scale_layout + origin.suffix())
 
 
-def set_origin(t: Any, origin: Origin) -> None:
+def set_origin(t: QuantizedTensorStorage, origin: Origin) -> None:
     """Give a tensor or storage another origin."""
-    t._origin = origin
+    t._origin = origin  # type: ignore[misc]  # each class has room for it
     # A bare storage makes its context when it is asked for.
     if hasattr(t, "_context"):
         t._context = _context_of(type(t), t._context[1], t._quantizer, origin)
 
 
 def of_parts(
-    cls: Any,
+    cls: type[Q],
     shape: Shape,
     dtype: torch.dtype,
-    quantizer: Any,
-    parts: Sequence[Any],
+    quantizer: QuantizerLike,
+    parts: Sequence[QuantizedTensor],
     origin: Origin,
-    context: Any = None,
-) -> Any:
+    context: Context | None = None,
+) -> Q:
     """Return a tensor without buffers, which shows ``parts`` as ``origin.layout`` says.
 
     Args:
@@ -110,11 +119,11 @@ def of_parts(
     return t
 
 
-FROM_PARTS: dict[str, Callable[[Sequence[Any]], Any]] = {}
+FROM_PARTS: dict[str, Callable[[Sequence[QuantizedTensor]], QuantizedTensor]] = {}
 """By layout: what makes a tensor of parts that come out of a compiled graph with their bytes."""
 
 
-def set_parts(t: Any, parts: Sequence[Any]) -> None:
+def set_parts(t: QuantizedTensor, parts: Sequence[QuantizedTensor]) -> None:
     """Let a tensor without buffers show ``parts``, which flatten to attributes ``_part0`` ..."""
     t._parts = tuple(parts)
     for name, part in zip(part_names(len(parts)), parts, strict=True):
@@ -126,7 +135,7 @@ def part_names(count: int) -> list[str]:
     return [f"_part{i}" for i in range(count)]
 
 
-def same(t: Any) -> Any:
+def same(t: Q) -> Q:
     """Return an alias of ``t``: another tensor with the same buffers, quantizer and origin."""
     quantizer, context, origin = t._quantizer, t._context, t._origin
     cls, dtype = type(t), context[1]
@@ -141,7 +150,7 @@ def same(t: Any) -> Any:
     return other
 
 
-def take_over(t: Any, value: Any) -> None:
+def take_over(t: QuantizedTensor, value: QuantizedTensor) -> None:
     """Make ``t`` an alias of ``value``, in place.
 
     ``t`` stays the shard of a DTensor that it was, unless ``value`` is a shard itself.
@@ -162,23 +171,23 @@ def take_over(t: Any, value: Any) -> None:
 
 
 def with_buffers(
-    t: Any,
+    t: S,
     buffers: Sequence[Tensor],
     shape: Shape | None = None,
     *,
     origin: Origin,
     dtype: torch.dtype | None = None,
-    quantizer: Any = None,
-) -> Any:
+    quantizer: QuantizerLike | None = None,
+) -> S:
     """Return a tensor or storage of the class of ``t`` with other buffers.
 
     Args:
         t: a tensor or storage.
         buffers: the new buffers, in the slot order of ``quantizer``.
-        shape: logical shape; that of ``t`` if None.
+        shape: logical shape; the shape of ``t`` if None.
         origin: how the new buffers relate to those of other tensors.
-        dtype: nominal dtype; that of ``t`` if None.
-        quantizer: describes the buffers; that of ``t`` if None.
+        dtype: nominal dtype; the one of ``t`` if None.
+        quantizer: describes the buffers; the quantizer of ``t`` if None.
     """
     quantizer = t._quantizer if quantizer is None else quantizer
     named = {slot.keyword: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=True)}
@@ -189,15 +198,15 @@ def with_buffers(
 
 
 def part(
-    t: Any,
+    t: S,
     buffers: Sequence[Tensor],
     shape: Shape,
     *,
     strides: Sequence[int] | None = None,
     shared: Sequence[str] = (),
-    quantizer: Any = None,
+    quantizer: QuantizerLike | None = None,
     padded: Padded | None = None,
-) -> Any:
+) -> S:
     """Return a view of ``t`` or of a part of it.
 
     Args:
@@ -207,11 +216,11 @@ def part(
         shape: its shape.
         strides: the strides of the same view of a plain tensor; None for row-major order.
         shared: names of the buffers of the view that also serve values outside it.
-        quantizer: describes the buffers; that of ``t`` if None.
+        quantizer: describes the buffers; the quantizer of ``t`` if None.
         padded: describes ``t``, if only padding may follow the part.
     """
     result = with_buffers(t, buffers, shape, origin=FRESH, quantizer=quantizer)
-    old: Origin = t._origin
+    old = t._origin
     is_view = shares_memory(result, t)
     # A write to an empty part changes nothing, so it need not reach the whole.
     is_copy = not (is_view or is_empty(shape)) or (padded is not None and padded.cuts_a_block)
@@ -259,9 +268,9 @@ def _is_contiguous(shape: Shape, strides: Sequence[int]) -> bool:
     return len(strides) == len(shape)
 
 
-def strides_of(t: Any) -> tuple[int, ...]:
+def strides_of(t: QuantizedTensor) -> tuple[int, ...]:
     """Return the strides of the same view of a plain tensor; () where they are unknown."""
-    strides: tuple[int, ...] | None = t._origin.strides
+    strides = t._origin.strides
     if strides == TURNED:
         return (1, t.shape[0])
     if t._origin.layout == "transposed":
@@ -270,9 +279,9 @@ def strides_of(t: Any) -> tuple[int, ...]:
     return t.stride() if strides is None else strides
 
 
-def turned_strides(t: Any) -> tuple[int, ...] | None:
+def turned_strides(t: QuantizedTensor) -> tuple[int, ...] | None:
     """Return the strides of the transpose of a matrix ``t``; None for row-major order."""
-    known: tuple[int, ...] | None = t._origin.strides
+    known = t._origin.strides
     if known == TURNED:
         return None
     strides = strides_of(t)[::-1]
@@ -281,14 +290,14 @@ def turned_strides(t: Any) -> tuple[int, ...] | None:
     return None if _is_contiguous(t.shape[::-1], strides) else strides
 
 
-def is_row_major(t: Any) -> bool:
+def is_row_major(t: QuantizedTensorStorage) -> bool:
     """Return whether the same view of a plain tensor is contiguous."""
     if t._origin.layout == "transposed":
         return _is_contiguous(t.shape, strides_of(t))
     return t._origin.strides is None
 
 
-def shares_memory(view: Any, whole: Any) -> bool:
+def shares_memory(view: QuantizedTensorStorage, whole: QuantizedTensorStorage) -> bool:
     """Return whether each buffer of ``view`` is in the memory of that buffer of ``whole``."""
     return all(
         _in_memory_of(getattr(view, slot.name), getattr(whole, slot.name))
@@ -300,12 +309,14 @@ def _in_memory_of(view: Tensor, whole: Tensor) -> bool:
     return view.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-def separate(buffers: Sequence[Tensor], t: Any) -> list[Tensor]:
+def separate(buffers: Sequence[Tensor], t: QuantizedTensorStorage) -> list[Tensor]:
     """Return ``buffers`` with copies of those that ``t`` holds: a result owns its memory."""
     held = {id(buffer) for buffer in t.buffers()}
     return [buffer.clone() if id(buffer) in held else buffer for buffer in buffers]
 
 
-def map_buffers(t: Any, function: Callable[[Tensor], Tensor], **changes: Any) -> Any:
-    """Return ``t`` with ``function`` applied to each buffer; ``changes`` has the origin."""
-    return with_buffers(t, [function(b) for b in t.buffers()], **changes)
+def map_buffers(
+    t: S, function: Callable[[Tensor], Tensor], *, origin: Origin, dtype: torch.dtype | None = None
+) -> S:
+    """Return ``t`` with ``function`` applied to each buffer, and another nominal dtype."""
+    return with_buffers(t, [function(b) for b in t.buffers()], origin=origin, dtype=dtype)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtensor.core.errors import QTensorError, fail
 
-_CLASSES: dict[str, type[Any]] = {}
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
+
+_CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 
 
-def register(cls: type[Any]) -> None:
+def register(cls: type[QuantizedTensorStorage]) -> None:
     """Register a storage or tensor class by its qualname.
 
     Raises:
@@ -40,6 +43,6 @@ def lookup(name: str) -> type[Any]:
     return _CLASSES[name]
 
 
-def registered() -> tuple[type[Any], ...]:
+def registered() -> tuple[type[QuantizedTensorStorage], ...]:
     """Return all storage and tensor classes."""
     return tuple(_CLASSES.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from qtensor.storage.checks import as_shape, check_nominal
 from qtensor.storage.rebuild import part_names
 from qtensor.storage.registry import lookup
 
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
+
+S = TypeVar("S", bound="QuantizedTensorStorage")
 _OP = "rebuild"
 _FIX = "Load files that torch.save, pickle or copy wrote"
 
@@ -71,7 +75,9 @@ def rebuild(
     return tensor
 
 
-def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
+def _restore_attributes(
+    op: str, tensor: QuantizedTensorStorage, attributes: dict[str, Any]
+) -> None:
     """Set additional attributes on ``tensor``.
 
     Raises:
@@ -84,20 +90,20 @@ def _restore_attributes(op: str, tensor: Any, attributes: Any) -> None:
     tensor.__dict__.update(attributes)
 
 
-def _own_names(t: Any) -> set[str]:
+def _own_names(t: QuantizedTensorStorage) -> set[str]:
     """Return the names of the attributes that make up a tensor."""
     inner = {attribute for attribute, _ in t._FLATTEN_TENSOR_BUFFERS}
     own = {"_parts", "_origin", "_quantizer", "_context", "_is_param"}
     return inner | own | set(part_names(len(t._parts)))
 
 
-def attributes_of(t: Any) -> dict[str, Any]:
+def attributes_of(t: QuantizedTensorStorage) -> dict[str, Any]:
     """Return the attributes that others have set on ``t``."""
     own = _own_names(t)
     return {k: v for k, v in getattr(t, "__dict__", {}).items() if k not in own}
 
 
-def state(t: Any) -> tuple[Any, ...]:
+def state(t: QuantizedTensorStorage) -> tuple[Any, ...]:
     """Return the arguments of ``rebuild`` that make an equal tensor or storage."""
     buffers = dict(zip(t._quantizer.keywords, t.buffers(), strict=True))
     attributes = attributes_of(t)
@@ -114,7 +120,7 @@ def state(t: Any) -> tuple[Any, ...]:
     )
 
 
-def reduce(t: Any) -> tuple[Any, ...]:
+def reduce(t: QuantizedTensorStorage) -> tuple[Any, ...]:
     """Return ``rebuild`` and its arguments, for ``__reduce_ex__``."""
     saved = list(state(t))
     if t._origin.is_part:
@@ -123,7 +129,7 @@ def reduce(t: Any) -> tuple[Any, ...]:
     return rebuild, tuple(saved)
 
 
-def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
+def deepcopy(t: S, memo: dict[int, Any]) -> S:
     """Return a copy that shares no buffer or attribute with ``t``, for ``__deepcopy__``."""
     if id(t) in memo:
         return memo[id(t)]
@@ -137,5 +143,5 @@ def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-# The second name is that of older files.
+# Older files use the second name.
 torch.serialization.add_safe_globals([rebuild, parse, (parse, "qtensor.registry.parse")])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from qtensor.storage.ops import assignment, whole_products
 from qtensor.storage.ops.dispatch import dispatch
 from qtensor.storage.ops.indexing import is_element, read_element
 from qtensor.storage.ops.lazy_view import MissingBuffer, layout_of
-from qtensor.storage.ops.table import FILLED_LATE
+from qtensor.storage.ops.table import FILLED_LATE, Args, Kwargs, Op
 from qtensor.storage.ops.write import plain
 from qtensor.storage.origin import FRESH, Origin
 from qtensor.storage.process_groups import group_of_mesh
@@ -39,6 +40,12 @@ from qtensor.storage.ranks.fully_shard import Gathered, GatheredWeight, gathered
 from qtensor.storage.rebuild import KEYS, is_row_major, part_names, strides_of, take_over
 from qtensor.storage.serialize import deepcopy, reduce
 
+if TYPE_CHECKING:
+    from types import CodeType
+
+    import numpy.typing as npt
+    from torch.distributed.device_mesh import DeviceMesh
+
 # The module needs torch.distributed, which some builds of torch lack.
 FILLED_LATE["c10d"] = "qtensor.storage.ranks.c10d_collectives"
 assignment.install()
@@ -48,7 +55,7 @@ _STRIDED = torch.strided
 
 
 def _decoded(t: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the values of ``t``, without autograd and dispatch (20 us) where neither is needed."""
+    """Return the values of ``t``; autograd and dispatch run only where they are needed."""
     if (
         torch.compiler.is_compiling()
         or watched()
@@ -68,7 +75,7 @@ def _traced_properties(t: Tensor) -> str:
 _OFFLOAD = "call disk_offload of qtensor.integrations.offload"
 
 
-def _as_parameter(cls: type[Any], tensor: Any, requires_grad: bool) -> Any:
+def _as_parameter(cls: type[QuantizedTensor], tensor: object, requires_grad: bool) -> Any:
     """Return a parameter that shares the buffers of ``tensor``.
 
     Libraries that move parameters rebuild them as ``type(parameter)(tensor, requires_grad=...)``.
@@ -104,9 +111,8 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited: Any = QuantizedTensor.__torch_dispatch__
-        own: Any = cls.__torch_dispatch__
-        cls._dispatches_here = own.__func__ is inherited.__func__
+        own, inherited = cls.__torch_dispatch__, QuantizedTensor.__torch_dispatch__
+        cls._dispatches_here = own.__func__ is inherited.__func__  # type: ignore[attr-defined]
         ForkingPickler.register(cls, share)
         for attribute, _ in cls._FLATTEN_TENSOR_BUFFERS:
             # __new__ sets only existing buffers, which hide these.
@@ -115,12 +121,12 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
     @staticmethod
     def __new__(
         cls: type[QuantizedTensor],
-        shape: Any,
+        shape: Shape,
         dtype: torch.dtype | None = None,
         quantizer: QuantizerLike | str | None = None,
         *,
         requires_grad: bool = False,
-        **buffers: Any,
+        **buffers: Tensor,
     ) -> QuantizedTensor:
         """Make a tensor around buffers.
 
@@ -144,7 +150,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
             refuse_buffers(cls, quantizer, buffers)
         try:
             device = buffers[quantizer.keywords[0]].device
-            # Positional arguments: torch takes 0.2 us to match names.
+            # Hot path: torch matches positional arguments faster than names.
             self = _make(
                 cls, shape, None, None, None, dtype, _STRIDED, device, False, requires_grad, *KEYS
             )
@@ -158,12 +164,12 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     def __init__(
         self,
-        shape: Any,
+        shape: Shape,
         dtype: torch.dtype | None = None,
         quantizer: QuantizerLike | str | None = None,
         *,
         requires_grad: bool = False,
-        **buffers: Any,
+        **buffers: Tensor,
     ) -> None:
         """Record the construction for ``torch.export``; ``__new__`` has set every attribute."""
         if is_exporting() and quantizer is not None:
@@ -175,13 +181,13 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         layout = quantizer.scale_layout + self._origin.suffix()
         self._context = (type(self).__qualname__, self.dtype, quantizer, layout)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return describe(self)
 
     def _whole_quantizer(self) -> QuantizerLike:
         return self._quantizer
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard, and what ``fsdp_post_all_gather`` needs.
 
         torch would pass the shape of the weight too, but then it refuses shards of different sizes.
@@ -207,7 +213,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Any
+        inner: dict[str, Tensor], context: Context, outer_size: Shape, outer_stride: Shape
     ) -> QuantizedTensor:
         return unflatten(inner, context, outer_size)
 
@@ -333,7 +339,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Return the dequantized values as nested lists of Python floats."""
         return self.dequantize().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """Return the dequantized values as a NumPy array of the nominal dtype.
 
         The array is a copy: writing to it does not change this tensor.
@@ -343,7 +349,9 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """
         return self.dequantize().numpy(force=force)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
         """Return the dequantized values as a NumPy array; ``numpy.asarray(q)`` calls this.
 
         Raises:
@@ -357,7 +365,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise an error: there is no single buffer of the nominal dtype to export.
 
         Raises:
@@ -384,7 +392,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         )
         self._refuse_memory("data_ptr", fix)
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Raise an error, as ``data_ptr`` does.
 
         Raises:
@@ -396,7 +404,7 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         rule = "a quantized tensor is not one block of memory; its inner buffers hold its bytes"
         fail(f"{op}[{self._quantizer.format}]", rule, type(self).__name__, fix, UnsupportedError)
 
-    def _refuse_elementwise(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_elementwise(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise an error: Python functions on elements need plain values.
 
         Raises:
@@ -418,18 +426,18 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
         """Return True if every buffer is in shared memory."""
         return all(each.is_shared() for each in self._parts or self.buffers())
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         return deepcopy(self, memo)
 
-    def __get_tensor_shard__(self, index: Any) -> CheckpointPart:
+    def __get_tensor_shard__(self, index: object) -> CheckpointPart:
         """Return what ``torch.distributed.checkpoint`` saves, or writes to."""
         return CheckpointPart(self, entry=getattr(index, "fqn", ""))
 
     @property
-    def __create_chunk_list__(self) -> Any:
+    def __create_chunk_list__(self) -> NoReturn:
         """Begin a load of ``torch.distributed.checkpoint``, which asks for this attribute then.
 
         Without the attribute, torch describes the tensor itself, as it does a plain one. A load
@@ -449,17 +457,17 @@ class QuantizedTensor(GatheredWeight, QuantizedTensorStorage, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        return dispatch(func, types, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
 
-def _keep_out_dynamo(code: Any) -> None:
+def _keep_out_dynamo(code: CodeType) -> None:
     """Have Dynamo run a function, and what it calls, as they are.
 
     Dynamo skips the code of torch's own layers. Where such a layer is compiled by itself, it would
-    compile the frames below, and it cannot trace ours. ``torch.compiler.disable`` costs 0.7 us a
-    call, and imports Dynamo.
+    compile the frames below, and it cannot trace ours. ``torch.compiler.disable`` would do more at
+    each call, and imports Dynamo.
     """
     eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
     if hasattr(eval_frame, "set_code_exec_strategy"):

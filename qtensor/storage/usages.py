@@ -8,7 +8,7 @@ an error as long as another tensor holds these data.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -16,6 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.library.same_rows import has_data
+
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
 
 
 class _Partner(NamedTuple):
@@ -48,7 +51,7 @@ def note_partners(own: list[StorageWeakRef], others: list[StorageWeakRef]) -> No
                 _PARTNERS.setdefault(a.cdata, []).append(_Partner(a, b))
 
 
-def lacks_usage(t: Any) -> bool:
+def lacks_usage(t: QuantizedTensorStorage) -> bool:
     """Return whether another tensor holds data of ``t`` in a direction that ``t`` has not."""
     if not _PARTNERS or t._parts:
         return False
@@ -60,7 +63,7 @@ def lacks_usage(t: Any) -> bool:
     )
 
 
-def check_usages(t: Any, op: str = "copy_") -> None:
+def check_usages(t: QuantizedTensorStorage, op: str = "copy_") -> None:
     """Refuse a write that would leave data of another tensor behind.
 
     Args:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from formats import BY_NAME, assert_same_bytes, assert_same_tensor, rand, refusal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import qtensor.distributed  # noqa: F401 - torch broadcasts quantized tensors with it
 
@@ -64,6 +65,19 @@ def refusals(case: str, options: dict[str, Any], shape: tuple[int, ...], dim: in
     """Return the message of the error that distributing a tensor raises on this rank."""
     q = BY_NAME[case].quantize(rand(*shape, seed=1), **options)
     return refusal(lambda: distribute_tensor(q, mesh_of_all(), [Shard(dim)]))
+
+
+def quantized_strided(case: str) -> str:
+    """Return the error of a DTensor whose parts are not one piece each, as fully_shard makes it."""
+    shape = torch.Size((128, 64))
+    x = DTensor.from_local(
+        rand(64, 64),
+        mesh_of_all(),
+        [_StridedShard(0, split_factor=2)],
+        shape=shape,
+        stride=(64, 1),
+    )
+    return refusal(lambda: BY_NAME[case].quantize(x))
 
 
 def redistributed(

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from sources import named_in_types, running
 
 pytestmark = pytest.mark.project
 
@@ -25,9 +26,9 @@ def module_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(source):
-    """Yield (module of qtensor, imported name or None) of every import, wherever it stands."""
-    for node in ast.walk(ast.parse(source)):
+def imports(nodes):
+    """Yield (module of qtensor, imported name or None) of every import among nodes."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names if is_ours(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -40,9 +41,9 @@ def is_ours(module):
     return module.split(".")[0] == "qtensor"
 
 
-def modules(source):
-    """Yield the modules of qtensor that a source imports."""
-    for module, name in imports(source):
+def modules(nodes):
+    """Yield the modules of qtensor that nodes import."""
+    for module, name in imports(nodes):
         inner = PACKAGE.parent.joinpath(*module.split("."), name or "")
         is_module = name and (inner.is_dir() or inner.with_suffix(".py").exists())
         yield f"{module}.{name}" if is_module else module
@@ -81,9 +82,39 @@ def cycle(graph):
 
 
 def test_no_modules_import_each_other_in_a_ring():
-    graph = {module_of(path): set(modules(path.read_text())) for path in FILES}
+    graph = {module_of(p): set(modules(running(ast.parse(p.read_text())))) for p in FILES}
     assert any(graph.values())
     assert cycle(graph) is None
+
+
+def layer_of(module):
+    """Return the number of a module's layer, counted from the top; 0 for qtensor itself."""
+    layers = next(c["layers"] for c in CONFIG["contracts"] if c["type"] == "layers")
+    names = [{name.strip(" ()") for name in layer.split("|")} for layer in layers]
+    unit = f"{module}.".split(".")[1]
+    return next((i for i, layer in enumerate(names) if unit in layer), 0)
+
+
+def test_annotations_name_no_class_of_a_higher_layer():
+    """Such imports never run, so import-linter leaves them out; within a layer they may go up."""
+    found = {
+        (module_of(path), module)
+        for path in FILES
+        for module in modules(named_in_types(ast.parse(path.read_text())))
+    }
+    assert found
+    assert {pair for pair in found if layer_of(pair[0]) > layer_of(pair[1])} == set()
+
+
+def test_imports_for_annotations_are_told_from_those_that_run():
+    source = (
+        "import qtensor.api\n"
+        "if TYPE_CHECKING:\n    from qtensor.core import errors\n"
+        "def f():\n    import qtensor.ops\n"
+    )
+    tree = ast.parse(source)
+    assert set(modules(running(tree))) == {"qtensor.api", "qtensor.ops"}
+    assert set(modules(named_in_types(tree))) == {"qtensor.core.errors"}
 
 
 def test_a_ring_is_found():
@@ -95,7 +126,7 @@ def private(source):
     """Return the private names that a source imports from files of qtensor, or reads from them."""
     tree = ast.parse(source)
     is_private = re.compile(r"_(?!_)").match
-    found = {f"{m}.{name}" for m, name in imports(source) if name and is_private(name)}
+    found = {f"{m}.{name}" for m, name in imports(ast.walk(tree)) if name and is_private(name)}
     aliases = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)

@@ -8,6 +8,7 @@ import pytest
 from dtensor_cases import (
     all_to_all_of_a_mesh,
     cut_gathered,
+    quantized_strided,
     redistributed,
     refusals,
     round_trips,
@@ -109,6 +110,12 @@ def test_shards_that_cut_a_block(
         assert f"slice[{name}] (rank {rank} of 2): " in message
         rule = f"Shard({dim}) over n ranks needs a size whose n-th part, rounded up, is a multiple"
         assert f"{rule} of {multiple}." in message
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_a_strided_shard_is_refused(ranks: Ranks, name: str) -> None:
+    for message in ranks.run(quantized_strided, name):
+        assert "a part of a DTensor must be one piece of the whole" in message
 
 
 def test_a_gathered_tensor_is_cut_where_zeros_begin(ranks: Ranks) -> None:

@@ -3,15 +3,15 @@
 ``quantized.data = plain`` makes the quantized tensor a plain one (``become_plain``).
 
 ``plain.data = quantized`` is refused, although torch does not call the subclass for it. Torch would
-replace the memory of ``plain`` by that of the wrapper. The wrapper has no memory, so a later
-sum of ``plain`` would end the process, and its NumPy array would show foreign memory. Before torch
+give ``plain`` the memory of the wrapper, which has none: a later sum of ``plain`` would end the
+process, and its NumPy array would show foreign memory. Before torch
 does so, it calls ``aten::_has_compatible_shallow_copy_type``. The handler below is registered under
 a dispatch key that only quantized tensors have, so assignments among others skip it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 from qtensor.storage.serialize import attributes_of
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 _COMPATIBLE = torch.ops.aten._has_compatible_shallow_copy_type.default
 _LIBRARY = torch.library.Library("aten", "IMPL")
@@ -53,7 +56,7 @@ def install() -> None:
         _LIBRARY.impl("_has_compatible_shallow_copy_type", _compatible, WHOLE_PRODUCTS)
 
 
-def become_plain(t: Any, value: Tensor) -> None:
+def become_plain(t: QuantizedTensor, value: Tensor) -> None:
     """Turn the object ``t`` into a plain tensor or parameter with the memory of ``value``.
 
     Its attributes, ``grad`` and ``requires_grad`` stay. A graph that saved ``t`` would compute its
@@ -76,7 +79,7 @@ def become_plain(t: Any, value: Tensor) -> None:
         _swap(t, plain)
 
 
-def _swap(t: Any, plain: Tensor) -> None:
+def _swap(t: QuantizedTensor, plain: Tensor) -> None:
     """Let the objects ``t`` and ``plain`` change places.
 
     Raises:
@@ -97,7 +100,7 @@ def _swap(t: Any, plain: Tensor) -> None:
         _refuse(t, rule, fix, error)
 
 
-def _refuse(t: Any, rule: str, fix: str, cause: Exception | None = None) -> NoReturn:
+def _refuse(t: QuantizedTensor, rule: str, fix: str, cause: Exception | None = None) -> NoReturn:
     try:
         fail(
             f"data[{t._quantizer.format}]",
@@ -110,7 +113,7 @@ def _refuse(t: Any, rule: str, fix: str, cause: Exception | None = None) -> NoRe
         raise error from cause
 
 
-def _refuse_gradient(gradients: Any) -> NoReturn:
+def _refuse_gradient(gradients: object) -> NoReturn:
     """Refuse a gradient for codes that have been replaced by plain values.
 
     Raises:

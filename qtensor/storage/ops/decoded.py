@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
+from qtensor.storage.ops.table import Args, Kwargs, Op
 from qtensor.storage.ops.write import plain, requantize_
+
+if TYPE_CHECKING:
+    from torch._C import Argument
 
 _UNARY = """
 abs neg sign sqrt rsqrt exp exp2 log log2 log1p expm1 reciprocal square sin cos tanh sigmoid erf
@@ -48,12 +52,10 @@ IN_PLACE_OPS = frozenset(_IN_PLACE.split())
 """In-place ops: operands are dequantized, and the result is written back through the quantizer."""
 
 
-def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dequantized(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run ``func`` on dequantized operands; write results back to the arguments that it changes."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    plain_leaves = [
-        plain(leaf) if isinstance(leaf, QuantizedTensorStorage) else leaf for leaf in leaves
-    ]
+    plain_leaves = [plain(leaf) if is_quantized(leaf) else leaf for leaf in leaves]
     plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, structure)
     result = func(*plain_args, **plain_kwargs)
     written = [
@@ -70,12 +72,8 @@ def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _arguments(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    plain_args: tuple[Any, ...],
-    plain_kwargs: dict[str, Any],
-) -> list[tuple[Any, Any, Any]]:
+    func: Op, args: Args, kwargs: Kwargs, plain_args: Args, plain_kwargs: Kwargs
+) -> list[tuple[Argument, object, Any]]:
     """Return (schema argument, value from the caller, plain form) for each argument of the call."""
     schema = func._schema.arguments
     pairs = list(zip(schema, args, plain_args, strict=False))
@@ -84,9 +82,9 @@ def _arguments(
     return pairs
 
 
-def _write_back(original: Any, changed: Any) -> None:
+def _write_back(original: object, changed: Any) -> None:
     if isinstance(original, (list, tuple)):
         for one, value in zip(original, changed, strict=True):
             _write_back(one, value)
-    elif isinstance(original, QuantizedTensorStorage):
+    elif is_quantized(original):
         requantize_(original, changed)

@@ -9,7 +9,7 @@ import torch
 
 from qtensor.core.errors import QTensorError, UnsupportedError
 from qtensor.library.linear import forward_of_quantized
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
 
 # These fill the tables.
 from qtensor.storage.ops import exact, grouped, indexing, padding, products, views  # noqa: F401
@@ -21,28 +21,31 @@ from qtensor.storage.ops.table import (
     FILLED_LATE,
     LIBRARY,
     PRESERVE,
+    Args,
     Handler,
+    Kwargs,
+    Op,
     implements,
 )
 from qtensor.storage.ops.write import copy_into, plain
 
 
 @implements(LIBRARY, "dequantize_tensor")
-def _dequantize_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dequantize_tensor(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t = args[0]
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
     return plain(t, dtype)
 
 
 @implements(LIBRARY, "quantize")
-def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _quantize(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``qtensor::quantize`` of a quantized tensor.
 
     If the tensor already has the requested quantizer, return its own buffers; otherwise quantize
     its values again.
     """
     t, canonical = args[:2]
-    if isinstance(t, QuantizedTensorStorage):
+    if is_quantized(t):
         own = t._quantizer
         if own.canonical == canonical and own.is_requantization_safe():
             # Copy the buffers of a part: a write to the result must not change shared factors.
@@ -55,29 +58,27 @@ def _quantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(LIBRARY, "linear_forward")
-def _linear_forward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _linear_forward(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return forward_of_quantized(*args, **kwargs)
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse(func: Op, args: Args, kwargs: Kwargs) -> Any:
     raise UnsupportedError(
         f"{func}: not defined for quantized tensors; got {_formats(args, kwargs)}. "
         "Call .dequantize() on the operands first, or use an op of docs/op_matrix.md."
     )
 
 
-def _formats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _formats(args: Args, kwargs: Kwargs) -> str:
     flat = torch.utils._pytree.tree_leaves((args, kwargs))
-    return ", ".join(
-        sorted({t._quantizer.canonical for t in flat if isinstance(t, QuantizedTensorStorage)})
-    )
+    return ", ".join(sorted({t._quantizer.canonical for t in flat if is_quantized(t)}))
 
 
-_HANDLERS: dict[Any, Handler] = {}
+_HANDLERS: dict[Op, Handler] = {}
 """Handlers by op; an op is added at its first call."""
 
 
-def classify(func: Any) -> str:
+def classify(func: Op) -> str:
     """Return the class of an aten op in docs/op_matrix.md.
 
     It is ``"exact"``, ``"computes"``, ``"dequantizes"``, ``"in place"`` or ``"raises"``.
@@ -94,7 +95,7 @@ def classify(func: Any) -> str:
     return "dequantizes" if name in DEQUANTIZE_OPS else "raises"
 
 
-def _resolve(func: Any) -> Handler:
+def _resolve(func: Op) -> Handler:
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "qtensor":
         # The other ops read values, for example to compute a norm. grouped_quantize does so too,
@@ -122,18 +123,18 @@ def _resolve(func: Any) -> Handler:
     return _refuse
 
 
-def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _decomposed(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return func.decompose(*args, **kwargs)
 
 
 def _with_out(handler: Handler) -> Handler:
     """Return a handler for the ``out=`` overload of an op, which copies the result into ``out``."""
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
         out = kwargs["out"]
         rest = {k: v for k, v in kwargs.items() if k != "out"}
         operands = torch.utils._pytree.tree_leaves((args, rest))
-        if any(isinstance(t, QuantizedTensorStorage) for t in operands):
+        if any(is_quantized(t) for t in operands):
             result = handler(func, args, rest)
         else:  # only `out` is quantized
             result = func.overloadpacket(*args, **rest)
@@ -142,11 +143,7 @@ def _with_out(handler: Handler) -> Handler:
             raise QTensorError(
                 f"{rule}; got {tuple(out.shape)} for {tuple(result.shape)}. Fix its shape."
             )
-        return (
-            copy_into(out, result)
-            if isinstance(result, QuantizedTensorStorage)
-            else out.copy_(result)
-        )
+        return copy_into(out, result) if is_quantized(result) else out.copy_(result)
 
     return run
 
@@ -157,13 +154,13 @@ def _view_handler(handler: Handler) -> Handler:
     It leaves inference mode for views of normal tensors. A view without buffers answers itself.
     """
 
-    def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def view(func: Op, args: Args, kwargs: Kwargs) -> Any:
         t = args[0]
         if getattr(t, "_parts", ()):
             return view_op(func, t, positional(func, args[1:], kwargs))
         return handler(func, args, kwargs)
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(func: Op, args: Args, kwargs: Kwargs) -> Any:
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):
                 return view(func, args, kwargs)
@@ -172,7 +169,7 @@ def _view_handler(handler: Handler) -> Handler:
     return run
 
 
-def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def positional(func: Op, args: Args, kwargs: Kwargs) -> Args:
     """Return the arguments after the first one of a call, by their places."""
     names = [argument.name for argument in func._schema.arguments[1 + len(args) :]]
     named = [kwargs.get(name) for name in names]
@@ -181,7 +178,7 @@ def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return (*args, *named)
 
 
-def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Run the handler of ``func``; ``__torch_dispatch__`` calls this."""
     handler = _HANDLERS.get(func)
     if handler is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.checks import check_nominal
-from qtensor.storage.ops.table import PRESERVE, implements
+from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.views import own_copy
 from qtensor.storage.ops.write import copy_into, plain
 from qtensor.storage.origin import FRESH, Origin, of_copy
@@ -27,15 +27,20 @@ from qtensor.storage.rebuild import (
     with_buffers,
 )
 
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
+
 _ROW_MAJOR = (None, torch.contiguous_format, torch.preserve_format)
 
 
 @implements(PRESERVE, "detach", "alias", "lift_fresh")
-def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _share(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return same(args[0])
 
 
-def _check_memory_format(op: str, t: Any, memory_format: torch.memory_format | None) -> None:
+def _check_memory_format(
+    op: str, t: QuantizedTensor, memory_format: torch.memory_format | None
+) -> None:
     """Refuse channels-last formats, because buffers follow the logical shape in row-major order.
 
     Raises:
@@ -48,7 +53,7 @@ def _check_memory_format(op: str, t: Any, memory_format: torch.memory_format | N
 
 
 @implements(PRESERVE, "contiguous")
-def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _contiguous(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle contiguous, which arrives here in inference mode."""
     t = args[0]
     _check_memory_format("contiguous", t, kwargs.get("memory_format"))
@@ -56,7 +61,7 @@ def _contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @implements(PRESERVE, "clone")
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _clone(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle clone: the copy of a transpose is a transpose in memory of its own, as in torch."""
     t, memory_format = args[0], kwargs.get("memory_format")
     _check_memory_format("clone", t, memory_format)
@@ -72,7 +77,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(PRESERVE, "_to_copy")
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``to``: move the buffers, and change the nominal dtype without changing a byte.
 
     An integer or bool dtype gives plain values.
@@ -93,12 +98,12 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(PRESERVE, "copy_")
-def _copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy_(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return copy_into(args[0], args[1])
 
 
 @implements(PRESERVE, "empty_like", "new_empty", "new_empty_strided", "new_zeros")
-def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle empty_like, new_empty and new_zeros: the quantizer allocates the buffers."""
     t, name = args[0], func._schema.name
     dtype = kwargs.get("dtype") or t.dtype
@@ -119,7 +124,7 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _take_shared(zeros: Any, t: Any) -> None:
+def _take_shared(zeros: QuantizedTensor, t: QuantizedTensor) -> None:
     """Give a tensor of zeros, which every factor encodes, the factors that rows of ``t`` share.
 
     A copy of ``t`` into a part of the zeros then moves bytes: fully_shard pads shards so.
@@ -136,7 +141,7 @@ def _take_shared(zeros: Any, t: Any) -> None:
 
 
 @implements(PRESERVE, "cat")
-def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cat(func: Op, args: Args, kwargs: Kwargs) -> Any:
     tensors = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = next(t for t in tensors if isinstance(t, QuantizedTensorStorage))
@@ -156,8 +161,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rule = f"all sizes except that of dim {dim} must be equal"
             fail("cat", rule, [tuple(t.shape) for t in tensors], "Fix the shapes")
     quantizer = first._quantizer
-    block = quantizer.spec.block
-    square = block[1] if block is not None and quantizer.two_dimensional else 1
+    square = quantizer.square_block
     if any(math.prod(t.shape[dim:-1] or t.shape[-1:]) % square for t in tensors[:-1]):
         quantizer = quantizer.without_square_blocks()
     buffers = separate(geometry.cat_buffers(tensors, dim), first)
@@ -167,15 +171,15 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(PRESERVE, "_pin_memory")
-def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pin(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return map_buffers(args[0], lambda b: b.pin_memory(), origin=of_copy(args[0]._origin))
 
 
 @implements(PRESERVE, "is_pinned")
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_pinned(func: Op, args: Args, kwargs: Kwargs) -> bool:
     return all(b.is_pinned() for b in args[0].buffers())
 
 
 @implements(PRESERVE, "is_same_size")
-def _same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _same_size(func: Op, args: Args, kwargs: Kwargs) -> bool:
     return tuple(args[0].shape) == tuple(args[1].shape)

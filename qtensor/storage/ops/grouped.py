@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,14 @@ from torch import Tensor
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.kernels.products.stacks import stack_refusal
 from qtensor.library.grouped import GROUPED_GEMM, SPLIT_SIZES
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.lazy_view import stack_of
-from qtensor.storage.ops.table import COMPUTE, implements
+from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
 from qtensor.storage.rebuild import FLOATING
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 
 def group_sizes(offs: Tensor, rows: int, label: str) -> Tensor:
@@ -36,7 +39,7 @@ def group_sizes(offs: Tensor, rows: int, label: str) -> Tensor:
 
 
 def grouped_product(
-    x: Tensor, stack: Any, layout: str, sizes: Tensor, dtype: torch.dtype | None = None
+    x: Tensor, stack: QuantizedTensor, layout: str, sizes: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the product of each group of rows with its own matrix of a quantized stack.
 
@@ -48,7 +51,7 @@ def grouped_product(
             layout NN.
         layout: ``"TN"`` or ``"NN"``.
         sizes: rows of each group, the result of ``group_sizes``.
-        dtype: dtype of the result; that of ``x`` if None.
+        dtype: dtype of the result; the dtype of ``x`` if None.
 
     Returns:
         (M, N) plain tensor.
@@ -56,7 +59,7 @@ def grouped_product(
     quantizer, buffers, shape = stack._quantizer, stack.buffers(), tuple(stack.shape)
     if stack_refusal(quantizer.canonical, shape) is not None:
         # Matrices that share factors: each index says whether it can be taken exactly.
-        matrices = [stack[i] for i in range(shape[0])]
+        matrices: list[Any] = [stack[i] for i in range(shape[0])]
         quantizer, shape = matrices[0]._quantizer, tuple(matrices[0].shape)
         buffers = [buffer for matrix in matrices for buffer in matrix.buffers()]
     operands = ([x], "", x.shape, buffers, quantizer.canonical, shape)
@@ -64,15 +67,15 @@ def grouped_product(
 
 
 @implements(COMPUTE, "_grouped_mm")
-def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _grouped_mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``_grouped_mm`` of rows in groups (M, K) with a quantized (groups, K, N)."""
     names = ("self", "mat2", "offs", "bias", "out_dtype")
     given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
     x, offs = given["self"], given["offs"]
-    weight: Any = given["mat2"]
-    if isinstance(x, QuantizedTensorStorage):
+    weight = given["mat2"]
+    if is_quantized(x):
         x = plain(x)
-    if not isinstance(weight, QuantizedTensorStorage):
+    if not is_quantized(weight):
         return func(x, *args[1:], **kwargs)
     check_call(x, weight, offs, given["bias"])
     sizes = group_sizes(offs, x.shape[0], "_grouped_mm")
@@ -81,11 +84,13 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return grouped_product(x, operand, layout, sizes, given["out_dtype"])
 
 
-def check_call(x: Tensor, weight: Any, offs: Tensor | None, bias: Tensor | None) -> None:
+def check_call(
+    x: Tensor, weight: QuantizedTensor, offs: Tensor | None, bias: Tensor | None
+) -> None:
     """Refuse a call of ``_grouped_mm`` that quantized matrices cannot answer.
 
     Raises:
-        UnsupportedError: the shapes or dtypes are not those of (M, K) rows in groups times
+        UnsupportedError: the operands are not floating rows (M, K) in groups and matrices
             (groups, K, N), or there is a bias.
     """
     fits = x.ndim == 2 and weight.ndim == 3 and x.shape[1] == weight.shape[1]

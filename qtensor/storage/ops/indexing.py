@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,17 +10,20 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import normalize
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.ops.table import PRESERVE, implements
+from qtensor.storage.base import is_quantized
+from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.views import view_tensor
 from qtensor.storage.ops.write import plain
 from qtensor.storage.origin import FRESH
-from qtensor.storage.rebuild import separate, with_buffers
+from qtensor.storage.rebuild import Q, separate, with_buffers
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 _MASKS = (torch.bool, torch.uint8)
 
 
-def is_element(index: Any, rank: int) -> bool:
+def is_element(index: object, rank: int) -> bool:
     """Return True if ``index`` holds one integer per dim of a tensor with ``rank`` dims."""
     parts = index if isinstance(index, tuple) else (index,)
     if len(parts) != rank or not rank:
@@ -32,7 +35,7 @@ def is_element(index: Any, rank: int) -> bool:
     )
 
 
-def read_element(t: Any, index: Any) -> Tensor:
+def read_element(t: QuantizedTensor, index: Any) -> Tensor:
     """Return one element of ``t`` as a plain 0-d tensor; its gradient reaches ``t``.
 
     Args:
@@ -40,7 +43,7 @@ def read_element(t: Any, index: Any) -> Tensor:
         index: one integer per dim.
     """
     parts = index if isinstance(index, tuple) else (index,)
-    row = t
+    row: Tensor = t
     if len(parts) > 1:
         try:
             # Decode only one row if a row can be selected exactly.
@@ -50,7 +53,7 @@ def read_element(t: Any, index: Any) -> Tensor:
     return row.dequantize()[parts[-1]]
 
 
-def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
+def select_rows(t: Q, dim: int, index: Tensor, op: str) -> Q:
     """Return the rows of ``t`` that ``index`` names, with the codes and factors of the source.
 
     Args:
@@ -79,7 +82,7 @@ def select_rows(t: Any, dim: int, index: Tensor, op: str) -> Any:
 
 
 @implements(PRESERVE, "index_select")
-def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index_select(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``aten.index_select``: return quantized rows, or raise an error."""
     t, dim, index = args
     dim = normalize(dim, max(t.ndim, 1))
@@ -87,13 +90,11 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 @implements(PRESERVE, "index")
-def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``aten.index``: return quantized rows for integers along dim 0, else plain values."""
     t, indices = args
     leaves = [i for i in indices if i is not None]
-    if not isinstance(t, QuantizedTensorStorage) or any(
-        isinstance(i, QuantizedTensorStorage) for i in leaves
-    ):
+    if not is_quantized(t) or any(is_quantized(i) for i in leaves):
         rule = "indices must be plain integer or bool tensors"
         fail("index", rule, "a quantized tensor as index", "Pass integers", UnsupportedError)
     rows = indices[0]

@@ -17,19 +17,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, normalize, squeezed, unsqueezed
 from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.same_rows import has_data
 from qtensor.storage import geometry
+from qtensor.storage.base import QuantizedTensorStorage, TensorOrStorage
+from qtensor.storage.ops.table import Args, Op
 from qtensor.storage.origin import FRESH, Origin
 from qtensor.storage.rebuild import (
     FROM_PARTS,
+    Q,
     is_row_major,
     of_parts,
     same,
@@ -37,7 +41,12 @@ from qtensor.storage.rebuild import (
     with_buffers,
 )
 
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
+
 Shapes = Sequence[int]
+Copy = Callable[[Tensor, Tensor], Tensor]
+"""Copies into a tensor, as ``copy_into`` of ``write.py`` does."""
 _ALIASES = ("detach", "alias", "lift_fresh")
 _VIEWS = ("view", "_unsafe_view", "reshape")
 
@@ -45,11 +54,11 @@ _VIEWS = ("view", "_unsafe_view", "reshape")
 class Layout:
     """How a view shows its parts."""
 
-    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+    def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values of ``t``, plain."""
         raise NotImplementedError
 
-    def laid_out(self, t: Any) -> Any:
+    def laid_out(self, t: QuantizedTensor) -> QuantizedTensor:
         """Return a copy of ``t`` that has buffers.
 
         Raises:
@@ -57,7 +66,7 @@ class Layout:
         """
         raise NotImplementedError
 
-    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+    def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write ``src``, a quantized or plain tensor of the shape of ``t``, into the parts.
 
         Args:
@@ -67,29 +76,29 @@ class Layout:
         """
         raise NotImplementedError
 
-    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+    def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
         """Return the result of a view op, given its other arguments; None if there is none."""
         raise NotImplementedError
 
 
 class Transposed(Layout):
-    """A stack with its last two dims swapped: parts and views of it are those of the stack."""
+    """A stack with its last two dims swapped; its parts and views are transposes of the stack's."""
 
-    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+    def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values of the stack, transposed."""
         return values(t._parts[0], dtype).transpose(-2, -1).contiguous()
 
-    def laid_out(self, t: Any) -> Any:
+    def laid_out(self, t: QuantizedTensor) -> QuantizedTensor:
         """Return a copy of the transposed stack."""
         with torch.inference_mode(t.is_inference()):
             buffers = geometry.transpose_each(t._parts[0], t._quantizer)
         return with_buffers(t, buffers, origin=FRESH)
 
-    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+    def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into the stack."""
         copy(t._parts[0], src.transpose(-2, -1))
 
-    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+    def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
         """Return the transpose of what the op makes of the stack."""
         name, (stack,) = _name(func), t._parts
         if name in ("transpose", "permute"):
@@ -124,11 +133,11 @@ class Transposed(Layout):
 class Flat(Layout):
     """A tensor under the shape (numel,): libraries store it and take the shape back later."""
 
-    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+    def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values in a row."""
         return values(t._parts[0], dtype).view(t.shape)
 
-    def laid_out(self, t: Any) -> NoReturn:
+    def laid_out(self, t: QuantizedTensor) -> NoReturn:
         """Refuse: codes and factors have no form with one dim.
 
         Raises:
@@ -143,11 +152,11 @@ class Flat(Layout):
             UnsupportedError,
         )
 
-    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+    def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into the tensor."""
         copy(t._parts[0], src.view(t._parts[0].shape))
 
-    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+    def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
         """Return the view of the tensor that has its own shape again, or another one."""
         name = _name(func)
         if name in _VIEWS:
@@ -157,13 +166,13 @@ class Flat(Layout):
 
 
 class Stacked(Layout):
-    """Parts of one shape, one behind the other along dim 0, as a gather returns them."""
+    """Parts of one shape, concatenated along dim 0, as a gather returns them."""
 
-    def values(self, t: Any, dtype: torch.dtype | None) -> Tensor:
+    def values(self, t: QuantizedTensorStorage, dtype: torch.dtype | None) -> Tensor:
         """Return the values of all parts."""
         return torch.cat([values(part, dtype) for part in t._parts])
 
-    def laid_out(self, t: Any) -> Any:
+    def laid_out(self, t: QuantizedTensor) -> QuantizedTensor:
         """Return the parts as one tensor with buffers.
 
         Raises:
@@ -171,12 +180,12 @@ class Stacked(Layout):
         """
         return torch.ops.aten.cat(list(t._parts), 0)
 
-    def write(self, t: Any, src: Any, copy: Callable[[Any, Any], Any]) -> None:
+    def write(self, t: QuantizedTensor, src: Tensor, copy: Copy) -> None:
         """Write into each part."""
         for part, own in zip(t._parts, src.split(t._parts[0].shape[0]), strict=True):
             copy(part, own)
 
-    def view(self, func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+    def view(self, func: Op, t: QuantizedTensor, args: Args) -> Any:
         """Return the parts, or their concatenation along another dim."""
         name, parts = _name(func), t._parts
         if name in ("split", "split_with_sizes"):
@@ -193,7 +202,7 @@ class Stacked(Layout):
         return func(copied, *args)
 
     @staticmethod
-    def _gather_dim(t: Any, shape: tuple[int, ...]) -> int | None:
+    def _gather_dim(t: QuantizedTensor, shape: tuple[int, ...]) -> int | None:
         """Return the dim along which the parts of a view of ``shape`` are, or None.
 
         If each part has one row, torch moves the parts to another dim by a view.
@@ -214,18 +223,19 @@ LAYOUTS: dict[str, Layout] = {
 """Layouts by the name that an origin holds."""
 
 
-def layout_of(t: Any) -> Layout | None:
-    """Return how ``t`` shows its parts; None for a tensor with buffers, and for plain tensors."""
-    parts = getattr(t, "_parts", ())
-    return LAYOUTS[t._origin.layout] if parts else None
+def layout_of(t: QuantizedTensorStorage) -> Layout | None:
+    """Return how ``t`` shows its parts; None for a tensor or storage with buffers."""
+    return LAYOUTS[t._origin.layout] if t._parts else None
 
 
-def stack_of(t: Any) -> Any:
+def stack_of(t: TensorOrStorage) -> QuantizedTensor | None:
     """Return the stack of which ``t`` is the transpose; None for every other tensor."""
-    return t._parts[0] if isinstance(layout_of(t), Transposed) else None
+    if isinstance(t, QuantizedTensorStorage) and isinstance(layout_of(t), Transposed):
+        return t._parts[0]
+    return None
 
 
-def values(t: Any, dtype: torch.dtype | None = None) -> Tensor:
+def values(t: QuantizedTensorStorage, dtype: torch.dtype | None = None) -> Tensor:
     """Return the dequantized values of a tensor or storage, without a gradient.
 
     Args:
@@ -241,15 +251,15 @@ def values(t: Any, dtype: torch.dtype | None = None) -> Tensor:
     return DEQUANTIZE(t.buffers(), t._quantizer.canonical, t.shape, dtype or t.dtype)
 
 
-def _name(func: Any) -> str:
+def _name(func: Op) -> str:
     return str(func._schema.name.removeprefix("aten::"))
 
 
-def _mT(t: Any) -> Any:
+def _mT(t: QuantizedTensor) -> QuantizedTensor:
     return torch.ops.aten.transpose.int(t, -2, -1)
 
 
-def _known_sizes(t: Any, shape: Shapes) -> tuple[int, ...]:
+def _known_sizes(t: QuantizedTensor, shape: Shapes) -> tuple[int, ...]:
     """Return the sizes of a view, with the one that is -1 filled in."""
     if -1 not in shape:
         return tuple(shape)
@@ -257,7 +267,7 @@ def _known_sizes(t: Any, shape: Shapes) -> tuple[int, ...]:
     return tuple([t.numel() // max(known, 1) if n == -1 else n for n in shape])
 
 
-def view_op(func: Any, t: Any, args: tuple[Any, ...]) -> Any:
+def view_op(func: Op, t: QuantizedTensor, args: Args) -> Any:
     """Return the result of a view op on a view without buffers.
 
     Raises:
@@ -294,23 +304,24 @@ def view_op(func: Any, t: Any, args: tuple[Any, ...]) -> Any:
 # ---- making views
 
 
-def transposed_stack(stack: Any) -> Any:
+def transposed_stack(stack: Q) -> Q:
     """Return ``stack.mT``, (..., B, A), of a quantized stack (..., A, B) of three dims or more."""
     quantizer = stack._quantizer.transposed()
-    if quantizer.two_dimensional and any(n % quantizer.spec.block[1] for n in stack.shape[-2:]):
+    square = quantizer.square_block
+    if any(n % square for n in stack.shape[-2:]):
         quantizer = quantizer.without_square_blocks()
     shape = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
     # Another object: the caller may give `stack` other buffers.
     return _lazy(shape, quantizer, [same(stack)], "transposed")
 
 
-def flat(t: Any) -> Any:
+def flat(t: Q) -> Q:
     """Return ``t`` under the shape (numel,)."""
     return _lazy((t.numel(),), t._quantizer, [same(t)], "flat")
 
 
-def stacked(parts: Sequence[Any]) -> Any:
-    """Return the parts of all ranks, of one shape (d0, ...), one behind the other along dim 0.
+def stacked(parts: Sequence[Q]) -> Q:
+    """Return the parts of all ranks, each of shape (d0, ...), concatenated along dim 0.
 
     The result has buffers where the parts make up one tensor.
     """
@@ -332,7 +343,7 @@ def stacked(parts: Sequence[Any]) -> Any:
 FROM_PARTS["stacked"] = stacked
 
 
-def _lazy(shape: Shape, quantizer: Any, parts: Sequence[Any], layout: str) -> Any:
+def _lazy(shape: Shape, quantizer: QuantizerLike, parts: Sequence[Q], layout: str) -> Q:
     first = parts[0]
     origin = Origin(
         is_copy=any(part._origin.is_copy for part in parts),
@@ -342,13 +353,12 @@ def _lazy(shape: Shape, quantizer: Any, parts: Sequence[Any], layout: str) -> An
     return of_parts(type(first), shape, first._context[1], quantizer, parts, origin)
 
 
-def _cuts_squares(part: Any) -> bool:
+def _cuts_squares(part: QuantizedTensor) -> bool:
     """Return whether a part (d0, ...) with square blocks ends inside one."""
-    quantizer, inner = part._quantizer, geometry.rows_cols(part.shape)[0]
-    return bool(quantizer.two_dimensional and inner % quantizer.spec.block[1])
+    return geometry.rows_cols(part.shape)[0] % part._quantizer.square_block != 0
 
 
-def _joins(parts: Sequence[Any]) -> bool:
+def _joins(parts: Sequence[QuantizedTensor]) -> bool:
     """Return whether the parts make up one tensor, and dim 0 is enough to split them again."""
     first = parts[0]
     if first.ndim < 2 or first.shape[0] == 1 or _cuts_squares(first):
@@ -364,7 +374,7 @@ def _joins(parts: Sequence[Any]) -> bool:
     return True
 
 
-def _equal(parts: Sequence[Any], name: str) -> bool:
+def _equal(parts: Sequence[QuantizedTensor], name: str) -> bool:
     """Return True if the factors ``name`` of all parts are equal; a trace cannot know."""
     first, *others = [getattr(part, name) for part in parts]
     return has_data(first) and all(torch.equal(other, first) for other in others)
@@ -376,13 +386,13 @@ def _equal(parts: Sequence[Any], name: str) -> bool:
 class MissingBuffer:
     """What reads a buffer that a tensor does not hold: None, or the bytes of a view right now.
 
-    A descriptor of the class, behind the attributes of a tensor.
+    A descriptor of the class. Python asks it only if the tensor itself has no such attribute.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, t: Any, owner: Any = None) -> Any:
+    def __get__(self, t: QuantizedTensor | None, owner: type | None = None) -> Any:
         if t is None or not t._parts or self.name not in t._quantizer.slot_names:
             return None
         return getattr(LAYOUTS[t._origin.layout].laid_out(t), self.name)

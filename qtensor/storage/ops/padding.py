@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,16 @@ from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.formats import Slot
 from qtensor.library.same_rows import equal_when_run, has_data
 from qtensor.storage import geometry
-from qtensor.storage.ops.table import PRESERVE, implements
+from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.origin import FRESH
 from qtensor.storage.rebuild import separate, with_buffers
 
+if TYPE_CHECKING:
+    from qtensor.storage.base import QuantizedTensorStorage
+
 
 @implements(PRESERVE, "constant_pad_nd")
-def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pad(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``constant_pad_nd``: append zero bytes, which decode to zeros.
 
     In a block whose factor is NaN, the appended zeros read as NaN, as every value there does.
@@ -45,13 +48,13 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return with_buffers(t, separate(buffers, t), shape, origin=FRESH)
 
 
-def _resizes(t: Any, dim: int) -> bool:
+def _resizes(t: QuantizedTensorStorage, dim: int) -> bool:
     """Return whether a change of the size of ``dim`` changes only the end of each buffer."""
     middle = dim not in (0, t.ndim - 1)
     return not (middle and any([d.axis == "m" for s in t._quantizer.slots for d in s.dims]))
 
 
-def resized(t: Any, buffers: list[Tensor], shape: Shape) -> list[Tensor]:
+def resized(t: QuantizedTensorStorage, buffers: list[Tensor], shape: Shape) -> list[Tensor]:
     """Return ``buffers`` with zeros appended, or entries dropped, for a tensor of ``shape``."""
     slots = t._quantizer.slots
     return [
@@ -76,16 +79,17 @@ def _fit(buffer: Tensor, size: Shape) -> Tensor:
     return torch.nn.functional.pad(buffer, changes).contiguous()
 
 
-def may_end_with_padding(t: Any, dim: int) -> bool:
+def may_end_with_padding(t: QuantizedTensorStorage, dim: int) -> bool:
     """Return whether a collective or ``new_zeros`` may have left padding at the end of ``dim``."""
     return t._origin.may_be_padded and _resizes(t, dim)
 
 
-def buffers_before(t: Any, dim: int, size: int) -> list[Tensor] | None:
+def buffers_before(t: QuantizedTensorStorage, dim: int, size: int) -> list[Tensor] | None:
     """Return the buffers of the first ``size`` entries, which end inside a block before padding.
 
     They are views, except for swizzled factors of which whole columns of tiles are dropped.
-    A trace has no data: an op compares bytes when the graph runs, and returns copies.
+    While tracing there are no bytes to compare, so the graph gets an op that compares them at run
+    time, and the buffers are copies.
 
     Args:
         t: a tensor that may end with padding.
@@ -122,7 +126,9 @@ def _first(slot: Slot, buffer: Tensor, size: Shape) -> Tensor:
     return buffer[tuple(map(slice, size))]
 
 
-def _traced_buffers_before(t: Any, shape: Shape, dim: int, size: int) -> list[Tensor]:
+def _traced_buffers_before(
+    t: QuantizedTensorStorage, shape: Shape, dim: int, size: int
+) -> list[Tensor]:
     own = geometry.whole_buffers(t)
     again = resized(t, resized(t, own, shape), t.shape)
     message = (
@@ -135,7 +141,7 @@ def _traced_buffers_before(t: Any, shape: Shape, dim: int, size: int) -> list[Te
     return [b.clone() for b in resized(t, checked, shape)]
 
 
-def ends_with_zeros(t: Any, dim: int, size: int) -> bool:
+def ends_with_zeros(t: QuantizedTensorStorage, dim: int, size: int) -> bool:
     """Return whether the codes after the first ``size`` entries along ``dim`` are zeros.
 
     Every factor encodes zeros, so factors of the first entries may then change freely. A tensor
@@ -150,13 +156,11 @@ def ends_with_zeros(t: Any, dim: int, size: int) -> bool:
     return all([torch.equal(own[i], again[i]) for i in codes])
 
 
-def _cuts_a_block(t: Any, dim: int, size: int) -> bool:
+def _cuts_a_block(t: QuantizedTensorStorage, dim: int, size: int) -> bool:
     """Return whether ``size`` entries along ``dim`` end inside a block."""
     axis, rows = (
         ("k", size) if dim == t.ndim - 1 else ("m", size * math.prod(t.shape[dim + 1 : -1]))
     )
     quantizer = t._quantizer
     blocks = [geometry.granule(s, d) for s in quantizer.slots for d in s.dims if d.axis == axis]
-    if quantizer.two_dimensional:
-        blocks.append(quantizer.spec.block[1])
-    return any([rows % block for block in blocks])
+    return any([rows % block for block in (*blocks, quantizer.square_block)])

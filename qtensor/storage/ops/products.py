@@ -21,9 +21,9 @@ from qtensor.library.gemm import (
     output_shape,
 )
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import QuantizedTensorStorage, TensorOrStorage, is_quantized
 from qtensor.storage.ops.lazy_view import stack_of
-from qtensor.storage.ops.table import COMPUTE, LIBRARY, implements
+from qtensor.storage.ops.table import COMPUTE, LIBRARY, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
 from qtensor.storage.rebuild import FLOATING
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def gemm(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -77,8 +77,8 @@ def gemm(
 
 
 def gemm_operands(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -109,8 +109,8 @@ def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
 
 
 def explain(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str = "TN",
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -148,7 +148,11 @@ def explain(
 
 
 def operands(
-    a: Any, b: Any, layout: str, bias: Tensor | None, dtype: torch.dtype | None
+    a: TensorOrStorage,
+    b: TensorOrStorage,
+    layout: str,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of the gemm op after checking devices, dtypes and shapes."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
@@ -177,35 +181,30 @@ def operands(
         )
     check_operands(left, a.shape, right, b.shape, layout)
     if layout != "NT" and (stack := stack_of(b)) is not None:
-        b, right, layout = stack, stack._quantizer, "NN" if layout == "TN" else "TN"
+        b, layout = stack, "NN" if layout == "TN" else "TN"
     if bias is not None:
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
-    a_buffers = [a] if left is None else a.buffers()
-    b_buffers = [b] if right is None else b.buffers()
-    return (
-        a_buffers,
-        "" if left is None else left.canonical,
-        a.shape,
-        b_buffers,
-        "" if right is None else right.canonical,
-        b.shape,
-        layout,
-        dtype or a.dtype,
-        bias,
-    )
+    return (*_operand(a), *_operand(b), layout, dtype or a.dtype, bias)
 
 
-def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
+def _operand(t: TensorOrStorage) -> tuple[list[Tensor], str, torch.Size]:
+    """Return the buffers, the canonical string ("" if plain) and the shape of an operand."""
+    if isinstance(t, QuantizedTensorStorage):
+        return t.buffers(), t._quantizer.canonical, t.shape
+    return [t], "", t.shape
+
+
+def _product(a: Tensor, b: Tensor, layout: str, bias: Tensor | None = None) -> Tensor:
     """Return the product (..., M, N) of operands as an aten op passes them.
 
     Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
     """
-    if isinstance(bias, QuantizedTensorStorage):
+    if is_quantized(bias):
         bias = plain(bias)
-    if isinstance(a, QuantizedTensorStorage) or not isinstance(b, QuantizedTensorStorage):
+    if is_quantized(a) or not is_quantized(b):
         return gemm_operands(a, b, layout, bias)
     quantizer = b._quantizer
-    # A weight (K, N) behind t() has columnwise data alone; they are the rows of (N, K).
+    # The transpose (K, N) of a weight has columnwise data alone: the rowwise data of (N, K).
     readable = layout == "TN" or not quantizer.rowwise
     if readable and a.dtype in FLOATING and b.ndim == 2:
         n, columns = b.shape if layout == "TN" else b.shape[::-1]
@@ -218,7 +217,7 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
 
 
 @implements(LIBRARY, "gemm_tensor")
-def _gemm_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _gemm_tensor(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``qtensor::gemm_tensor``."""
     a, b, layout, dtype, bias = (*args, None, None)[:5]
     return gemm_operands(
@@ -237,19 +236,19 @@ def _ranks(op: str, operands: tuple[Any, ...], rank: int) -> None:
 
 
 @implements(COMPUTE, "mm")
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _mm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     _ranks("mm", args[:2], 2)
     return _product(args[0], args[1], "NN")
 
 
 @implements(COMPUTE, "bmm")
-def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _bmm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     _ranks("bmm", args[:2], 3)
     return gemm_operands(args[0], args[1], "NN")
 
 
 @implements(COMPUTE, "mv", "dot", "vdot")
-def _mv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _mv(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``mv`` and ``dot``: the vector is the only row of a second operand."""
     a, vector = args
     _ranks("mv", (vector,), 1)
@@ -259,11 +258,11 @@ def _mv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @implements(COMPUTE, "addmm", "baddbmm")
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _addmm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     bias, a, b = args
     _ranks("addmm", (a, b), 3 if func._schema.name == "aten::baddbmm" else 2)
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    bias = plain(bias) if isinstance(bias, QuantizedTensorStorage) else bias
+    bias = plain(bias) if is_quantized(bias) else bias
     if alpha == 1 and beta == 1:
         return _product(a, b, "NN", bias)
     product = gemm_operands(a, b, "NN", dtype=torch.float32) * alpha
@@ -271,38 +270,38 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @implements(COMPUTE, "linear")
-def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def linear(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``linear``, which arrives whole in inference mode and from ``whole_products``."""
     x, weight, bias = (*args, None)[:3]
     bias = kwargs.get("bias", bias)
     quantizer = getattr(weight, "_quantizer", None)
     if quantizer is not None and not quantizer.rowwise and weight.ndim == 2:
-        # The order of the sums is that of the ops into which torch decomposes a linear.
+        # torch decomposes a linear into these ops, and equal sums need an equal order.
         return _product(x, weight.t(), "NN", bias)
     return _product(x, weight, "TN", bias)
 
 
 @implements(COMPUTE, "matmul")
-def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def matmul(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``matmul``, which arrives whole in inference mode and from ``whole_products``."""
     a, b = args
-    if b.ndim == 2 and (a.ndim > 1 or isinstance(b, QuantizedTensorStorage)):
+    if b.ndim == 2 and (a.ndim > 1 or is_quantized(b)):
         return _product(a, b, "NN")
     decomposed: Tensor = func.decompose(a, b)
     return decomposed
 
 
 @implements(COMPUTE, "dequantize")
-def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _dequantize(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``torch.dequantize(q)``, which does not call the method of the class."""
     return plain(args[0])
 
 
 @implements(COMPUTE, "embedding")
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _embedding(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``embedding``: decode only the rows that ``index`` names."""
     weight, index = args[:2]
-    if not isinstance(weight, QuantizedTensorStorage) or isinstance(index, QuantizedTensorStorage):
+    if not is_quantized(weight) or is_quantized(index):
         fail(
             "embedding",
             "the table may be quantized, the index not",

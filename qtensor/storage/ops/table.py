@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+Op: TypeAlias = "OpOverload[..., Any]"
+"""An op as torch dispatches it, for example ``torch.ops.aten.slice.Tensor``."""
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""Arguments of an op, of whatever type its schema names."""
+
+Handler = Callable[[Op, Args, Kwargs], Any]
 """Entry of a table: (op, args, kwargs) -> result."""
 
 Table = dict[str, Handler]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +13,11 @@ from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
 from qtensor.storage.ops.lazy_view import flat, transposed_stack
 from qtensor.storage.ops.padding import buffers_before, may_end_with_padding
-from qtensor.storage.ops.table import PRESERVE, implements
+from qtensor.storage.ops.table import PRESERVE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
-from qtensor.storage.origin import FRESH, Origin, Padded, Split, of_copy
+from qtensor.storage.origin import FRESH, Padded, Split, of_copy
 from qtensor.storage.rebuild import (
+    Q,
     part,
     same,
     set_origin,
@@ -26,9 +27,12 @@ from qtensor.storage.rebuild import (
     wrap,
 )
 
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
+
 
 @implements(PRESERVE, "slice")
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _slice(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, dim, start, end, step = (*args, *(None,) * (5 - len(args)))[:5]
     step = kwargs.get("step", step)
     if step not in (None, 1):
@@ -52,7 +56,7 @@ def _bounds(value: int | None, default: int, total: int) -> int:
     return min(max(value, 0), total)
 
 
-def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
+def slice_tensor(t: Q, dim: int, start: int, end: int) -> Q:
     """Return ``t.narrow(dim, start, end - start)``; ``dim`` is counted from the front.
 
     Raises:
@@ -68,7 +72,7 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     buffers = geometry.slice_buffers(t, dim, start, end)
     if quantizer.two_dimensional:
         inner = 1 if dim == t.ndim - 1 else math.prod(t.shape[dim + 1 : -1])
-        square = quantizer.spec.block[1]
+        square = quantizer.square_block
         if start * inner % square or (end * inner % square and end != total):
             quantizer = quantizer.without_square_blocks()
     axes = ("k",) if dim == t.ndim - 1 else ("m", "lead")
@@ -80,7 +84,7 @@ def slice_tensor(t: Any, dim: int, start: int, end: int) -> Any:
     )
 
 
-def own_copy(t: Any) -> Any:
+def own_copy(t: Q) -> Q:
     """Return a copy of a part as a tensor of its own, with the padding of a whole tensor."""
     if t._parts:
         return with_buffers(t, t.buffers(), origin=of_copy(t._origin))
@@ -90,7 +94,7 @@ def own_copy(t: Any) -> Any:
 
 
 @implements(PRESERVE, "select")
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _select(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, dim, index = args
     dim = normalize(dim, t.ndim)
     total = t.shape[dim]
@@ -115,7 +119,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(PRESERVE, "split", "split_with_sizes")
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _split(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     t, sizes = args[:2]
     dim = normalize(args[2] if len(args) > 2 else kwargs.get("dim", 0), t.ndim)
     total = t.shape[dim]
@@ -130,13 +134,13 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
 
 
 @implements(PRESERVE, "unbind")
-def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _unbind(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     t = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     return [_select(func, (t, dim, i), {}) for i in range(t.shape[normalize(dim, t.ndim)])]
 
 
-def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
+def view_tensor(t: Q, shape: Sequence[int], op: str = "view") -> Q:
     """Return a view of ``t`` with ``shape``; one size may be -1.
 
     Raises:
@@ -165,7 +169,7 @@ def view_tensor(t: Any, shape: Sequence[int], op: str = "view") -> Any:
     return part(t, buffers, shape, strides=_viewed_strides(t, shape), quantizer=quantizer)
 
 
-def _viewed_strides(t: Any, shape: Sequence[int]) -> tuple[int, ...] | None:
+def _viewed_strides(t: QuantizedTensor, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the strides of a view of ``t``; () where torch has no such view."""
     strides = strides_of(t) if t._origin.strides else t._origin.strides
     if strides and all(isinstance(n, int) for n in (*t.shape, *shape, *strides)):
@@ -178,7 +182,7 @@ def _viewed_strides(t: Any, shape: Sequence[int]) -> tuple[int, ...] | None:
 
 
 @implements(PRESERVE, "view", "_unsafe_view", "reshape")
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Op, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[1], torch.dtype):
         rule = "the bytes of a quantized tensor are in its inner buffers"
         fix = (
@@ -193,7 +197,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return view_tensor(t, shape)
 
 
-def _flat(t: Any) -> Any:
+def _flat(t: Q) -> Q:
     """Return ``t.view(-1)``; it only holds ``t`` if codes or factors have no 1-D form."""
     quantizer = t._quantizer
     if quantizer.columnwise or quantizer.two_dimensional:
@@ -205,7 +209,7 @@ def _flat(t: Any) -> Any:
 
 
 @implements(PRESERVE, "as_strided")
-def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _as_strided(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle as_strided for the strides of a contiguous tensor, which fully_shard asks for."""
     t, size, stride = args[0], tuple(args[1]), tuple(args[2])
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
@@ -221,17 +225,17 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @implements(PRESERVE, "unsqueeze")
-def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unsqueeze(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t = args[0]
     return view_tensor(t, unsqueezed(t.shape, args[1]), "unsqueeze")
 
 
 @implements(PRESERVE, "squeeze")
-def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _squeeze(func: Op, args: Args, kwargs: Kwargs) -> Any:
     return view_tensor(args[0], squeezed(args[0].shape, *args[1:]), "squeeze")
 
 
-def transpose_tensor(t: Any) -> Any:
+def transpose_tensor(t: Q) -> Q:
     """Return the transpose of an (M, K) tensor as views: rowwise data become columnwise."""
     quantizer, moves = t._quantizer.transpose_plan
     buffers = [
@@ -242,9 +246,9 @@ def transpose_tensor(t: Any) -> Any:
     return with_turned_origin(turned, t)
 
 
-def with_turned_origin(turned: Any, t: Any) -> Any:
+def with_turned_origin(turned: Q, t: QuantizedTensor) -> Q:
     """Return the transpose ``turned`` of an (M, K) tensor ``t`` with its origin."""
-    origin: Origin = t._origin
+    origin = t._origin
     strides = turned_strides(t)
     if origin is FRESH and strides is None:
         return turned
@@ -259,13 +263,13 @@ def with_turned_origin(turned: Any, t: Any) -> Any:
 
 
 @implements(PRESERVE, "t")
-def _t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _t(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t = args[0]
     return transpose_tensor(t) if t.ndim == 2 else _reorder(t, list(range(t.ndim)), "t")
 
 
 @implements(PRESERVE, "transpose", "permute")
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _permute(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle transpose and permute."""
     t, name = args[0], func._schema.name
     order = list(range(t.ndim))
@@ -278,7 +282,7 @@ def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _reorder(t, order, name.removeprefix("aten::"))
 
 
-def _reorder(t: Any, order: list[int], op: str) -> Any:
+def _reorder(t: Q, order: list[int], op: str) -> Q:
     """Return ``t.permute(order)``; per-block formats can only swap the last two dims.
 
     Raises:
@@ -313,7 +317,7 @@ def _reorder(t: Any, order: list[int], op: str) -> Any:
 
 
 @implements(PRESERVE, "expand")
-def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _expand(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle expand: return the tensor for its own shape, and plain values for more rows.
 
     Factors cannot be repeated without a copy. ``matmul`` calls the first form for a stack with the

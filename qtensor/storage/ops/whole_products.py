@@ -1,15 +1,13 @@
-"""Receive ``linear`` and ``matmul`` of quantized operands whole, before torch decomposes them.
+"""Receive ``linear`` and ``matmul`` of quantized operands before torch decomposes them.
 
 torch computes these two from other ops. For a batch whose rows are not evenly spaced, such as
 ``hidden[:, -1:]``, it expands the weight, and an expanded weight is decoded. The functions below
 are registered under a dispatch key that only quantized tensors have, so calls with other tensors
-never reach them. The key comes before those of autograd and autocast. A call that needs these goes
-on as ``mm`` or ``addmm`` of all rows.
+never reach them. torch looks at this key before autograd and autocast. A call that needs one of
+these is passed on as ``mm`` or ``addmm`` of all rows.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch.nn import Parameter
 from qtensor.core.torch_state import watched
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.ops import products
+from qtensor.storage.ops.table import Op
 from qtensor.storage.rebuild import OWN_KEY, WHOLE_PRODUCTS
 
 _LINEAR, _MATMUL = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
@@ -29,7 +28,7 @@ _LIBRARY, _ALL_OPS = torch.library.Library("aten", "IMPL"), torch.library.Librar
 def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Return True if a call asks for the product alone: no gradient, no autocast, no record.
 
-    The product is then one op instead of several, which takes two thirds of the time.
+    The product is then one op instead of several.
     """
     if torch.is_grad_enabled() and (
         a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
@@ -45,13 +44,13 @@ def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     )
 
 
-def _is_known(t: Any) -> bool:
+def _is_known(t: Tensor) -> bool:
     """Return True for a plain tensor and a quantized one, False for any other subclass."""
     kind = type(t)
     return kind is Tensor or kind is Parameter or getattr(t, "_dispatches_here", False)
 
 
-def _by_torch(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_torch(op: Op, *args: Tensor | None, **kwargs: Tensor) -> Tensor:
     """Call ``op`` as if this module did not exist."""
     with torch._C._ExcludeDispatchKeyGuard(OWN_KEY):
         return op(*args, **kwargs)
@@ -68,7 +67,7 @@ def _is_matrix(t: Tensor) -> bool:
     return t.ndim == 2 and isinstance(t, QuantizedTensorStorage)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.ndim and weight.ndim == 2 and _computes_here(x, weight, bias):
         return products.linear(_LINEAR, (x, weight, bias), {})
     if x.ndim and _is_matrix(weight):
@@ -76,7 +75,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return _by_torch(_LINEAR, x, weight, bias)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Any:
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.ndim and b.ndim == 2 and _computes_here(a, b):
         return products.matmul(_MATMUL, (a, b), {})
     if 2 < b.ndim <= a.ndim and b.shape[0] == 1 and isinstance(b, QuantizedTensorStorage):
@@ -88,7 +87,7 @@ def _matmul(a: Tensor, b: Tensor) -> Any:
     return _by_torch(_MATMUL, a, b)
 
 
-def _matmul_out(a: Tensor, b: Tensor, *, out: Tensor) -> Any:
+def _matmul_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     return _by_torch(_MATMUL_OUT, a.contiguous() if _is_matrix(b) else a, b, out=out)
 
 

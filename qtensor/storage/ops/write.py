@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.library.quantize import AMAX, INPUT_DTYPES, QUANTIZE, RANDOM_SEED
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import QuantizedTensorStorage, is_quantized
 from qtensor.storage.maxima import maxima_of_whole
 from qtensor.storage.ops.lazy_view import layout_of, values
 from qtensor.storage.ops.padding import ends_with_zeros
 from qtensor.storage.origin import FRESH, Origin, Split
 from qtensor.storage.rebuild import map_buffers
 from qtensor.storage.usages import check_usages
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 ROUNDS_AT_RANDOM: ContextVar[bool] = ContextVar("rounds_at_random", default=False)
 """True while an optimizer of ``qtensor.optim.round_parameters_`` writes its parameters."""
@@ -26,16 +29,16 @@ plain = values
 """The dequantized values of a tensor or storage, for use inside dispatch."""
 
 
-def copy_into(dst: Any, src: Any) -> Any:
+def copy_into(dst: Tensor, src: Tensor) -> Tensor:
     """Handle ``dst.copy_(src)``: copy bytes between equal quantizers, quantize values otherwise."""
-    if not isinstance(dst, QuantizedTensorStorage):
-        return dst.copy_(plain(src))
+    if not is_quantized(dst):
+        return dst.copy_(_plain(src))
     if tuple(dst.shape) != tuple(src.shape):
-        src = (plain(src) if isinstance(src, QuantizedTensorStorage) else src).expand(dst.shape)
+        src = _plain(src).expand(dst.shape)
     if (layout := layout_of(dst)) is not None:
         layout.write(dst, src, copy_into)
         return dst
-    if not isinstance(src, QuantizedTensorStorage):
+    if not is_quantized(src):
         return requantize_(dst, src)
     if src._quantizer != dst._quantizer:
         return requantize_(dst, plain(src))
@@ -50,11 +53,17 @@ def copy_into(dst: Any, src: Any) -> Any:
     return dst
 
 
-def _memory(t: Any) -> set[int]:
+def _plain(t: Tensor) -> Tensor:
+    return plain(t) if is_quantized(t) else t
+
+
+def _memory(t: QuantizedTensorStorage) -> set[int]:
     return {buffer.untyped_storage()._cdata for buffer in t.buffers()}
 
 
-def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
+def _copy_part(
+    dst: QuantizedTensor, src: QuantizedTensor, shared: tuple[str, ...]
+) -> QuantizedTensor:
     """Copy into a part that shares factors with the whole tensor, and return the part.
 
     Bytes are copied if the factors are equal. Otherwise the values are encoded with the factors of
@@ -70,7 +79,7 @@ def _copy_part(dst: Any, src: Any, shared: tuple[str, ...]) -> Any:
     return dst
 
 
-def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
+def _encode_part(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> list[Tensor]:
     """Return the buffers of ``values``, encoded with the tensor-wide factors of ``dst``."""
     quantizer = dst._quantizer
     named = {slot.name: getattr(dst, slot.name) for slot in quantizer.slots}
@@ -79,7 +88,7 @@ def _encode_part(dst: Any, values: Tensor, shared: tuple[str, ...]) -> list[Tens
     return QUANTIZE(values, quantizer.canonical, factors.get("scale"), factors.get("amax"), seed)
 
 
-def _replace_zero_factors(dst: Any, values: Tensor, shared: tuple[str, ...]) -> None:
+def _replace_zero_factors(dst: QuantizedTensor, values: Tensor, shared: tuple[str, ...]) -> None:
     """Replace shared factors of 0, which encode nothing but zeros, by factors of ``values``.
 
     All values that share such a factor are zeros, and every factor encodes these. NVFP4 stores
@@ -95,7 +104,7 @@ def _replace_zero_factors(dst: Any, values: Tensor, shared: tuple[str, ...]) -> 
         factors.copy_(torch.where(factors == 0, own.view(factors.shape), factors))
 
 
-def begin_write(dst: Any) -> tuple[str, ...]:
+def begin_write(dst: QuantizedTensor) -> tuple[str, ...]:
     """Return the names of the buffers that a write to ``dst`` must leave unchanged.
 
     Raises:
@@ -115,9 +124,9 @@ def begin_write(dst: Any) -> tuple[str, ...]:
     return tuple([name for name in origin.shared if name in dst._quantizer.slot_names])
 
 
-def _origin_now(t: Any) -> Origin:
-    """Return the origin of ``t``; if only padding follows it, that of the padded tensor."""
-    origin: Origin = t._origin
+def _origin_now(t: QuantizedTensorStorage) -> Origin:
+    """Return the origin that a write obeys: of the padded tensor, if only padding follows ``t``."""
+    origin = t._origin
     if origin.padded is not None:
         whole, dim, _ = origin.padded
         if ends_with_zeros(whole, dim, t.shape[dim]):
@@ -139,7 +148,7 @@ def copy_buffer(to: Tensor, source: Tensor) -> None:
     to.copy_(source)
 
 
-def requantize_(dst: Any, values: Tensor) -> Any:
+def requantize_(dst: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     """Quantize values into an existing tensor and return the tensor.
 
     If ``dst`` is a part of a tensor, its shared factors stay, so that values outside it do not
@@ -198,7 +207,9 @@ def round_at_random(
     return torch.where(values.isfinite(), rounded, values)
 
 
-def _requantize_part(dst: Any, values: Tensor, splits: tuple[Split, ...]) -> Any:
+def _requantize_part(
+    dst: QuantizedTensor, values: Tensor, splits: tuple[Split, ...]
+) -> QuantizedTensor:
     """Quantize values into a rank's part; maxima are those of the whole tensor.
 
     All ranks write to their parts at the same time, as optimizers do.
@@ -215,6 +226,6 @@ def _requantize_part(dst: Any, values: Tensor, splits: tuple[Split, ...]) -> Any
     return dst
 
 
-def _is_whole(dst: Any) -> bool:
+def _is_whole(dst: QuantizedTensorStorage) -> bool:
     described = dst._quantizer._describe_buffers(dst.shape)
     return all(getattr(dst, name).shape == shape for name, (shape, _) in described.items())

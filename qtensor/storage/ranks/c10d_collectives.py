@@ -8,7 +8,7 @@ waits for a single one. The others move one tensor of bytes for each rank (``wir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
-from qtensor.storage.ops.table import C10D, implements
+from qtensor.storage.base import is_quantized
+from qtensor.storage.ops.table import C10D, Args, Kwargs, Op, implements
 from qtensor.storage.ranks.functional_collectives import parts_of, row_parts, split_rows, stack_rows
 from qtensor.storage.ranks.state_dict_broadcast import is_installed, refuse_broadcast
 from qtensor.storage.ranks.wire import (
@@ -31,20 +31,27 @@ from qtensor.storage.ranks.wire import (
 )
 from qtensor.storage.rebuild import set_origin
 
-_PENDING: set[Any] = set()
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from qtensor.storage.tensor import QuantizedTensor
+
+_PENDING: set[dist.Work] = set()
 """Works that nobody has waited for. C++ holds the base of a Python work, not its methods."""
 
 
 class _Received(dist.Work):
     """Wait for works of plain tensors, then write what they received into quantized ones."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self.works = works
         self.finish = finish
         _PENDING.add(self)
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, *timeout: timedelta) -> bool:
         """Wait for the ranks and write the received buffers."""
         done = all([work.wait(*timeout) for work in self.works])
         finish, self.finish = self.finish, None
@@ -63,7 +70,7 @@ class _Received(dist.Work):
 
     def get_future(self) -> Any:
         """Return a future that is done; this waits for the ranks."""
-        future: Any = torch.futures.Future()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self.wait()
         future.set_result([])
         return future
@@ -72,7 +79,7 @@ class _Received(dist.Work):
         return id(self)
 
 
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind(func: Op, args: Args, kwargs: Kwargs) -> Kwargs:
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -82,7 +89,7 @@ def _unboxed(result: Any) -> Any:
     return None if work is None else dist.Work.unbox(work)
 
 
-def _run(func: Any, bound: dict[str, Any], finish: Callable[[], None], answer: Any = None) -> Any:
+def _run(func: Op, bound: Kwargs, finish: Callable[[], None], answer: object = None) -> Any:
     """Run a collective on plain tensors and write its results.
 
     Args:
@@ -103,18 +110,18 @@ def _run(func: Any, bound: dict[str, Any], finish: Callable[[], None], answer: A
     return boxed if answer is None else (answer, boxed)
 
 
-def _is_root(bound: dict[str, Any]) -> bool:
+def _is_root(bound: Kwargs) -> bool:
     return bool(dist.ProcessGroup.unbox(bound["process_group"]).rank() == bound["root_rank"])
 
 
-def _first(tensors: Sequence[Any]) -> Any:
+def _first(tensors: object) -> QuantizedTensor:
     """Return the first quantized tensor of a call."""
     leaves = torch.utils._pytree.tree_leaves(tensors)
-    return next(t for t in leaves if isinstance(t, QuantizedTensorStorage))
+    return next(t for t in leaves if is_quantized(t))
 
 
 @implements(C10D, "broadcast_")
-def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _broadcast(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     t, answer = _first(bound["tensors"]), bound["tensors"]
     check_alike(answer, t, "broadcast")
@@ -135,7 +142,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(C10D, "allgather_", "gather_")
-def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gather(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle the gathers into lists of tensors."""
     # all_gather alone returns its outputs in front of its work.
     to_all = func._schema.name == "c10d::allgather_"
@@ -151,12 +158,14 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _run(func, bound, lambda: _write_lists(outputs, received, op), answer)
 
 
-def _empty_packed(t: Any) -> Tensor:
+def _empty_packed(t: QuantizedTensor) -> Tensor:
     nbytes = wire_layout(t._quantizer, t.shape).nbytes
     return torch.empty(nbytes, dtype=torch.uint8, device=t.device)
 
 
-def _write_lists(outputs: Any, rows: Any, op: str) -> None:
+def _write_lists(
+    outputs: Sequence[Sequence[QuantizedTensor]], rows: Sequence[Sequence[Tensor]], op: str
+) -> None:
     for tensors, received in zip(outputs, rows, strict=True):
         for t, packed in zip(tensors, received, strict=True):
             check_sender(packed, t, op)
@@ -164,7 +173,7 @@ def _write_lists(outputs: Any, rows: Any, op: str) -> None:
 
 
 @implements(C10D, "_allgather_base_")
-def _all_gather_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_gather_base(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     out, t = bound["output_tensor"], bound["input_tensor"]
     packed, finish = _into_tensor(out, t)
@@ -173,10 +182,10 @@ def _all_gather_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 @implements(C10D, "allgather_into_tensor_coalesced_")
-def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_gather_coalesced(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     pairs = list(zip(bound["outputs"], bound["inputs"], strict=True))
-    plain = [p for p in pairs if not any(isinstance(t, QuantizedTensorStorage) for t in p)]
+    plain = [p for p in pairs if not any(is_quantized(t) for t in p)]
     plans = [_into_tensor(*p) for p in pairs if not any(p is other for other in plain)]
     # gloo joins the tensors of a call, and gives other bytes if their dtypes differ.
     work = None
@@ -194,14 +203,16 @@ def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return _run(func, {**bound, "outputs": outputs, "inputs": inputs}, finish)
 
 
-def _into_tensor(out: Any, t: Any) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+def _into_tensor(
+    out: QuantizedTensor, t: QuantizedTensor
+) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
     """Return the bytes of both tensors of ``all_gather_into_tensor``, and what writes ``out``.
 
     Raises:
-        QTensorError: ``out`` is plain, or does not hold the parts one behind the other.
+        QTensorError: ``out`` is plain, or has another shape than the concatenated parts.
     """
     op = "all_gather_into_tensor"
-    check_alike([out, t], t if isinstance(t, QuantizedTensorStorage) else out, op)
+    check_alike([out, t], t if is_quantized(t) else out, op)
     size, rest = divmod(out.shape[0] if out.ndim else 0, max(t.shape[0] if t.ndim else 0, 1))
     if rest or out.shape[1:] != t.shape[1:] or out.ndim != t.ndim:
         rule = "the output must hold the parts of all ranks along dim 0"
@@ -217,11 +228,11 @@ def _into_tensor(out: Any, t: Any) -> tuple[tuple[Tensor, Tensor], Callable[[], 
 
 
 @implements(C10D, "scatter_")
-def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scatter(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     answer, inputs = bound["output_tensors"], bound["input_tensors"]
     (out,) = answer
-    if not isinstance(out, QuantizedTensorStorage):
+    if not is_quantized(out):
         check_alike([out], _first(inputs), "scatter")
     for tensors in inputs:
         check_alike(tensors, out, "scatter", out.shape)
@@ -239,10 +250,10 @@ def _scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(C10D, "alltoall_")
-def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_to_all(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``alltoall_``: one tensor for each rank, of any shape.
 
-    The bytes travel by ``alltoall_base_``, as those of ``all_to_all_single`` do.
+    The bytes travel by ``alltoall_base_``, as in ``all_to_all_single``.
     """
     bound = _bind(func, args, kwargs)
     answer, inputs = bound.pop("output_tensors"), bound.pop("input_tensors")
@@ -253,10 +264,10 @@ def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     def finish() -> None:
         _write_lists([answer], [exchanged["output"].split(lengths)], "all_to_all")
 
-    return _run(torch.ops.c10d.alltoall_base_, bound | exchanged, finish, answer)
+    return _run(torch.ops.c10d.alltoall_base_.default, bound | exchanged, finish, answer)
 
 
-def _byte_exchange(packed: Sequence[Tensor], lengths: list[int]) -> dict[str, Any]:
+def _byte_exchange(packed: Sequence[Tensor], lengths: list[int]) -> Kwargs:
     """Return the arguments of ``alltoall_base_`` that move bytes.
 
     Args:
@@ -272,12 +283,12 @@ def _byte_exchange(packed: Sequence[Tensor], lengths: list[int]) -> dict[str, An
 
 
 @implements(C10D, "alltoall_base_")
-def _all_to_all_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_to_all_base(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Handle ``alltoall_base_``: rows of one tensor for each rank."""
     op = "all_to_all_single"
     bound = _bind(func, args, kwargs)
     out, t = bound["output"], bound["input"]
-    check_alike([out, t], t if isinstance(t, QuantizedTensorStorage) else out, op)
+    check_alike([out, t], t if is_quantized(t) else out, op)
     ranks = dist.ProcessGroup.unbox(bound["process_group"]).size()
     sizes = [
         list(bound[name]) or [each.shape[0] // ranks] * ranks
@@ -299,7 +310,7 @@ def _all_to_all_base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 @implements(C10D, "send")
-def _send(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _send(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     (t,) = bound["tensors"]
     buffers = [b.contiguous() for b in geometry.whole_buffers(t)]
@@ -308,7 +319,7 @@ def _send(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(C10D, "recv_")
-def _receive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _receive(func: Op, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(func, args, kwargs)
     (t,) = bound["tensors"]
     own, whole = t.buffers(), geometry.whole_buffers(t)
@@ -329,7 +340,7 @@ def _receive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(C10D, "recv_any_source_")
-def _receive_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _receive_any(func: Op, args: Args, kwargs: Kwargs) -> Any:
     fail(
         f"recv[{_first(args)._quantizer.format}]",
         "the buffers travel as several messages, which must come from one rank",
@@ -348,5 +359,5 @@ def _receive_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     "reduce_scatter_",
     "reduce_scatter_tensor_coalesced_",
 )
-def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reduce(func: Op, args: Args, kwargs: Kwargs) -> Any:
     refuse_reduction(func, _first((args, kwargs)))

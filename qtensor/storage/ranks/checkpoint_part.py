@@ -9,7 +9,8 @@ raises an error where that is not exact.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from qtensor.core.buffer_shapes import ceil_div, rows_cols
 from qtensor.core.errors import QTensorError, UnsupportedError, fail
 from qtensor.core.formats import Slot
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
+from qtensor.storage.ops.table import Args, Kwargs, Op
 from qtensor.storage.ops.write import begin_write
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 Rectangle = tuple[tuple[int, int], ...]
 """(start, end) along each dim."""
@@ -30,7 +36,7 @@ _SAME = ("aten::detach", "aten::alias")
 _VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _rows(t: Any, area: Rectangle) -> tuple[int, int]:
+def _rows(t: QuantizedTensor, area: Rectangle) -> tuple[int, int]:
     """Return the rows of the (M, K) view that a rectangle covers.
 
     Raises:
@@ -45,12 +51,12 @@ def _rows(t: Any, area: Rectangle) -> tuple[int, int]:
     return start * inner, end * inner
 
 
-def _refuse(t: Any, rule: str, got: object) -> None:
+def _refuse(t: QuantizedTensor, rule: str, got: object) -> NoReturn:
     fix = "Choose shards that begin and end at blocks, or save a dequantized tensor"
     fail(f"{_OP}[{t._quantizer.format}]", rule, got, fix, UnsupportedError)
 
 
-def slot_area(t: Any, slot: Slot, area: Rectangle) -> Rectangle:
+def slot_area(t: QuantizedTensor, slot: Slot, area: Rectangle) -> Rectangle:
     """Return the entries of the buffer of ``slot`` that belong to a rectangle of ``t``.
 
     Swizzled scales are counted in tiles.
@@ -83,7 +89,7 @@ def slot_area(t: Any, slot: Slot, area: Rectangle) -> Rectangle:
     return tuple(result)
 
 
-def _view(t: Any, slot: Slot, area: Rectangle) -> Tensor:
+def _view(t: QuantizedTensor, slot: Slot, area: Rectangle) -> Tensor:
     """Return the entries ``area`` of a buffer, as a view."""
     buffer = getattr(t, slot.name)
     if slot.swizzled:
@@ -107,13 +113,16 @@ class CheckpointPart(torch.Tensor):
         entry: the entry of the state_dict, for errors.
     """
 
-    whole: Any
+    whole: QuantizedTensor
     area: Rectangle
     entry: str
 
     @staticmethod
     def __new__(
-        cls: type[CheckpointPart], whole: Any, area: Rectangle | None = None, entry: str = ""
+        cls: type[CheckpointPart],
+        whole: QuantizedTensor,
+        area: Rectangle | None = None,
+        entry: str = "",
     ) -> CheckpointPart:
         """Make a part; the whole tensor if ``area`` is None."""
         area = tuple((0, n) for n in whole.shape) if area is None else area
@@ -124,10 +133,10 @@ class CheckpointPart(torch.Tensor):
         self.whole, self.area, self.entry = whole, area, entry
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CheckpointPart({self.area} of {self.whole!r})"
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Refuse safetensors, with which ``HuggingFaceStorageWriter`` writes."""
         fail(
             f"{_OP}[{self.whole._quantizer.format}]",
@@ -139,14 +148,14 @@ class CheckpointPart(torch.Tensor):
 
     data_ptr = storage  # safetensors asks for both
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return whole_part, (self.whole.detach(),)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         name, part = func._schema.name, args[0]
         if name == "aten::copy_":
@@ -163,9 +172,9 @@ class CheckpointPart(torch.Tensor):
         fail(_OP, rule, str(func), "Load into the quantized tensor", UnsupportedError)
 
 
-def whole_part(whole: Any) -> Any:
+def whole_part(whole: QuantizedTensor) -> CheckpointPart:
     """Return the part that is a whole tensor; saved shards are rebuilt by this function."""
-    if not isinstance(whole, QuantizedTensorStorage):
+    if not is_quantized(whole):
         fail(_OP, "a part belongs to a quantized tensor", type(whole).__name__, "Save it again")
     return CheckpointPart(whole)
 
@@ -183,7 +192,7 @@ def _slice(
     return CheckpointPart(part.whole, area, part.entry)
 
 
-def _copy(to: Any, source: Any) -> Any:
+def _copy(to: Tensor, source: Tensor) -> Tensor:
     """Copy a rectangle, codes and factors together, and return ``to``.
 
     Raises:
@@ -198,7 +207,7 @@ def _copy(to: Any, source: Any) -> Any:
     return to
 
 
-def _copy_exactly(to: Any, source: Any) -> None:
+def _copy_exactly(to: Tensor, source: Tensor) -> None:
     """Copy a rectangle, codes and factors together.
 
     Raises:
@@ -207,15 +216,15 @@ def _copy_exactly(to: Any, source: Any) -> None:
     """
     if not isinstance(to, CheckpointPart):
         # torch gives the destination without its name.
-        saved = source.whole._quantizer.canonical
+        canonical = cast(CheckpointPart, source).whole._quantizer.canonical
         fail(
             _OP,
             "a tensor that was saved quantized is loaded into a quantized one",
-            f"a plain tensor of shape {tuple(to.shape)} for {saved}",
-            f"Load into quantizer({saved!r}).quantize(torch.zeros(shape)) and dequantize that",
+            f"a plain tensor of shape {tuple(to.shape)} for {canonical}",
+            f"Load into quantizer({canonical!r}).quantize(torch.zeros(shape)) and dequantize that",
             UnsupportedError,
         )
-    if isinstance(source, QuantizedTensorStorage):
+    if is_quantized(source):
         source = CheckpointPart(source)
     if not isinstance(source, CheckpointPart):
         if source.dtype not in _VALUES:
@@ -238,7 +247,7 @@ def _copy_exactly(to: Any, source: Any) -> None:
     _write(to, source)
 
 
-def serves(saved: Any, wanted: Any) -> bool:
+def serves(saved: QuantizerLike, wanted: QuantizerLike) -> bool:
     """Return True if ``saved`` has all buffers of ``wanted``."""
     if saved == wanted:
         return True
@@ -292,7 +301,7 @@ _LOADED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The rectangles of each tensor that the current load has written."""
 
 
-def begin_load(whole: Any) -> None:
+def begin_load(whole: QuantizedTensor) -> None:
     """Forget what earlier loads have written, which may have been interrupted."""
     _LOADED.pop(whole, None)
 
@@ -305,7 +314,12 @@ def _loaded_before(to: CheckpointPart) -> tuple[Rectangle, ...]:
 
 
 def _check_equal(
-    whole: Any, slot: Slot, own: Rectangle, other: Rectangle, new: Tensor, area: Rectangle
+    whole: QuantizedTensor,
+    slot: Slot,
+    own: Rectangle,
+    other: Rectangle,
+    new: Tensor,
+    area: Rectangle,
 ) -> None:
     """Refuse factors that another part of the same load has set to other values.
 

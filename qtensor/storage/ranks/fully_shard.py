@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ from qtensor.storage.ranks.wire import (
 )
 from qtensor.storage.rebuild import set_origin
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from qtensor.storage.base import QuantizedTensorStorage, TensorOrStorage
+    from qtensor.storage.tensor import QuantizedTensor
+
 _OP = "fully_shard"
 
 
@@ -46,14 +52,14 @@ class Gathered(NamedTuple):
         rest: the shape without the first dim.
     """
 
-    sent: Any
-    quantizer: Any
+    sent: QuantizerLike
+    quantizer: QuantizerLike
     dtype: torch.dtype
     rows: tuple[int, ...]
     rest: tuple[int, ...]
 
 
-def sent_quantizer(quantizer: Any) -> Any:
+def sent_quantizer(quantizer: QuantizerLike) -> QuantizerLike:
     """Return the quantizer of what is sent.
 
     Rowwise data suffice where columnwise data follow from them.
@@ -64,7 +70,9 @@ def sent_quantizer(quantizer: Any) -> Any:
     return quantizer
 
 
-def rows_of_ranks(shard: Any, quantizer: Any, group: Any) -> tuple[int, ...]:
+def rows_of_ranks(
+    shard: TensorOrStorage, quantizer: QuantizerLike, group: ProcessGroup
+) -> tuple[int, ...]:
     """Return the rows of all ranks of a group, which every rank must call at the same time.
 
     Args:
@@ -91,11 +99,13 @@ def rows_of_ranks(shard: Any, quantizer: Any, group: Any) -> tuple[int, ...]:
     return tuple([int(n) for n in of_ranks[:, 0]])
 
 
-def _place(group: Any) -> str:
+def _place(group: ProcessGroup) -> str:
     return f"{_OP} ({group.size()} shards, Shard(0))"
 
 
-def gathered(shard: Any, quantizer: Any, rows: tuple[int, ...], group: Any) -> Gathered:
+def gathered(
+    shard: TensorOrStorage, quantizer: QuantizerLike, rows: tuple[int, ...], group: ProcessGroup
+) -> Gathered:
     """Return how the shards of a weight are gathered; every rank finds the same.
 
     Raises:
@@ -106,7 +116,7 @@ def gathered(shard: Any, quantizer: Any, rows: tuple[int, ...], group: Any) -> G
     if any([n * inner % block for n in [n for n in rows if n][:-1]]):
         fail(
             f"{_place(group)}[{quantizer.format}]",
-            f"each shard must end at a block of {block} rows, so that the first dim of the weight "
+            f"each shard must end at a block of {block} rows: the first dim of the weight "
             f"must be a multiple of {block * len(rows)}",
             f"{sum(rows)}, of which the ranks have {list(rows)}",
             f"Use another size, ranks that divide {sum(rows)} into blocks, or leave the layer out",
@@ -114,7 +124,7 @@ def gathered(shard: Any, quantizer: Any, rows: tuple[int, ...], group: Any) -> G
     return Gathered(sent_quantizer(quantizer), quantizer, shard.dtype, rows, tuple(shard.shape[1:]))
 
 
-def check_dim(shape: Shape, whole: Shape, quantizer: Any) -> None:
+def check_dim(shape: Shape, whole: Shape, quantizer: QuantizerLike) -> None:
     """Refuse a weight that ``fully_shard`` has split along another dim than the first.
 
     Args:
@@ -129,27 +139,31 @@ def check_dim(shape: Shape, whole: Shape, quantizer: Any) -> None:
     if cut:
         fail(
             f"{_OP}[{quantizer.format}]",
-            "codes and scales are gathered along dim 0, so that the placement must be Shard(0)",
+            "codes and scales are gathered along dim 0, so the placement must be Shard(0)",
             f"Shard({cut[0]})",
             "Let shard_placement_fn return Shard(0) or None for this parameter",
             UnsupportedError,
         )
 
 
-def storage_of(quantizer: Any, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Any:
+def storage_of(
+    quantizer: QuantizerLike, buffers: Sequence[Tensor], shape: Shape, dtype: torch.dtype
+) -> QuantizedTensorStorage:
     """Return a bare storage around buffers in the slot order of ``quantizer``."""
     named = dict(zip(quantizer.keywords, buffers, strict=True))
     return quantizer.storage_cls(shape, dtype, quantizer, **named)
 
 
-def sent_bytes(shard: Any, data: Gathered) -> Tensor:
+def sent_bytes(shard: QuantizedTensorStorage, data: Gathered) -> Tensor:
     """Return the bytes of a shard, with zeros to the length that the largest shard has."""
     length = wire_layout(data.sent, (max(data.rows), *data.rest)).nbytes
     packed = pack(shard)
     return torch.cat((packed, packed.new_zeros(length - packed.shape[0])))
 
 
-def gathered_shard(shard: Any, group: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+def gathered_shard(
+    shard: QuantizedTensorStorage, group: ProcessGroup
+) -> tuple[tuple[Tensor, ...], Gathered]:
     """Return the bytes of a quantized shard, and how they are gathered.
 
     The shard remembers how the ranks split the weight, so that later writes find its maxima.
@@ -216,8 +230,8 @@ class GatheredWeight:
         metadata: Gathered,
         param_dtype: torch.dtype,
         *,
-        out: Any = None,
-    ) -> Any:
+        out: Tensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """Return the whole weight and the buffers that ``fully_shard`` frees; or fill ``out``.
 
         Args:

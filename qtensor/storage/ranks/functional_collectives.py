@@ -7,17 +7,18 @@ because the bytes of several ranks have to be put together; ``wait_tensor`` then
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import check
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.lazy_view import stacked
-from qtensor.storage.ops.table import FUNCTIONAL, implements
+from qtensor.storage.ops.table import FUNCTIONAL, Args, Kwargs, Op, implements
 from qtensor.storage.ops.views import slice_tensor
 from qtensor.storage.origin import FRESH, Origin
+from qtensor.storage.process_groups import Group
 from qtensor.storage.ranks.wire import (
     check_alike,
     check_sender,
@@ -28,14 +29,17 @@ from qtensor.storage.ranks.wire import (
     wire_layout,
     write_into,
 )
-from qtensor.storage.rebuild import map_buffers, same, set_origin
+from qtensor.storage.rebuild import Q, map_buffers, same
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def _wait(t: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(t)
 
 
-def parts_of(rows: Tensor, like: Any, op: str) -> list[Any]:
+def parts_of(rows: Tensor, like: Q, op: str) -> list[Q]:
     """Return the tensors of all ranks from their bytes, (ranks, nbytes) uint8.
 
     Args:
@@ -50,14 +54,14 @@ def parts_of(rows: Tensor, like: Any, op: str) -> list[Any]:
     return [_gathered_part(row, like, like.shape, common) for row in rows.unbind()]
 
 
-def _gathered_part(packed: Tensor, like: Any, shape: Sequence[int], common: Tensor) -> Any:
+def _gathered_part(packed: Tensor, like: Q, shape: Sequence[int], common: Tensor) -> Q:
     # DTensor pads what it gathers, and drops the padding afterwards.
     return _received(packed, like, shape, Origin(may_be_padded=True), common)
 
 
 def _received(
-    packed: Tensor, like: Any, shape: Sequence[int], origin: Origin, common: Tensor | None = None
-) -> Any:
+    packed: Tensor, like: Q, shape: Sequence[int], origin: Origin, common: Tensor | None = None
+) -> Q:
     """Return the tensor that ``unpack`` finds, with memory of its own for each buffer.
 
     torch cannot save buffers of several dtypes in one memory.
@@ -66,12 +70,12 @@ def _received(
 
 
 @implements(FUNCTIONAL, "all_gather_into_tensor")
-def _all_gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_gather(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, size, group = args
     return _gathered(func, t, size, group)
 
 
-def _gathered(func: Any, t: Any, size: int, group: Any) -> Any:
+def _gathered(func: Op, t: Q, size: int, group: Group) -> Q:
     check(
         t.ndim > 0,
         f"all_gather_into_tensor[{t._quantizer.format}]",
@@ -84,16 +88,16 @@ def _gathered(func: Any, t: Any, size: int, group: Any) -> Any:
 
 
 @implements(FUNCTIONAL, "all_gather_into_tensor_coalesced")
-def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _all_gather_coalesced(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     tensors, size, group = args
-    quantized = [t for t in tensors if isinstance(t, QuantizedTensorStorage)]
-    plain = [t for t in tensors if not isinstance(t, QuantizedTensorStorage)]
+    quantized = [t for t in tensors if is_quantized(t)]
+    plain = [t for t in tensors if not is_quantized(t)]
     # gloo joins the tensors of a call, and gives other bytes if their dtypes differ.
     rows = iter(func([pack(t) for t in quantized], size, group))
     values = iter(func(plain, size, group) if plain else [])
     results = []
     for t in tensors:
-        if isinstance(t, QuantizedTensorStorage):
+        if is_quantized(t):
             parts = parts_of(_wait(next(rows)).view(size, -1), t, "all_gather_into_tensor")
             results.append(stacked(parts))
         else:
@@ -102,16 +106,16 @@ def _all_gather_coalesced(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @implements(FUNCTIONAL, "all_gather_into_tensor_out")
-def _all_gather_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_gather_out(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, size, group = args
     out = kwargs["out"]
     check_alike([t, out], t, "all_gather_into_tensor", None)
-    gathered = _gathered(torch.ops._c10d_functional.all_gather_into_tensor, t, size, group)
+    gathered = _gathered(torch.ops._c10d_functional.all_gather_into_tensor.default, t, size, group)
     return out.copy_(gathered)
 
 
 @implements(FUNCTIONAL, "broadcast")
-def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _broadcast(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t = args[0]
     received = _wait(func(pack(t), *args[1:], **kwargs))
     check_sender(received, t, "broadcast")
@@ -119,13 +123,14 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @implements(FUNCTIONAL, "broadcast_")
-def _broadcast_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _broadcast_(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t = args[0]
-    write_into(t, _broadcast(torch.ops._c10d_functional.broadcast, args, kwargs), "broadcast")
+    op = torch.ops._c10d_functional.broadcast.default
+    write_into(t, _broadcast(op, args, kwargs), "broadcast")
     return t
 
 
-def split_rows(t: Any, sizes: Sequence[int]) -> list[Any]:
+def split_rows(t: Q, sizes: Sequence[int]) -> list[Q]:
     """Return the parts of ``t`` along dim 0.
 
     Raises:
@@ -138,8 +143,8 @@ def split_rows(t: Any, sizes: Sequence[int]) -> list[Any]:
     return parts
 
 
-def row_parts(packed: Tensor, like: Any, sizes: Sequence[int], op: str) -> list[Any]:
-    """Return the tensors that the ranks sent, one behind the other in ``packed``.
+def row_parts(packed: Tensor, like: Q, sizes: Sequence[int], op: str) -> list[Q]:
+    """Return the tensors that the ranks sent, one after another in ``packed``.
 
     Args:
         packed: flat uint8.
@@ -159,7 +164,7 @@ def row_parts(packed: Tensor, like: Any, sizes: Sequence[int], op: str) -> list[
 
 
 @implements(FUNCTIONAL, "all_to_all_single")
-def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _all_to_all(func: Op, args: Args, kwargs: Kwargs) -> Any:
     t, outputs, inputs, group = args
     parts = split_rows(t, inputs)
     packed = [pack(part) for part in parts]
@@ -169,7 +174,7 @@ def _all_to_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return stack_rows(row_parts(received, like, outputs, "all_to_all_single"))
 
 
-def stack_rows(parts: Sequence[Any]) -> Any:
+def stack_rows(parts: Sequence[Q]) -> Q:
     """Return the concatenation along dim 0 of parts with any number of rows."""
     filled = [part for part in parts if part.shape[0]] or list(parts[:1])
     if len(filled) == 1:
@@ -179,7 +184,7 @@ def stack_rows(parts: Sequence[Any]) -> Any:
 
 
 @implements(FUNCTIONAL, "shard_dim_alltoall")
-def _shard_dim_alltoall(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shard_dim_alltoall(func: Op, args: Args, kwargs: Kwargs) -> Any:
     """Gather along one dim and shard along another one, as DTensor does on GPUs."""
     t, gather_dim, shard_dim, group = args
     parts = [part.contiguous() for part in t.chunk(_size_of(group), shard_dim)]
@@ -191,16 +196,16 @@ def _shard_dim_alltoall(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return torch.ops.aten.cat(parts_of(rows, parts[0], "redistribute"), gather_dim)
 
 
-def _size_of(group: Any) -> int:
-    name: Any = group
+def _size_of(group: ProcessGroup | str) -> int:
     if isinstance(group, str):
-        return torch.distributed.distributed_c10d._get_group_size_by_name(name)
-    return int(group.size())
+        # torch has a type of its own for names.
+        return torch.distributed.distributed_c10d._get_group_size_by_name(group)  # type: ignore[arg-type]
+    return group.size()
 
 
 @implements(FUNCTIONAL, "wait_tensor", "_wrap_tensor_autograd")
-def _wait_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an alias: results are complete, so that torch need not make them wait."""
+def _wait_tensor(func: Op, args: Args, kwargs: Kwargs) -> Any:
+    """Return an alias: the handlers have waited for the results already."""
     return same(args[0])
 
 
@@ -214,6 +219,6 @@ def _wait_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     "reduce_scatter_tensor_coalesced",
     "reduce_scatter_tensor_out",
 )
-def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reduce(func: Op, args: Args, kwargs: Kwargs) -> Any:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    refuse_reduction(func, next(t for t in leaves if isinstance(t, QuantizedTensorStorage)))
+    refuse_reduction(func, next(t for t in leaves if is_quantized(t)))

@@ -8,9 +8,9 @@ an optimizer; ``import qtensor.distributed`` registers it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from qtensor.core.dtensors import is_dtensor
 from qtensor.storage.base import QuantizedTensorStorage
@@ -18,22 +18,25 @@ from qtensor.storage.origin import Split
 from qtensor.storage.process_groups import group_of_mesh
 from qtensor.storage.rebuild import set_origin
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def splits_of(parameter: Any) -> tuple[Split, ...]:
+
+def splits_of(parameter: DTensor) -> tuple[Split, ...]:
     """Return how a DTensor is split, for each dim of its mesh that splits it over several ranks."""
     mesh, last = parameter.device_mesh, parameter.ndim - 1
-    found = []
+    splits = []
     for i, placement in enumerate(parameter.placements):
         # Shard and the strided shards that fully_shard makes of parts have a dim.
         dim = getattr(placement, "dim", None)
         if dim is not None and mesh.size(i) > 1:
             group = group_of_mesh(mesh, i, "optimizer step")
             axis = "k" if dim % parameter.ndim == last else "m"
-            found.append(Split(group.group_name, axis))
-    return tuple(found)
+            splits.append(Split(group.group_name, axis))
+    return tuple(splits)
 
 
-def note_splits(parameter: Any) -> None:
+def note_splits(parameter: DTensor) -> None:
     """Note on the local tensor of a quantized DTensor how the DTensor is split."""
     # to_local() returns another view each time; an op writes to this tensor.
     local = parameter._local_tensor
@@ -45,7 +48,7 @@ def note_splits(parameter: Any) -> None:
         set_origin(local, local._origin._replace(split=splits))
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if is_dtensor(parameter):

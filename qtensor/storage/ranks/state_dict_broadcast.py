@@ -20,17 +20,26 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qtensor.core.dtensors import is_dtensor, local_part, part_of
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
-from qtensor.core.quantizer_registry import parse
+from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.core.texts import some
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import is_quantized
 from qtensor.storage.ranks.checkpoint_part import serves
 from qtensor.storage.ranks.wire import pack, unpacked_buffers, wire_layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from qtensor.storage.tensor import QuantizedTensor
+
+Description = tuple[str, tuple[int, ...], torch.dtype]
+"""Canonical string, shape and nominal dtype of a quantized entry."""
 
 _TORCH = "torch.distributed._state_dict_utils"
 _HELPERS = "torch.distributed.checkpoint.state_dict"
@@ -91,7 +100,7 @@ def is_installed() -> bool:
     return bool(_ORIGINALS)
 
 
-def refuse_broadcast(t: Any) -> None:
+def refuse_broadcast(t: QuantizedTensor) -> None:
     """Raise the error of a broadcast of ``t`` without the import.
 
     Raises:
@@ -117,7 +126,7 @@ def _without_quantized(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def run(full_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        quantized = [name for name, value in full_state_dict.items() if _is_quantized(value)]
+        quantized = [name for name, value in full_state_dict.items() if is_quantized(value)]
         rule = "entries of this version of torch must be plain: it would read codes as numbers"
         fix = "Use another version of torch, or load the state dict on each rank"
         check(not quantized, "broadcast_from_rank0", rule, some(quantized), fix, UnsupportedError)
@@ -130,7 +139,7 @@ def broadcast_state_dict(
     full_state_dict: dict[str, Any],
     local_state_dict: dict[str, Any],
     device: torch.device,
-    pg: Any = None,
+    pg: ProcessGroup | None = None,
     strict: bool = False,
     cpu_offload: bool = False,
 ) -> None:
@@ -151,7 +160,7 @@ def broadcast_state_dict(
     """
     sources: dict[str, Any] = {}
     if torch.distributed.get_rank() == 0:
-        quantized = {k: v for k, v in full_state_dict.items() if _is_quantized(v)}
+        quantized = {k: v for k, v in full_state_dict.items() if is_quantized(v)}
         sources.update(quantized)
         full_state_dict = dict(_entries_to_send(full_state_dict))
     receiver = _Receiver(sources, dict(local_state_dict), {}, [], cpu_offload)
@@ -174,13 +183,9 @@ def broadcast_state_dict(
         raise receiver.errors[0]
 
 
-def _is_quantized(value: Any) -> bool:
-    return isinstance(value, QuantizedTensorStorage)
-
-
 def _entries_to_send(full_state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in full_state_dict.items():
-        if _is_quantized(value):
+        if is_quantized(value):
             yield name + _DESCRIPTION, (value._quantizer.canonical, tuple(value.shape), value.dtype)
             nbytes = wire_layout(value._quantizer, value.shape).nbytes
             yield name + _BYTES, torch.empty(1, dtype=torch.uint8).expand(nbytes)
@@ -195,7 +200,7 @@ def broadcast_tensors(
     local_state_dict: dict[str, Any],
     keys: list[str],
     device: torch.device,
-    pg: Any = None,
+    pg: ProcessGroup | None = None,
 ) -> None:
     """Broadcast entries with torch's function, and rebuild those that were quantized."""
     receiver = _RECEIVERS[-1] if _RECEIVERS else None
@@ -207,13 +212,13 @@ def broadcast_tensors(
     if receiver is None:
         return
     for key, name in names.items():
-        packed = local_state_dict.get(key)
+        packed: Any = local_state_dict.get(key)
         local_state_dict[key] = torch.empty(0)
         if name in receiver.targets:
             _receive(receiver, name, packed, full_state_dict[name + _DESCRIPTION])
 
 
-def _receive(receiver: _Receiver, name: str, packed: Any, described: tuple[Any, ...]) -> None:
+def _receive(receiver: _Receiver, name: str, packed: Tensor, described: Description) -> None:
     """Write a whole quantized tensor into the entry ``name`` of this rank."""
     target = receiver.targets[name]
     canonical, shape, dtype = described
@@ -234,18 +239,20 @@ def _receive(receiver: _Receiver, name: str, packed: Any, described: tuple[Any, 
         receiver.errors.append(error)
 
 
-def _wanted(name: str, target: Any, saved: Any, shape: tuple[int, ...]) -> Any:
+def _wanted(
+    name: str, target: object, saved: QuantizerLike, shape: tuple[int, ...]
+) -> QuantizerLike:
     """Return the quantizer of this rank's entry.
 
     Raises:
         UnsupportedError: the entry is plain, or has another quantizer or shape.
     """
     local = local_part(target)
-    is_quantized = _is_quantized(local)
+    quantized = is_quantized(local)
     same_shape = tuple(getattr(target, "shape", ())) == tuple(shape)
-    if is_quantized and same_shape and serves(saved, local._quantizer):
+    if quantized and same_shape and serves(saved, local._quantizer):
         return local._quantizer
-    got = f"{local._quantizer.canonical}" if is_quantized else "a plain tensor"
+    got = f"{local._quantizer.canonical}" if quantized else "a plain tensor"
     if is_dtensor(target):
         got = f"a DTensor ({part_of(target.placements)}) of {got}"
     fail(

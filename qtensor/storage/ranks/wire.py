@@ -12,7 +12,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,17 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, buffer_shape
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.core.formats import Slot
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.library.same_rows import SAME_ROWS
 from qtensor.storage import geometry
-from qtensor.storage.base import QuantizedTensorStorage
+from qtensor.storage.base import QuantizedTensorStorage, is_quantized
+from qtensor.storage.ops.table import Op
 from qtensor.storage.ops.write import begin_write, copy_buffer
 from qtensor.storage.origin import FRESH
-from qtensor.storage.rebuild import with_buffers
+from qtensor.storage.rebuild import S, with_buffers
+
+if TYPE_CHECKING:
+    from qtensor.storage.tensor import QuantizedTensor
 
 ALIGNMENT = 16
 HASH_BYTES = 8
@@ -54,7 +59,7 @@ def is_shared(slot: Slot) -> bool:
     return all(dim.axis == "one" for dim in slot.dims)
 
 
-def wire_layout(quantizer: Any, shape: Shape) -> WireLayout:
+def wire_layout(quantizer: QuantizerLike, shape: Shape) -> WireLayout:
     """Return the layout of the packed bytes of a tensor of ``shape``."""
     slots = quantizer.slots
     order = sorted(
@@ -77,7 +82,7 @@ def kind_number(canonical: str, dtype: torch.dtype) -> int:
     return int.from_bytes(digest[:HASH_BYTES], "little") >> 1
 
 
-def _hash_bytes(t: Any) -> Tensor:
+def _hash_bytes(t: QuantizedTensorStorage) -> Tensor:
     value = kind_number(t._quantizer.canonical, t.dtype)
     # A fill needs no copy from the host.
     return torch.full((1,), value, dtype=torch.int64, device=t.device).view(torch.uint8)
@@ -88,7 +93,7 @@ def as_bytes(buffer: Tensor) -> Tensor:
     return buffer.contiguous().view(-1).view(torch.uint8)
 
 
-def pack(t: Any) -> Tensor:
+def pack(t: QuantizedTensorStorage) -> Tensor:
     """Return the buffers of ``t`` as flat uint8, laid out as ``wire_layout`` says."""
     layout = wire_layout(t._quantizer, t.shape)
     buffers = geometry.whole_buffers(t)
@@ -98,7 +103,7 @@ def pack(t: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack(packed: Tensor, like: Any, shape: Shape, common: Tensor | None = None) -> Any:
+def unpack(packed: Tensor, like: S, shape: Shape, common: Tensor | None = None) -> S:
     """Return a tensor of ``shape`` with the quantizer of ``like`` around views of ``packed``.
 
     Args:
@@ -112,7 +117,7 @@ def unpack(packed: Tensor, like: Any, shape: Shape, common: Tensor | None = None
 
 
 def unpacked_buffers(
-    packed: Tensor, quantizer: Any, shape: Shape, common: Tensor | None = None
+    packed: Tensor, quantizer: QuantizerLike, shape: Shape, common: Tensor | None = None
 ) -> list[Tensor]:
     """Return views of ``packed`` as the buffers of a tensor of ``shape``, in slot order."""
     slots = quantizer.slots
@@ -120,12 +125,12 @@ def unpacked_buffers(
     for piece in wire_layout(quantizer, shape).pieces:
         slot = slots[piece.slot]
         source = common if common is not None and is_shared(slot) else packed
-        found = source.narrow(0, piece.offset, piece.nbytes)
-        buffers[piece.slot] = found.view(slot.dtype).view(piece.shape)
+        own_bytes = source.narrow(0, piece.offset, piece.nbytes)
+        buffers[piece.slot] = own_bytes.view(slot.dtype).view(piece.shape)
     return buffers
 
 
-def compare_ranks(rows: Tensor, like: Any, op: str) -> Tensor:
+def compare_ranks(rows: Tensor, like: QuantizedTensorStorage, op: str) -> Tensor:
     """Return the hash and the shared factors, after a check that all ranks have equal ones.
 
     Args:
@@ -152,7 +157,7 @@ def compare_ranks(rows: Tensor, like: Any, op: str) -> Tensor:
     return SAME_ROWS(rows[:, :common], message)
 
 
-def check_sender(packed: Tensor, like: Any, op: str) -> None:
+def check_sender(packed: Tensor, like: QuantizedTensorStorage, op: str) -> None:
     """Refuse bytes of a tensor with another quantizer or nominal dtype.
 
     Raises:
@@ -166,8 +171,10 @@ def check_sender(packed: Tensor, like: Any, op: str) -> None:
     SAME_ROWS(torch.stack([packed[:HASH_BYTES], _hash_bytes(like)]), message)
 
 
-def check_alike(tensors: Sequence[Any], like: Any, op: str, shape: Shape | None = None) -> None:
-    """Refuse tensors whose buffers differ in kind from those of ``like``.
+def check_alike(
+    tensors: Sequence[Tensor], like: QuantizedTensorStorage, op: str, shape: Shape | None = None
+) -> None:
+    """Refuse tensors with another quantizer or nominal dtype than ``like``.
 
     Args:
         tensors: the tensors that a collective reads or writes together with ``like``.
@@ -179,11 +186,7 @@ def check_alike(tensors: Sequence[Any], like: Any, op: str, shape: Shape | None 
         QTensorError: one is plain, or has another quantizer, nominal dtype or shape.
     """
     for t in tensors:
-        fits = (
-            isinstance(t, QuantizedTensorStorage)
-            and t._quantizer == like._quantizer
-            and t.dtype == like.dtype
-        )
+        fits = is_quantized(t) and t._quantizer == like._quantizer and t.dtype == like.dtype
         if not fits:
             kind = f"{t._quantizer.canonical}" if hasattr(t, "_quantizer") else "a plain tensor"
             fail(
@@ -201,8 +204,8 @@ def check_alike(tensors: Sequence[Any], like: Any, op: str, shape: Shape | None 
             )
 
 
-def write_into(t: Any, received: Any, op: str) -> None:
-    """Copy the buffers of ``received`` into those of ``t``.
+def write_into(t: QuantizedTensor, received: QuantizedTensorStorage, op: str) -> None:
+    """Copy the buffers of ``received`` into ``t``.
 
     Raises:
         QTensorError: ``t`` is a part of a tensor whose other values need other factors.
@@ -223,7 +226,7 @@ def write_into(t: Any, received: Any, op: str) -> None:
             copy_buffer(getattr(t, slot.name), getattr(received, slot.name))
 
 
-def refuse_reduction(func: Any, t: Any) -> None:
+def refuse_reduction(func: Op, t: QuantizedTensorStorage) -> None:
     """Raise an error, because codes of different factors cannot be added.
 
     Raises:
