@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import DtypeError, fail
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import by_name, check_buffers, parse
 from qtensor.kernels import table
 from qtensor.library.define import LIBRARY, Written, below_autograd, empty, leaf_op, no_outputs
@@ -62,7 +63,7 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
         return
     op = f"dequantize[{quantizer.format}]"
     check_buffers(op, quantizer, args.buffers, args.shape)
-    values = table.decode_transposed(quantizer, args.buffers, tuple(args.shape), out.dtype)
+    values = table.decode_rows(Operand(args.buffers, args.quantizer, args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
         return

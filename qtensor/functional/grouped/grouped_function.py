@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.functional.debugging import asks_for, tell_debug
 from qtensor.functional.grouped.args import GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.linear.args import DelayedCall
@@ -25,10 +26,8 @@ from qtensor.functional.linear.saved import (
     with_tensors,
 )
 from qtensor.functional.operands import (
-    Operand,
     as_matrix,
     column_part,
-    plain_operand,
     quantize_operand,
     row_part,
 )

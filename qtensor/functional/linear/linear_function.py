@@ -30,6 +30,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.linear_plans import backward_text, forward_text
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.functional.debugging import asks_for, tell_debug
 from qtensor.functional.linear.args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.linear.layer_plan import assembly, parts
@@ -41,12 +42,10 @@ from qtensor.functional.linear.saved import (
     with_tensors,
 )
 from qtensor.functional.operands import (
-    Operand,
     Quantized,
     as_matrix,
     column_part,
     multiply,
-    plain_operand,
     quantize_operand,
     row_part,
 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
-from qtensor.functional.operands import Operand
+from qtensor.core.operand import Operand
 
 
 class SavedOperand(NamedTuple):
@@ -55,7 +55,7 @@ def save_operand(
 ) -> tuple[SavedOperand, list[Tensor | None]]:
     """Return the record of an operand and its tensors; None stands for each input of the call."""
     length = len(operand.buffers)
-    tensors: list[Tensor | None] = [None] * length if is_input else list(operand.buffers)
+    tensors: list[Tensor | None] = [None] * length if is_input else [*operand.buffers]
     return SavedOperand(operand.canonical, operand.shape, length, is_input), tensors
 
 
@@ -92,7 +92,8 @@ def restore_operands(
         if record is None:
             operands.append(None)
             continue
-        operands.append(Operand(tensors[: record.length], record.canonical, record.shape))
+        buffers = list(tensors[: record.length])
+        operands.append(Operand(buffers, record.canonical, record.shape))
         tensors = tensors[record.length :]
     return operands[0], operands[1], tensors
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import is_empty, round_up, rows_cols
 from qtensor.core.compile_constants import compile_constant
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.functional.operands import Quantized
 from qtensor.functional.ranks.parallel import Parallel, all_gather, gather
@@ -130,7 +131,7 @@ def gather_rows(x: Any, canonical: str, scale: Tensor | None, p: Parallel) -> Te
     for place in plan.transposed:
         joined = [*joined[:place], joined[0].t().contiguous(), *joined[place:]]
     shape = (*x.shape[: p.dim], x.shape[p.dim] * p.size, *x.shape[p.dim + 1 :])
-    return Quantized(joined, canonical, shape, x.dtype, amax)
+    return Quantized(Operand(joined, canonical, rows_cols(shape)), shape, x.dtype, amax)
 
 
 def _quantized_part(
