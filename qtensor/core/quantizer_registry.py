@@ -24,7 +24,7 @@ from qtensor.core.buffer_shapes import (
 from qtensor.core.compile_constants import forget_constants
 from qtensor.core.encoding import decode_call
 from qtensor.core.errors import DtypeError, fail
-from qtensor.core.formats import FormatSpec, Slot
+from qtensor.core.formats import Element, FormatSpec, Slot
 
 
 class QuantizerLike(Protocol):
@@ -56,6 +56,10 @@ class QuantizerLike(Protocol):
     """True if a call must pass ``seed=``."""
     needs_scale: bool
     """True if a call must pass ``scale=`` (delayed scaling)."""
+
+    @property
+    def element(self) -> Element:
+        """The element of the codes."""
 
     def encode_(
         self,

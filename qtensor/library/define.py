@@ -21,7 +21,7 @@ below_autograd = torch_state.below_autograd
 BODIES: dict[str, Callable[..., Any]] = {}
 """Functions that the dispatcher calls for real tensors, by op name."""
 
-FILLS: dict[str, Callable[[Any, Any], None]] = {}
+FILLS: dict[str, Callable[..., None]] = {}
 """Op name -> ``fill(outputs, args)``.
 
 A test or a backend may replace an entry; schema and fake stay.

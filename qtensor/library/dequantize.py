@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -117,11 +117,17 @@ torch.library.register_fake(
 )
 
 
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+class _DtypeContext(Protocol):
+    """What ``dequantize_tensor`` keeps for backward: the nominal dtype of its input."""
+
+    dtype: torch.dtype
+
+
+def _straight_through(ctx: _DtypeContext, grad: Tensor) -> tuple[Tensor, None]:
     return grad.to(ctx.dtype), None
 
 
-def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_dtype(ctx: _DtypeContext, inputs: tuple[Tensor, object], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 

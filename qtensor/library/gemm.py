@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -233,14 +233,25 @@ GEMM_TENSOR = torch.ops.qtensor.gemm_tensor.default
 """``gemm`` over tensors themselves, so that one made inside a compiled region can be an operand."""
 
 
-def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+class _GemmContext(Protocol):
+    """What ``gemm_tensor`` keeps for backward: both operands, layout, and facts about the bias."""
+
+    layout: str
+    bias: tuple[torch.Size, torch.dtype] | None
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def _save_operands(ctx: _GemmContext, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, layout, _, bias = (*inputs, None, None)[:5]
     ctx.save_for_backward(a, b)
     ctx.layout = layout
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
 
 
-def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _gemm_backward(ctx: _GemmContext, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients: products of ``grad`` with the value of the other operand."""
     a, b = ctx.saved_tensors
     d_a = d_b = d_bias = None

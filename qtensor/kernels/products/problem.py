@@ -86,7 +86,7 @@ class GemmSide:
     @property
     def element(self) -> str | None:
         """Name of the element code, or None for plain tensors."""
-        return None if self.quantizer is None else self.quantizer.element.name  # type: ignore[attr-defined]
+        return None if self.quantizer is None else self.quantizer.element.name
 
     @functools.cached_property
     def side(self) -> str:

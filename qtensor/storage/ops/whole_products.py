@@ -29,7 +29,7 @@ _LIBRARY, _ALL_OPS = torch.library.Library("aten", "IMPL"), torch.library.Librar
 def _computes_here(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """Return True if a call asks for the product alone: no gradient, no autocast, no record.
 
-    The product is then one op instead of several, which takes two thirds of the time.
+    The product is then one op instead of several.
     """
     if torch.is_grad_enabled() and (
         a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
