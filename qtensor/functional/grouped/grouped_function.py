@@ -8,6 +8,7 @@ another, and the shape (N, K) of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -214,7 +215,9 @@ def grouped_setup_ctx(
     return [*tensors, *main_grads, report, fwd.seeds[2], fwd.splits.tensor, *state]
 
 
-def restored(bwd: GroupedBwdArgs, tensors: Any, grad: Tensor | None) -> GroupedBwdArgs:
+def restored(
+    bwd: GroupedBwdArgs, tensors: Sequence[Tensor | None], grad: Tensor | None
+) -> GroupedBwdArgs:
     """Return a copy of the arguments with the gradient ``grad`` (..., N) and the saved tensors.
 
     ``tensors`` are those that ``grouped_setup_ctx`` returned.
@@ -222,12 +225,9 @@ def restored(bwd: GroupedBwdArgs, tensors: Any, grad: Tensor | None) -> GroupedB
     inp, weights, rest = restore_operands(bwd.saved, tensors)
     main_grads, rest = tuple(rest[: bwd.n_main_grad]), rest[bwd.n_main_grad :]
     report, seed, sizes, scales, *state = rest
-    delayed = None if scales is None else DelayedCall(scales, *state)
+    delayed = None if scales is None else DelayedCall._make((scales, *state))
     splits = Splits(bwd.splits.sizes, sizes, bwd.splits.groups)
-    copy: GroupedBwdArgs = with_tensors(
-        bwd, grad, inp, weights, main_grads, report, delayed, seed, splits
-    )
-    return copy
+    return with_tensors(bwd, grad, inp, weights, main_grads, report, delayed, seed, splits)
 
 
 def _wgrad_input(args: GroupedBwdArgs, saved: Operand) -> Operand:

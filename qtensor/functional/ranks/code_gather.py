@@ -16,7 +16,7 @@ as many bytes as the values do: 1-D blocks in both directions take 16.5 bits in 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class GatherPlan(NamedTuple):
 @compile_constant
 def gather_plan(canonical: str, dtype: torch.dtype) -> GatherPlan | None:
     """Return how a tensor of ``dtype`` is gathered as codes, or None to gather its values."""
-    whole: Any = parse(canonical)
+    whole = parse(canonical)
     own = whole
     if whole.rowwise and whole.columnwise and whole.spec.transpose_shares_bytes:
         own = whole.with_usage(columnwise=False)
@@ -107,7 +107,7 @@ def gather_plan(canonical: str, dtype: torch.dtype) -> GatherPlan | None:
     )
 
 
-def gather_rows(x: Any, canonical: str, scale: Tensor | None, p: Parallel) -> Tensor | Quantized:
+def gather_rows(x: Tensor, canonical: str, scale: Tensor | None, p: Parallel) -> Tensor | Quantized:
     """Return the rows of all ranks: quantized as one tensor, or their values.
 
     Args:
