@@ -45,7 +45,7 @@ class SequenceExchange(NamedTuple):
     output_dim: int | None = None
 
 
-class Layout(NamedTuple):
+class LayerPlacements(NamedTuple):
     """The placements of a layer's tensors, one for each dim of the mesh.
 
     Attributes:
@@ -142,7 +142,9 @@ def _where(t: DTensor) -> str:
     return part_of(t.placements) if is_dtensor(t) else "a plain tensor"
 
 
-def layout_of(label: str, input: DTensor, weight: DTensor, *, splits_rows: bool = True) -> Layout:
+def placements_of(
+    label: str, input: DTensor, weight: DTensor, *, splits_rows: bool = True
+) -> LayerPlacements:
     """Return the placements for an input (..., K) and a weight (N, K).
 
     Args:
@@ -175,7 +177,7 @@ def layout_of(label: str, input: DTensor, weight: DTensor, *, splits_rows: bool 
             rule = "a weight must be Shard(0), Shard(1) or Replicate() on each dim of its mesh"
             fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
     columns = [tuple([row[i] for row in rows]) for i in range(6)]
-    return Layout._make([*columns, tuple(summed)])
+    return LayerPlacements._make([*columns, tuple(summed)])
 
 
 def _on_one_mesh(label: str, input: Tensor, parameters: Sequence[Tensor]) -> list[DTensor]:
@@ -220,59 +222,68 @@ def localize(
     """
     x, *parameters = _on_one_mesh(label, input, (*weights, *biases))
     weight, mesh = parameters[0], x.device_mesh
-    layout = layout_of(label, x, weight, splits_rows=not grouped)
+    placements = placements_of(label, x, weight, splits_rows=not grouped)
     for other in parameters[1 : len(weights)]:
         if other.placements != weight.placements:
             rule = "the weights of all groups must have the placements of the first"
             fail(f"{label} weight", rule, _where(other), "Distribute all of them alike")
-    parallel, wanted, grad, output = None, layout.input, layout.input_grad, layout.output
+    parallel, wanted, grad, output = (
+        None,
+        placements.input,
+        placements.input_grad,
+        placements.output,
+    )
     shape = (*x.shape[:-1], weight.shape[0])
-    if not grouped and (exchange is not None or (biases and layout.summed)):
-        parallel = _own_exchange(label, x, weight, layout, exchange)
+    if not grouped and (exchange is not None or (biases and placements.summed)):
+        parallel = _own_exchange(label, x, weight, placements, exchange)
     if parallel is not None and parallel.mode == "column":
         wanted = grad = x.placements
     elif parallel is not None:
-        output = _reduced(layout, parallel)
+        output = _reduced(placements, parallel)
     if wanted != x.placements:
         x = x.redistribute(placements=wanted)
     return Localized(
         x.to_local(grad_placements=grad),
-        [w.to_local(grad_placements=layout.weight_grad) for w in parameters[: len(weights)]],
-        [_local_bias(b, layout, grouped) for b in parameters[len(weights) :]],
+        [w.to_local(grad_placements=placements.weight_grad) for w in parameters[: len(weights)]],
+        [_local_bias(b, placements, grouped) for b in parameters[len(weights) :]],
         parallel,
         mesh,
         output,
         shape,
-        any([p.is_partial() for p in layout.weight_grad]),
+        any([p.is_partial() for p in placements.weight_grad]),
     )
 
 
-def _local_bias(bias: DTensor, layout: Layout, first_adds: bool) -> Tensor:
+def _local_bias(bias: DTensor, placements: LayerPlacements, first_adds: bool) -> Tensor:
     """Return this rank's part (N,) of a bias, or zeros if another rank adds it."""
     from torch.distributed.tensor import Partial  # noqa: PLC0415 - see qtensor.core.dtensors
 
-    if bias.placements != layout.bias:
-        bias = bias.redistribute(placements=layout.bias)
-    if not (first_adds and layout.summed):
-        return bias.to_local(grad_placements=layout.bias_grad)
-    grad = [Partial() if i in layout.summed else p for i, p in enumerate(layout.bias_grad)]
+    if bias.placements != placements.bias:
+        bias = bias.redistribute(placements=placements.bias)
+    if not (first_adds and placements.summed):
+        return bias.to_local(grad_placements=placements.bias_grad)
+    grad = [Partial() if i in placements.summed else p for i, p in enumerate(placements.bias_grad)]
     local = bias.to_local(grad_placements=tuple(grad))
     mesh = bias.device_mesh
-    is_first = all([mesh.get_local_rank(i) == 0 for i in layout.summed])
+    is_first = all([mesh.get_local_rank(i) == 0 for i in placements.summed])
     return local if is_first else torch.where(torch.zeros_like(local, dtype=torch.bool), local, 0.0)
 
 
 def _own_exchange(
-    label: str, input: DTensor, weight: DTensor, layout: Layout, exchange: SequenceExchange | None
+    label: str,
+    input: DTensor,
+    weight: DTensor,
+    placements: LayerPlacements,
+    exchange: SequenceExchange | None,
 ) -> Parallel | None:
     """Return the exchange that the layer does itself, or None if DTensors do all of it."""
     mesh = input.device_mesh
-    if len(layout.summed) > 1:
+    if len(placements.summed) > 1:
         rule = "a weight with a bias can be split along in_features on one dim of the mesh only"
         fix = "Build the layer with bias=False, or use another placement"
         fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
-    if layout.summed:
-        on, mode = layout.summed[0], "row"
+    if placements.summed:
+        on, mode = placements.summed[0], "row"
         along = None if exchange is None else exchange.output_dim
     else:
         split = [i for i, w in enumerate(weight.placements) if w.is_shard(0)]
@@ -306,9 +317,9 @@ def _splits_rows(input: DTensor, on: int, along: int, mode: str) -> bool:
     return along == 0 or not quantized
 
 
-def _reduced(layout: Layout, parallel: Parallel) -> tuple[Placement, ...]:
+def _reduced(placements: LayerPlacements, parallel: Parallel) -> tuple[Placement, ...]:
     """Return the placements of an output that the layer has reduced."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see qtensor.core.dtensors
 
     end = Shard(parallel.dim) if parallel.sequence else Replicate()
-    return tuple([end if i in layout.summed else p for i, p in enumerate(layout.output)])
+    return tuple([end if i in placements.summed else p for i, p in enumerate(placements.output)])

@@ -20,7 +20,14 @@ from qtensor.kernels.products import IN_FRONT
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
-from qtensor.kernels.products.problem import Facts, GemmSide, Problem, Product, facts_of, sides
+from qtensor.kernels.products.problem import (
+    GemmSide,
+    OperandFacts,
+    Problem,
+    Product,
+    facts_of,
+    sides,
+)
 from qtensor.kernels.products.reference import Reference
 from qtensor.kernels.products.scaled_mm import ScaledMM
 from qtensor.kernels.products.tiles import Tiles
@@ -185,8 +192,8 @@ def reset() -> None:
 class _Call(NamedTuple):
     """Everything about a product that its choice depends on, in less time than a ``Problem``."""
 
-    a: Facts
-    b: Facts
+    a: OperandFacts
+    b: OperandFacts
     layout: str
     dtype: torch.dtype
     device: torch.device

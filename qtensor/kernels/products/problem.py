@@ -207,16 +207,16 @@ def global_buffer(quantizer: QuantizerLike, side: str) -> str | None:
     return None if find is None else str(find(side))
 
 
-Facts = tuple[str, Shape, torch.dtype]
+OperandFacts = tuple[str, Shape, torch.dtype]
 """Canonical text, logical shape, and dtype of the first buffer of an operand."""
 
 
-def facts_of(operand: Operand) -> Facts:
+def facts_of(operand: Operand) -> OperandFacts:
     """Return what the choice of a backend must know of an operand."""
     return operand.canonical, tuple(operand.shape), operand.buffers[0].dtype
 
 
-def sides(a: Facts, b: Facts, layout: str) -> tuple[GemmSide, GemmSide]:
+def sides(a: OperandFacts, b: OperandFacts, layout: str) -> tuple[GemmSide, GemmSide]:
     """Return both sides of a product.
 
     If both are quantized, each is read in the direction with blocks along the contraction. A single

@@ -176,7 +176,7 @@ def dequantize_(quantizer: QuantizerLike, buffers: dict[str, Tensor], out: Tenso
     if two_level is not None and is_rotated(two_level, quantizer.side()[1:]):
         _dequantize_rotated_(two_level, buffers, matrix, (lines, length), strides)
         return
-    data, factors, options = _layout(quantizer, buffers, lines, length)
+    data, factors, options = _addressing(quantizer, buffers, lines, length)
     tile = tile_for((lines, length), (1, max(options["DU"], 4)))
     launch(
         dequantize_kernel,
@@ -234,10 +234,10 @@ def _dequantize_rotated_(
     )
 
 
-def _layout(
+def _addressing(
     quantizer: QuantizerLike, buffers: dict[str, Tensor], lines: int, length: int
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return the codes, the factors, and the layout options of the kernel.
+    """Return the codes, the factors, and how the kernel finds both.
 
     The options are the strides (line, unit) and how many elements share a factor (0: all).
     """
