@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qtensor.core.errors import QTensorError
 from qtensor.core.quantizer_registry import QuantizerLike
-from qtensor.kernels.options import NVFP4Options
 from qtensor.kernels.products.problem import GemmSide
+from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.reference.blocks import swizzle
 from qtensor.reference.scaling import quotient
 
@@ -129,7 +129,7 @@ def without_line_factors(
             factor = replaced[i].reshape(-1)
             replaced[i] = torch.ones_like(replaced[i])
         elif slot.name == global_name:
-            divisor = cast(NVFP4Options, quantizer).global_divisor
+            divisor = cast(NVFP4Like, quantizer).global_divisor
             factor = quotient(replaced[i], divisor)
             replaced[i] = torch.full_like(replaced[i], divisor)
     return replaced, factor

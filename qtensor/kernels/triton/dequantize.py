@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div, round_up
 from qtensor.core.quantizer_registry import QuantizerLike
-from qtensor.kernels.options import MXOptions, NVFP4Options
+from qtensor.kernels.quantizers import MXLike, NVFP4Like
 from qtensor.kernels.triton.common import (
     as_matrix,
     factor_offsets,
@@ -172,7 +172,7 @@ def dequantize_(quantizer: QuantizerLike, buffers: dict[str, Tensor], out: Tenso
     columnwise = quantizer.side() == "_columnwise"
     lines, length = (cols, rows) if columnwise else (rows, cols)
     strides = (1, cols) if columnwise else (cols, 1)
-    two_level = cast(NVFP4Options, quantizer) if quantizer.format == "nvfp4" else None
+    two_level = cast(NVFP4Like, quantizer) if quantizer.format == "nvfp4" else None
     if two_level is not None and is_rotated(two_level, quantizer.side()[1:]):
         _dequantize_rotated_(two_level, buffers, matrix, (lines, length), strides)
         return
@@ -206,7 +206,7 @@ def dequantize_(quantizer: QuantizerLike, buffers: dict[str, Tensor], out: Tenso
 
 
 def _dequantize_rotated_(
-    quantizer: NVFP4Options,
+    quantizer: NVFP4Like,
     buffers: dict[str, Tensor],
     out: Tensor,
     size: tuple[int, int],
@@ -266,7 +266,7 @@ def _addressing(
     if quantizer.format.startswith("mx") and columnwise:
         # Columnwise MX data have the layout of the tensor.
         data_strides = (1, lines)
-        swizzled = cast(MXOptions, quantizer).swizzled
+        swizzled = cast(MXLike, quantizer).swizzled
         factor_strides = (count, 1) if swizzled else (1, round_up(lines, 128))
     options = {
         "data_strides": data_strides,

@@ -17,7 +17,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.core.errors import fail
 from qtensor.core.quantizer_registry import QuantizerLike
-from qtensor.kernels.options import Float8Options
+from qtensor.kernels.quantizers import Float8Like
 from qtensor.kernels.triton.amax import amax_
 from qtensor.kernels.triton.common import (
     SIDES,
@@ -156,7 +156,7 @@ def amax_outputs_(quantizer: QuantizerLike, outputs: list[Tensor], x: Tensor) ->
 
 
 def quantize_(
-    quantizer: Float8Options,
+    quantizer: Float8Like,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -238,7 +238,7 @@ def _cast_(
     )
 
 
-def _quantize_rows_(quantizer: Float8Options, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_rows_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     width = triton.next_power_of_2(matrix.shape[1])
     height = max(1, 4096 // width)
@@ -259,7 +259,7 @@ def _quantize_rows_(quantizer: Float8Options, out: dict[str, Tensor], x: Tensor)
     )
 
 
-def _quantize_blocks_(quantizer: Float8Options, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_blocks_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     along_m = quantizer.columnwise or quantizer.two_dimensional
     tile = (BLOCK, BLOCK) if along_m else (32, BLOCK)

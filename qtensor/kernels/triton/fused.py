@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.fusion import Clamp
-from qtensor.kernels.options import NVFP4Options
+from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.kernels.triton.activation import GATED, NO_CLAMP, load_activated
 from qtensor.kernels.triton.common import LazyMatrix, as_matrix, load_tile, raw
 from qtensor.kernels.triton.float_math import through
@@ -31,7 +31,7 @@ def serves(quantizer: QuantizerLike) -> bool:
     dtype of a pointer; they cannot load a ``LazyMatrix`` then.
     """
     if quantizer.format == "nvfp4":
-        rotated = cast(NVFP4Options, quantizer).with_rht
+        rotated = cast(NVFP4Like, quantizer).with_rht
         return not rotated and (quantizer.two_dimensional or not quantizer.columnwise)
     return quantizer.format in _LOCAL
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.core.quantizer_registry import QuantizerLike
-from qtensor.kernels.options import MXOptions
+from qtensor.kernels.quantizers import MXLike
 from qtensor.kernels.triton.common import (
     SIDES,
     as_matrix,
@@ -97,7 +97,7 @@ def pack_of(quantizer: QuantizerLike) -> int:
 
 
 def quantize_(
-    quantizer: MXOptions,
+    quantizer: MXLike,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,

@@ -1,4 +1,4 @@
-"""The options of quantizers that the kernels of a format read."""
+"""Quantizers as the kernels of a format see them: with the options of that format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 from qtensor.core.quantizer_registry import QuantizerLike
 
 
-class Float8Options(QuantizerLike, Protocol):
-    """Options of FP8 with factors of rows or blocks, which are computed from the values."""
+class Float8Like(QuantizerLike, Protocol):
+    """A quantizer of FP8 with factors of rows or blocks, which come from the values."""
 
     amax_epsilon: float
     """The least maximum of values that share a factor."""
@@ -16,8 +16,8 @@ class Float8Options(QuantizerLike, Protocol):
     """Factors are powers of two."""
 
 
-class MXOptions(QuantizerLike, Protocol):
-    """Options of MXFP8, MXFP6 and MXFP4."""
+class MXLike(QuantizerLike, Protocol):
+    """A quantizer of MXFP8, MXFP6 or MXFP4."""
 
     scale_mode: str
     """How a factor is rounded to a power of two."""
@@ -27,8 +27,8 @@ class MXOptions(QuantizerLike, Protocol):
     """Blocks are square."""
 
 
-class NVFP4Options(QuantizerLike, Protocol):
-    """Options of NVFP4."""
+class NVFP4Like(QuantizerLike, Protocol):
+    """A quantizer of NVFP4."""
 
     e4m3_max: float
     """The largest factor of a block."""
