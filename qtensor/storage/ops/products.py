@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ if TYPE_CHECKING:
     from qtensor.kernels.products.choice import Explanation
 
 
+TensorOrStorage = Tensor | QuantizedTensorStorage
+"""What can be multiplied: a plain tensor, a quantized one, or a storage."""
+
+
 def gemm(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -79,8 +83,8 @@ def gemm(
 
 
 def gemm_operands(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -113,8 +117,8 @@ def _gemm_by(call: GemmArgs, backend: str, fast: bool) -> Tensor:
 
 
 def explain(
-    a: Any,
-    b: Any,
+    a: TensorOrStorage,
+    b: TensorOrStorage,
     layout: str = "TN",
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -148,7 +152,7 @@ def explain(
     return choice.explain(choice.problem_for(both, call.layout, call.dtype, bias, target))
 
 
-def operand_of(t: Tensor | QuantizedTensorStorage) -> Operand:
+def operand_of(t: TensorOrStorage) -> Operand:
     """Return a plain or quantized tensor, or a storage, as products take it."""
     if isinstance(t, QuantizedTensorStorage):
         return Operand(t.buffers(), t._quantizer.canonical, t.shape)
@@ -156,7 +160,11 @@ def operand_of(t: Tensor | QuantizedTensorStorage) -> Operand:
 
 
 def call_of(
-    a: Any, b: Any, layout: str, bias: Tensor | None, dtype: torch.dtype | None
+    a: TensorOrStorage,
+    b: TensorOrStorage,
+    layout: str,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
 ) -> GemmArgs:
     """Return the arguments of the gemm op after checking devices, dtypes and shapes."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
@@ -195,7 +203,9 @@ _OTHER_LAYOUT = {"TN": "NN", "NN": "TN"}
 """Layout of a product -> layout of the same product with the transpose of its right operand."""
 
 
-def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
+def _product(
+    a: TensorOrStorage, b: TensorOrStorage, layout: str, bias: TensorOrStorage | None = None
+) -> Tensor:
     """Return the product (..., M, N) of operands as an aten op passes them.
 
     Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
@@ -206,10 +216,10 @@ def _product(a: Any, b: Any, layout: str, bias: Any = None) -> Tensor:
         return gemm_operands(a, b, layout, bias)
     weight = operand_of(b)
     rows = weight.as_rows()
-    if layout == "TN" and rows is not None:
-        # The order of the sums is that of the ops into which torch decomposes a linear.
-        return gemm_operands(a, b.t(), "NN", bias)  # type: ignore[attr-defined]
     if layout == "TN":
+        if rows is not None:
+            # The order of the sums is that of the ops into which torch decomposes a linear.
+            return gemm_operands(a, cast(Tensor, b).t(), "NN", bias)
         rows = weight
     is_plain = not isinstance(a, QuantizedTensorStorage) and a.dtype in FLOATING
     if rows is not None and is_plain and len(rows.shape) == 2 and a.shape[-1] == rows.shape[1]:
