@@ -90,23 +90,30 @@ def quantize_operand(
 
 
 def row_part(operand: Operand) -> Operand:
-    """Return the rowwise part: fprop reads it of input and weight, dgrad of the gradient."""
+    """Return the rowwise part: fprop reads it of input and weight, dgrad of the gradient.
+
+    The operand may hold the buffers of several matrices, one after another.
+    """
     found = parts(operand.canonical)
-    if len(found.row) == found.total:
-        return operand
-    return Operand([operand.buffers[i] for i in found.row], found.row_canonical, operand.shape)
+    return _part(operand, found.row, found.row_canonical, found.total)
 
 
 def column_part(operand: Operand) -> Operand:
-    """Return the buffers of an operand that wgrad (input, gradient) or dgrad (weight) reads.
+    """Return the part that wgrad (input, gradient) or dgrad (weight) reads.
 
-    An operand without columnwise data is returned whole.
+    An operand without columnwise data is returned whole. It may hold the buffers of several
+    matrices, one after another.
     """
     found = parts(operand.canonical)
-    if len(found.column) == found.total or not found.column:
+    return _part(operand, found.column, found.column_canonical, found.total)
+
+
+def _part(operand: Operand, slots: tuple[int, ...], canonical: str, total: int) -> Operand:
+    if len(slots) == total or not slots:
         return operand
-    buffers = [operand.buffers[i] for i in found.column]
-    return Operand(buffers, found.column_canonical, operand.shape)
+    starts = range(0, len(operand.buffers), total)
+    buffers = [operand.buffers[start + slot] for start in starts for slot in slots]
+    return Operand(buffers, canonical, operand.shape)
 
 
 def multiply(
