@@ -29,6 +29,7 @@ from qtensor.cutlass_gemm import autotune, tuning
 from qtensor.cutlass_gemm.tuning import Want
 from qtensor.kernels.products import choice
 from qtensor.kernels.products.problem import Pair, Product
+from qtensor.storage.ops.products import operand_of
 
 TOKENS = (1, 16, 64, 128, 512, 2048, 8192, 16384)
 PROJECTIONS = (
@@ -98,11 +99,8 @@ def operand(name: str, rows: int, columns: int, **options: Any) -> Any:
 
 def ours(a: Any, b: Any, out: Tensor, fast: bool = False) -> Call:
     """Return the call of our kernel."""
-    sides = [
-        *(a.buffers(), a._quantizer.canonical, a.shape),
-        *(b.buffers(), b._quantizer.canonical, b.shape),
-    ]
-    return lambda: choice.multiply_(out, Product(Pair(*sides), "TN", None, "cutlass", fast))
+    pair = Pair(operand_of(a), operand_of(b))
+    return lambda: choice.multiply_(out, Product(pair, "TN", None, "cutlass", fast))
 
 
 def theirs(a: Any, b: Any, scales: tuple[Tensor, Tensor], fast: bool = False) -> Call:

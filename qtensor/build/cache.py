@@ -243,7 +243,7 @@ def _file_digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        own = path.is_relative_to(Path(__file__).parent)
+        own = path.is_relative_to(Path(__file__).parents[1])
         fix = "Install qtensor again" if own else "Make the file readable"
         fail("build", "sources and headers must be readable", error, fix, BuildError)
 

@@ -56,7 +56,7 @@ class LayerSite(NamedTuple):
             x = x.dequantize()
         stored = ""
         if isinstance(x, Quantized):
-            buffers, stored = x.buffers, x.canonical
+            buffers, stored, _ = x.operand
         elif isinstance(x, QuantizedTensorStorage):
             buffers, stored = x.buffers(), x._quantizer.canonical
         else:

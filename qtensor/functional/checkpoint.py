@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
@@ -11,10 +11,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from qtensor.autocasting import captured, restored
 from qtensor.library.recomputation import Tape, running
 
+Result = TypeVar("Result")
+
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
-) -> Any:
+    function: Callable[..., Result], *args: object, use_reentrant: bool = False, **kwargs: Any
+) -> Result:
     """Return ``function(*args)``, which backward computes again as this call computes it.
 
     Backward often runs outside of the ``qtensor.autocast`` region of the forward, and after delayed
@@ -31,7 +33,7 @@ def checkpoint(
     tape = Tape()
     has_run = False
 
-    def run(*inputs: Any, **options: Any) -> Any:
+    def run(*inputs: object, **options: object) -> Result:
         nonlocal has_run
         if torch.compiler.is_compiling():
             # Dynamo would write the tape before or after the program, not while it runs.

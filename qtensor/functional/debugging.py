@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor
 
 from qtensor.functional.grouped.args import GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.linear.args import LinearBwdArgs, LinearFwdArgs
+from qtensor.functional.operands import Quantized
+from qtensor.storage.base import QuantizedTensorStorage
 
 _OPERANDS = {"input": 0, "weight": 1, "grad_output": 2}
 """Role of each operand of the products -> its place in a ``LinearPlan``."""
@@ -19,7 +21,7 @@ def asks_for(args: LinearBwdArgs | GroupedBwdArgs, role: str) -> bool:
 def tell_debug(
     args: LinearFwdArgs | LinearBwdArgs | GroupedFwdArgs | GroupedBwdArgs,
     role: str,
-    x: Any,
+    x: Tensor | QuantizedTensorStorage | Quantized | None,
     splits: Splits | None = None,
     group: int | None = None,
 ) -> None:

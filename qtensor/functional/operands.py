@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.functional.linear.layer_plan import parts
 from qtensor.library.gemm import GEMM
 from qtensor.library.quantize import DRAW_SEEDS, QUANTIZE
@@ -43,33 +44,17 @@ def split_seeds(
     return found[0], found[1], found[2]
 
 
-class Operand(NamedTuple):
-    """A matrix that a GEMM reads.
-
-    Attributes:
-        buffers: in the slot order of the quantizer; one plain tensor without a quantizer.
-        canonical: text of the quantizer, or "".
-        shape: the logical shape.
-    """
-
-    buffers: Sequence[Tensor]
-    canonical: str
-    shape: Shape
-
-
 class Quantized(NamedTuple):
-    """A value (..., K) that another operation has quantized.
+    """A value (..., K) that another operation has quantized. It stands for the tensor.
 
     Attributes:
-        buffers: of the matrix (M, K) of its rows, in the slot order of the quantizer.
-        canonical: text of the quantizer.
+        operand: the matrix (M, K) of its rows, as products read it.
         shape: the logical shape, (..., K).
         dtype: dtype of the tensor that was quantized.
         amax: (1,) float32 under delayed scaling.
     """
 
-    buffers: list[Tensor]
-    canonical: str
+    operand: Operand
     shape: Shape
     dtype: torch.dtype
     amax: Tensor | None
@@ -79,23 +64,10 @@ class Quantized(NamedTuple):
         """Number of dims of the logical shape."""
         return len(self.shape)
 
-    @property
-    def operand(self) -> Operand:
-        """Return the matrix (M, K) as an operand of a GEMM."""
-        rows = 1
-        for size in self.shape[:-1]:
-            rows = rows * size
-        return Operand(self.buffers, self.canonical, (rows, self.shape[-1]))
-
 
 def as_matrix(t: Tensor) -> Tensor:
     """Return ``t`` (..., K) as a matrix (M, K)."""
     return t if t.ndim == 2 else t.reshape(-1, t.shape[-1])
-
-
-def plain_operand(t: Tensor) -> Operand:
-    """Return the operand of a tensor (M, K) in high precision."""
-    return Operand([t], "", t.shape)
 
 
 def quantize_operand(
@@ -118,37 +90,34 @@ def quantize_operand(
 
 
 def row_part(operand: Operand) -> Operand:
-    """Return the rowwise part: fprop reads it of input and weight, dgrad of the gradient."""
+    """Return the rowwise part: fprop reads it of input and weight, dgrad of the gradient.
+
+    The operand may hold the buffers of several matrices, one after another.
+    """
     found = parts(operand.canonical)
-    if len(found.row) == found.total:
-        return operand
-    return Operand([operand.buffers[i] for i in found.row], found.row_canonical, operand.shape)
+    return _part(operand, found.row, found.row_canonical, found.total)
 
 
 def column_part(operand: Operand) -> Operand:
-    """Return the buffers of an operand that wgrad (input, gradient) or dgrad (weight) reads.
+    """Return the part that wgrad (input, gradient) or dgrad (weight) reads.
 
-    An operand without columnwise data is returned whole.
+    An operand without columnwise data is returned whole. It may hold the buffers of several
+    matrices, one after another.
     """
     found = parts(operand.canonical)
-    if len(found.column) == found.total or not found.column:
+    return _part(operand, found.column, found.column_canonical, found.total)
+
+
+def _part(operand: Operand, slots: tuple[int, ...], canonical: str, total: int) -> Operand:
+    if len(slots) == total or not slots:
         return operand
-    buffers = [operand.buffers[i] for i in found.column]
-    return Operand(buffers, found.column_canonical, operand.shape)
+    starts = range(0, len(operand.buffers), total)
+    buffers = [operand.buffers[start + slot] for start in starts for slot in slots]
+    return Operand(buffers, canonical, operand.shape)
 
 
 def multiply(
     a: Operand, b: Operand, layout: str, dtype: torch.dtype, bias: Tensor | None = None
-) -> Any:
+) -> Tensor:
     """Return the product (M, N) in a layout of the ``gemm`` op; ``bias`` is (N,)."""
-    return GEMM(
-        a.buffers,
-        a.canonical,
-        a.shape,
-        b.buffers,
-        b.canonical,
-        b.shape,
-        layout,
-        dtype,
-        bias,
-    )
+    return GEMM(*a, *b, layout, dtype, bias)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
+from qtensor.functional.operands import Quantized
+from qtensor.storage.base import QuantizedTensorStorage
 
 
 class Site(Protocol):
@@ -21,7 +23,7 @@ class Site(Protocol):
     def take(
         self,
         role: str,
-        x: Any,
+        x: Tensor | QuantizedTensorStorage | Quantized,
         quantizer: str = "",
         scale: Tensor | None = None,
         splits: tuple[Shape, Tensor | None, int] | None = None,

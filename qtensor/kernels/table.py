@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
-from qtensor.core.quantizer_registry import transposed
+from qtensor.core.operand import Operand
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.cpu import native, state
 from qtensor.kernels.cpu.floats import KERNELS as CPU_FLOATS
 from qtensor.kernels.triton.calls import dequantize_ as triton_dequantize_
@@ -19,14 +19,15 @@ from qtensor.kernels.triton.calls import supports as triton_supports
 from qtensor.kernels.triton.float_calls import KERNELS as TRITON_FLOATS
 
 QuantizeKernel = Callable[
-    [Any, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None], bool
+    [QuantizerLike, Sequence[Tensor], Tensor, Tensor | None, list[Tensor] | None, Tensor | None],
+    bool,
 ]
 """A function of (quantizer, buffers in slot order, x, scale, amax, seed) that writes the buffers.
 
 It returns False, with nothing written, if it does not serve the call.
 """
 
-DequantizeKernel = Callable[[Any, Sequence[Tensor], Shape, Tensor, native.Part], bool]
+DequantizeKernel = Callable[[QuantizerLike, Sequence[Tensor], Shape, Tensor, native.Part], bool]
 """A function of (quantizer, buffers in slot order, shape, out, part) that decodes into ``out``.
 
 It returns False, with nothing written, if it does not serve the call.
@@ -45,7 +46,7 @@ class Backend:
     """
 
     name: str
-    supports: Callable[[Any, torch.dtype], str | None]
+    supports: Callable[[QuantizerLike, torch.dtype], str | None]
     quantize_: QuantizeKernel
     dequantize_: DequantizeKernel
 
@@ -76,7 +77,7 @@ STATE: dict[str, Callable[..., bool]] = {
 """Op on the state of delayed scaling -> its native function, which checks that it can serve."""
 
 
-def floats_(name: str, device_type: str, *args: Any) -> bool:
+def floats_(name: str, device_type: str, *args: object) -> bool:
     """Write the outputs of an op over plain tensors by the kernels of a device type.
 
     Returns:
@@ -86,7 +87,7 @@ def floats_(name: str, device_type: str, *args: Any) -> bool:
     return kernel is not None and kernel(*args)
 
 
-def state_(name: str, *args: Any) -> bool:
+def state_(name: str, *args: object) -> bool:
     """Run an op on the state of delayed scaling in native code.
 
     Returns:
@@ -101,7 +102,7 @@ def _backend(t: Tensor) -> Backend | None:
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: QuantizerLike,
     buffers: Sequence[Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -118,7 +119,7 @@ def quantize_(
 
 
 def dequantize_(
-    quantizer: Any,
+    quantizer: QuantizerLike,
     buffers: Sequence[Tensor],
     shape: Shape,
     out: Tensor,
@@ -133,30 +134,20 @@ def dequantize_(
     return backend is not None and backend.dequantize_(quantizer, buffers, shape, out, part)
 
 
-def decode_transposed(
-    quantizer: Any, buffers: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor | None:
-    """Decode a transposed weight from views of its buffers, which kernels can read.
-
-    Args:
-        quantizer: of the buffers.
-        buffers: in slot order.
-        shape: logical shape.
-        dtype: of the result.
+def decode_rows(matrix: Operand, dtype: torch.dtype) -> Tensor | None:
+    """Decode a weight behind ``t()`` by its rows, if kernels do not read the transposed codes.
 
     Returns:
-        The values, as a transposed view; None for anything else, or if no kernel decodes it.
+        The values, as a transposed view; None for any other operand, or if no kernel decodes it.
     """
-    if len(shape) != 2 or quantizer.rowwise or buffers[0].is_contiguous():
+    rows = matrix.as_rows()
+    if rows is None or rows.quantizer is None or matrix.buffers[0].is_contiguous():
         return None
-    if not serves(quantizer, dtype, buffers[0].device.type):
-        return None
-    twin, rows = transposed(quantizer, buffers)
-    values = torch.empty(shape[::-1], dtype=dtype, device=buffers[0].device)
-    return values.t() if dequantize_(twin, rows, values.shape, values) else None
+    values = torch.empty(rows.shape, dtype=dtype, device=rows.buffers[0].device)
+    return values.t() if dequantize_(rows.quantizer, rows.buffers, rows.shape, values) else None
 
 
-def refusal(quantizer: Any, dtype: torch.dtype, device_type: str) -> str | None:
+def refusal(quantizer: QuantizerLike, dtype: torch.dtype, device_type: str) -> str | None:
     """Return why a device type has no kernels for a format and dtype, or None."""
     backend = BACKENDS.get(device_type)
     if backend is None:
@@ -164,13 +155,13 @@ def refusal(quantizer: Any, dtype: torch.dtype, device_type: str) -> str | None:
     return backend.supports(quantizer, dtype)
 
 
-def serves(quantizer: Any, dtype: torch.dtype, device_type: str) -> bool:
+def serves(quantizer: QuantizerLike, dtype: torch.dtype, device_type: str) -> bool:
     """Return whether a device type has kernels for a quantizer and a dtype."""
     backend = BACKENDS.get(device_type)
     return backend is not None and backend.supports(quantizer, dtype) is None
 
 
-def explain(quantizer: Any, dtype: torch.dtype, device_type: str) -> str:
+def explain(quantizer: QuantizerLike, dtype: torch.dtype, device_type: str) -> str:
     """Return which kernels quantize a format on a device type, and why no faster ones do."""
     reason = refusal(quantizer, dtype, device_type)
     chosen = BACKENDS[device_type].name if reason is None else f"reference ({reason})"

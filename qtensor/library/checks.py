@@ -10,24 +10,24 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import DtypeError, check, fail
-from qtensor.core.quantizer_registry import QuantizerLike, check_buffers, parse
+from qtensor.core.operand import Operand
+from qtensor.core.quantizer_registry import QuantizerLike, check_buffers
 
 
-def check_operand(op: str, buffers: Sequence[Tensor], canonical: str, shape: Shape) -> None:
-    """Refuse buffers that are not those of a tensor of ``shape``, or of a slice with that shape.
+def check_operand(op: str, operand: Operand) -> None:
+    """Refuse buffers that are not those of a tensor of the shape, or of a slice with that shape.
 
     Args:
         op: for the message.
-        buffers: in slot order; (canonical "") one plain tensor of ``shape``.
-        canonical: text of the quantizer, or "".
-        shape: logical shape, known as numbers.
+        operand: its shape is known as numbers.
 
     Raises:
         QTensorError: number, shape or dtype of the buffers; the message names the first that
             differs.
     """
-    if canonical:
-        quantizer = parse(canonical)
+    buffers, _, shape = operand
+    quantizer = operand.quantizer
+    if quantizer is not None:
         check_buffers(f"{op}[{quantizer.format}]", quantizer, buffers, shape)
         return
     if len(buffers) != 1 or buffers[0].shape != tuple(shape):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from qtensor.core import torch_state
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import ArgumentTypeError, fail
+from qtensor.core.operand import Operand
 
 LIBRARY = torch.library.Library("qtensor", "DEF")
 
@@ -20,7 +21,7 @@ below_autograd = torch_state.below_autograd
 BODIES: dict[str, Callable[..., Any]] = {}
 """Functions that the dispatcher calls for real tensors, by op name."""
 
-FILLS: dict[str, Callable[[Any, Any], None]] = {}
+FILLS: dict[str, Callable[..., None]] = {}
 """Op name -> ``fill(outputs, args)``.
 
 A test or a backend may replace an entry; schema and fake stay.
@@ -38,7 +39,7 @@ ON_THE_CPU = frozenset({
 })
 """Names of the arguments that are on the CPU whatever device an op computes on."""
 
-ARGUMENTS: dict[str, type[Any]] = {}
+ARGUMENTS: dict[str, type[NamedTuple]] = {}
 """Op name -> the NamedTuple of its arguments."""
 
 OBSERVERS: dict[str, Callable[[Any, Any], None]] = {}
@@ -51,7 +52,7 @@ Written = Annotated[Tensor, "written"]
 WrittenOptional = Annotated[Tensor | None, "written"]
 WrittenList = Annotated[list[Tensor], "written"]
 
-_TYPES: dict[Any, str] = {
+_TYPES: dict[object, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
@@ -71,18 +72,24 @@ _TYPES: dict[Any, str] = {
     list[bool]: "bool[]",
 }
 """Type of a field -> type in a schema; in ``(!)`` the schema names the tensor that is written."""
-_REQUIRED: Any = object()
+_OF_OPERAND = (("", "Tensor[]"), ("_quantizer", "str"), ("_shape", "SymInt[]"))
+"""An ``Operand`` named ``a`` is three arguments of an op: ``a``, ``a_quantizer``, ``a_shape``."""
+
+_REQUIRED = object()
 """The default of an argument that has none."""
+
+Arguments = TypeVar("Arguments", bound=NamedTuple)
+Outputs = TypeVar("Outputs")
 
 
 def leaf_op(
     name: str,
-    arguments: type[Any],
+    arguments: type[Arguments],
     returns: str,
-    allocate: Callable[[Any], Any],
-    fill: Callable[[Any, Any], None],
+    allocate: Callable[[Arguments], Outputs],
+    fill: Callable[[Outputs, Arguments], None],
     tags: Sequence[torch.Tag] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., Outputs]:
     """Define ``qtensor::<name>`` and return its overload.
 
     It uses ``Library.define``, because calls are a hot path and the ``custom_op`` decorator adds
@@ -90,8 +97,8 @@ def leaf_op(
 
     Args:
         name: of the op.
-        arguments: a NamedTuple of the op's arguments, from which the schema is made. A field may
-            be a NamedTuple itself (``Pair``): each of its fields is an argument of the op.
+        arguments: a NamedTuple of the op's arguments, from which the schema is made. The fields of
+            a NamedTuple in it (``Pair``) are arguments themselves; see ``_OF_OPERAND`` for names.
         returns: the results, as a schema of ``torch.library`` names them.
         allocate: ``allocate(args)`` makes the outputs from shapes, dtypes and devices alone. It
             serves real, fake and meta tensors.
@@ -103,15 +110,15 @@ def leaf_op(
     bind = _binder(name, arguments, listed)
     FILLS[name], ARGUMENTS[name] = fill, arguments
 
-    def compute(bound: Any) -> Any:
+    def compute(bound: Arguments) -> Outputs:
         outputs = allocate(bound)
         FILLS[name](outputs, bound)
         return outputs
 
-    def body(*args: Any) -> Any:
+    def body(*args: object) -> Outputs:
         return compute(bind(*args))
 
-    def observed_body(*args: Any) -> Any:
+    def observed_body(*args: object) -> Outputs:
         bound = bind(*args)
         outputs = compute(bound)
         observer = OBSERVERS.get(name)
@@ -119,14 +126,15 @@ def leaf_op(
             observer(outputs, bound)
         return outputs
 
-    def fake(*args: Any) -> Any:
+    def fake(*args: object) -> Outputs:
         # A single meta tensor among real ones brings the whole call here.
         return allocate(bind(*args))
 
     BODIES[name] = body
     LIBRARY.impl(name, observed_body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qtensor::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.qtensor, name).default
+    op: Callable[..., Outputs] = getattr(torch.ops.qtensor, name).default
+    return op
 
 
 class _Argument(NamedTuple):
@@ -134,7 +142,7 @@ class _Argument(NamedTuple):
 
     name: str
     kind: str
-    default: Any
+    default: object
 
     @property
     def optional(self) -> bool:
@@ -145,11 +153,14 @@ class _Argument(NamedTuple):
         return "[]" in self.kind
 
 
-def _arguments(record: type[Any]) -> Iterator[_Argument]:
+def _arguments(record: type[NamedTuple]) -> Iterator[_Argument]:
     """Yield the arguments that a NamedTuple declares, in the order of the schema."""
     for name, hint in get_type_hints(record, include_extras=True).items():
         if hint in _TYPES:
             yield _Argument(name, _TYPES[hint], record._field_defaults.get(name, _REQUIRED))
+        elif hint is Operand:
+            for suffix, kind in _OF_OPERAND:
+                yield _Argument(name + suffix, kind, _REQUIRED)
         else:
             yield from _arguments(hint)
 
@@ -164,25 +175,38 @@ def _schema(name: str, listed: Sequence[_Argument], returns: str) -> str:
     return f"{name}({text}) -> {returns}"
 
 
-def _binder(name: str, arguments: type[Any], listed: Sequence[_Argument]) -> Callable[..., Any]:
+def _records(record: type[NamedTuple], start: int = 0) -> Iterator[tuple[int, type[NamedTuple]]]:
+    """Yield the places of the NamedTuples in a record, the last ones and the inner ones first.
+
+    A place is the index of the first argument of the NamedTuple. Replacing arguments in this order
+    leaves the places of those that follow as they are.
+    """
+    nested = []
+    for hint in get_type_hints(record).values():
+        is_record = hasattr(hint, "_fields")
+        if is_record:
+            nested.append((start, hint))
+        start += len(list(_arguments(hint))) if is_record else 1
+    for place, hint in reversed(nested):
+        yield from _records(hint, place)
+        yield place, hint
+
+
+def _binder(
+    name: str, arguments: type[Arguments], listed: Sequence[_Argument]
+) -> Callable[..., Arguments]:
     """Return a function that checks the devices of a call's arguments and binds them."""
     check_devices = _device_check(name, listed)
     defaults = tuple([argument.default for argument in listed])
-    records, start = [], 0
-    for hint in get_type_hints(arguments).values():
-        fields = getattr(hint, "_fields", None)
-        end = start + (1 if fields is None else len(fields))
-        if fields is not None:
-            records.append((start, end, hint))
-        start = end
+    records = [(place, place + len(kind._fields), kind) for place, kind in _records(arguments)]
 
-    def bind(*args: Any) -> Any:
+    def bind(*args: object) -> Arguments:
         flat = args + defaults[len(args) :]
         check_devices(flat)
         if records:
             nested = list(flat)
-            for first, end, record in reversed(records):
-                nested[first:end] = [record._make(flat[first:end])]
+            for first, end, kind in records:
+                nested[first:end] = [kind._make(nested[first:end])]
             return arguments._make(nested)
         return arguments._make(flat)
 
@@ -247,5 +271,5 @@ def empty(like: Tensor, shape: Shape | None = None, dtype: torch.dtype | None = 
     return torch.empty(size, dtype=dtype or like.dtype, device=like.device)
 
 
-def no_outputs(args: Any) -> None:
+def no_outputs(args: object) -> None:
     """Allocate nothing: for ops that only write to their arguments."""

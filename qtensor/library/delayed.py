@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -341,7 +341,22 @@ side by side; `ticket` (2,) int64 comes from `delayed_begin_`.
 """
 
 
-LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+class GradientCell(Protocol):
+    """Where a layer keeps the maxima of gradients: see ``record_gradient_amax_``."""
+
+    cell: Tensor
+    cell_step: Tensor
+
+
+class LayerState(Protocol):
+    """The state of a layer, as ops find it by the layer's key."""
+
+    @property
+    def delayed(self) -> GradientCell:
+        """The state of delayed scaling."""
+
+
+LAYERS: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictionary()
 """The states of layers (``modules.state.LinearState``) by their keys."""
 
 
@@ -357,7 +372,7 @@ def _send_fill(_: None, args: SendGradientAmaxArgs) -> None:
     _check_tensors("send_gradient_amax_", torch.int64, report=(args.report, 2))
     layer = LAYERS.get(args.report.tolist()[0])
     if layer is not None:
-        state = layer.delayed_state
+        state = layer.delayed
         RECORD_GRADIENT_AMAX(state.cell, state.cell_step, args.amax, args.ticket)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import DtypeError, fail
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import by_name, check_buffers, parse
 from qtensor.kernels import table
 from qtensor.library.define import LIBRARY, Written, below_autograd, empty, leaf_op, no_outputs
@@ -62,7 +63,7 @@ def _dequantize_fill(out: Tensor, args: DequantizeArgs) -> None:
         return
     op = f"dequantize[{quantizer.format}]"
     check_buffers(op, quantizer, args.buffers, args.shape)
-    values = table.decode_transposed(quantizer, args.buffers, tuple(args.shape), out.dtype)
+    values = table.decode_rows(Operand(args.buffers, args.quantizer, args.shape), out.dtype)
     if values is not None:
         out.copy_(values)
         return
@@ -116,11 +117,17 @@ torch.library.register_fake(
 )
 
 
-def _straight_through(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+class _DtypeContext(Protocol):
+    """What ``dequantize_tensor`` keeps for backward: the nominal dtype of its input."""
+
+    dtype: torch.dtype
+
+
+def _straight_through(ctx: _DtypeContext, grad: Tensor) -> tuple[Tensor, None]:
     return grad.to(ctx.dtype), None
 
 
-def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_dtype(ctx: _DtypeContext, inputs: tuple[Tensor, object], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 

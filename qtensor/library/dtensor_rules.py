@@ -15,23 +15,39 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from qtensor.core.dtensors import from_part, part_of
 from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
-from qtensor.library import activation, dequantize, gemm, norm
+from qtensor.library import dequantize, gemm
 from qtensor.library.define import BODIES
 from qtensor.library.gemm import output_shape
 
-Placements = tuple[Any, ...]
-Rule = Callable[..., Any]
+Placements = tuple[Placement, ...]
+Kinds = Sequence[type]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
-def _same_mesh(op: str, tensors: Sequence[Any]) -> Any:
+class Op(Protocol):
+    """An op as torch passes it to a rule."""
+
+    _opname: str
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run the op."""
+
+
+Rule = Callable[[type[DTensor], Op, Kinds, Args, Kwargs], Any]
+"""``rule(cls, func, types, args, kwargs)`` answers a call of the op ``func`` with DTensors."""
+
+
+def _same_mesh(op: str, tensors: Sequence[object]) -> DeviceMesh:
     """Return the mesh of the DTensors of a call.
 
     Raises:
@@ -51,13 +67,16 @@ def _same_mesh(op: str, tensors: Sequence[Any]) -> Any:
     return mesh
 
 
-def _local(t: Any, placements: Placements) -> Any:
-    """Return this rank's part of a DTensor with other placements; None for None."""
-    if t is None:
-        return None
+def _local(t: DTensor, placements: Placements) -> Tensor:
+    """Return this rank's part of a DTensor with other placements."""
     if t.placements != placements:
         t = t.redistribute(placements=placements)
     return t.to_local()
+
+
+def _split_dim(placement: Placement, ndim: int) -> int | None:
+    """Return the dim that is split, counted from the front; None if none is."""
+    return cast(Shard, placement).dim % ndim if placement.is_shard() else None
 
 
 # ---- ops over rows ------------------------------------------------------------------------------
@@ -77,34 +96,35 @@ class RowOp(NamedTuple):
     outputs: tuple[str, ...]
 
 
-ROW_OPS: dict[Any, RowOp] = {
-    norm.NORM: RowOp(1, (), ("rows", "rows", "rows")),
-    norm.NORM_BACKWARD: RowOp(2, (3, 4), ("rows", "sum", "sum")),
-    norm.BIAS_GRAD: RowOp(1, (), ("sum",)),
-    activation.ACTIVATION: RowOp(1, (), ("rows",)),
-    activation.ACTIVATION_BACKWARD: RowOp(2, (), ("rows",)),
+ROW_OPS = {
+    "norm": RowOp(1, (), ("rows", "rows", "rows")),
+    "norm_backward": RowOp(2, (3, 4), ("rows", "sum", "sum")),
+    "bias_grad": RowOp(1, (), ("sum",)),
+    "activation": RowOp(1, (), ("rows",)),
+    "activation_backward": RowOp(2, (), ("rows",)),
 }
+"""Name of an op -> how DTensor runs it."""
 
 
 def _row_rule(op: RowOp) -> Rule:
-    def rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def rule(cls: type[DTensor], func: Op, types: Kinds, args: Args, kwargs: Kwargs) -> Any:
         mesh = _same_mesh(func._opname, args)
         # The gradient comes first; the split of the input decides.
         x = args[op.rows - 1]
         last = x.ndim - 1
         split = tuple([
-            p if p.is_shard() and p.dim % x.ndim != last else Replicate() for p in x.placements
+            Replicate() if _split_dim(p, x.ndim) in (None, last) else p for p in x.placements
         ])
-        whole = (Replicate(),) * mesh.ndim
+        whole: Placements = (Replicate(),) * mesh.ndim
         local = list(args)
         for i, value in enumerate(args):
             if isinstance(value, Tensor):
                 # An absent statistic is empty on every rank.
                 by_row = i < op.rows or (i in op.statistics and value.numel() > 0)
-                local[i] = _local(value, split if by_row else whole)
+                local[i] = _local(cast(DTensor, value), split if by_row else whole)
         results = func(*local, **kwargs)
         single = isinstance(results, Tensor)
-        summed = tuple([Partial() if p.is_shard() else p for p in split])
+        summed: Placements = tuple([Partial() if p.is_shard() else p for p in split])
         done = []
         for result, kind in zip([results] if single else results, op.outputs, strict=True):
             if not result.numel():
@@ -132,20 +152,21 @@ class _Dims(NamedTuple):
     b_n: int
 
 
-def _product_dims(a: Any, b: Any, layout: str) -> _Dims:
+def _product_dims(a: DTensor, b: DTensor, layout: str) -> _Dims:
     a_last, b_last = a.ndim - 1, b.ndim - 1
     a_k, a_m = (a_last - 1, a_last) if layout == "NT" else (a_last, a_last - 1)
     b_k, b_n = (b_last, b_last - 1) if layout == "TN" else (b_last - 1, b_last)
     return _Dims(a_k, a_m, b_k, b_n)
 
 
-def _product_placements(a: Any, b: Any, layout: str) -> tuple[Placements, Placements, Placements]:
+def _product_placements(
+    a: DTensor, b: DTensor, layout: str
+) -> tuple[Placements, Placements, Placements]:
     """Return the placements of a, b and the local product."""
     dims, last = _product_dims(a, b, layout), a.ndim - 1
-    rows: list[tuple[Any, Any, Any]] = []
+    rows: list[tuple[Placement, Placement, Placement]] = []
     for p, q in zip(a.placements, b.placements, strict=True):
-        own = p.dim % a.ndim if p.is_shard() else None
-        other = q.dim % b.ndim if q.is_shard() else None
+        own, other = _split_dim(p, a.ndim), _split_dim(q, b.ndim)
         if other == dims.b_n:
             rows.append((Replicate(), q, Shard(last)))
         elif other == dims.b_k:
@@ -158,7 +179,7 @@ def _product_placements(a: Any, b: Any, layout: str) -> tuple[Placements, Placem
     return tuple(zip(*rows, strict=True))  # type: ignore[return-value]
 
 
-def _gemm_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _gemm_rule(cls: type[DTensor], func: Op, types: Kinds, args: Args, kwargs: Kwargs) -> DTensor:
     signature = inspect.signature(gemm.gemm_plain).bind(*args, **kwargs)
     signature.apply_defaults()
     a, b, layout, dtype, bias = signature.arguments.values()
@@ -185,7 +206,9 @@ def _gemm_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 # ---- decoding -----------------------------------------------------------------------------------
 
 
-def _dequantize_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _dequantize_rule(
+    cls: type[DTensor], func: Op, types: Kinds, args: Args, kwargs: Kwargs
+) -> DTensor:
     x = args[0]
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
     values = dequantize.DEQUANTIZE_TENSOR(x.to_local(), dtype)
@@ -197,7 +220,9 @@ def _dequantize_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) ->
 _INSTEAD = "qtensor.quantize, dequantize or gemm on the DTensor itself, or a layer of qtensor"
 
 
-def _refuse_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_rule(
+    cls: type[DTensor], func: Op, types: Kinds, args: Args, kwargs: Kwargs
+) -> NoReturn:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     first = next(t for t in leaves if isinstance(t, DTensor))
     rule = "this op takes no DTensors, because its buffers are not shards of those of the whole"
@@ -207,8 +232,7 @@ def _refuse_rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any
 
 def _register() -> None:
     rules: dict[str, Rule] = {f"qtensor::{name}": _refuse_rule for name in BODIES}
-    for overload, op in ROW_OPS.items():
-        rules[overload.name().removesuffix(".default")] = _row_rule(op)
+    rules |= {f"qtensor::{name}": _row_rule(op) for name, op in ROW_OPS.items()}
     rules["qtensor::gemm_tensor"] = _gemm_rule
     rules["qtensor::dequantize_tensor"] = _dequantize_rule
     rules["aten::dequantize.self"] = _dequantize_rule

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import ArgumentTypeError, DtypeError, check, fail
-from qtensor.core.quantizer_registry import QuantizerLike, parse
+from qtensor.core.operand import Operand, plain_operand
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.core.torch_state import without_autocast
 from qtensor.kernels.products.problem import Pair, Product
 from qtensor.library.checks import check_operand
@@ -59,11 +60,11 @@ class GemmArgs(NamedTuple):
 
 
 def _gemm_alloc(args: GemmArgs) -> Tensor:
-    pair = args.operands
+    a, b = args.operands
     check_layout(args.layout)
-    check(bool(pair.a and pair.b), "gemm", "operands have buffers", "none", "Pass their buffers")
-    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
-    return empty(pair.a[0], shape, args.dtype)
+    has_both = bool(a.buffers and b.buffers)
+    check(has_both, "gemm", "operands have buffers", "none", "Pass their buffers")
+    return empty(a.buffers[0], output_shape(a.shape, b.shape, args.layout), args.dtype)
 
 
 def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:
@@ -72,12 +73,12 @@ def check_product(pair: Pair, layout: str, bias: Tensor | None = None) -> None:
     Raises:
         QTensorError: the message names what does not fit.
     """
-    left, right = (parse(q) if q else None for q in (pair.a_quantizer, pair.b_quantizer))
-    check_operands(left, pair.a_shape, right, pair.b_shape, layout)
-    check_operand("gemm", pair.a, pair.a_quantizer, pair.a_shape)
-    check_operand("gemm", pair.b, pair.b_quantizer, pair.b_shape)
+    a, b = pair
+    check_operands(a.quantizer, a.shape, b.quantizer, b.shape, layout)
+    check_operand("gemm", a)
+    check_operand("gemm", b)
     if bias is not None:
-        check_bias(bias.shape, output_shape(pair.a_shape, pair.b_shape, layout))
+        check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
         fix = "Pass its real part"
         check(not bias.is_complex(), "gemm", "the bias must be real", bias.dtype, fix, DtypeError)
 
@@ -186,7 +187,7 @@ def _weight_gemm_alloc(args: WeightGemmArgs) -> Tensor:
 
 def _weight_gemm_fill(out: Tensor, args: WeightGemmArgs) -> None:
     x, weight, quantizer, n, bias = args
-    pair = Pair([x], "", x.shape, weight, quantizer, (n, *x.shape[-1:]))
+    pair = Pair(plain_operand(x), Operand(weight, quantizer, (n, *x.shape[-1:])))
     FILLS["gemm"](out, GemmArgs(pair, "TN", x.dtype, bias))
 
 
@@ -213,7 +214,7 @@ def gemm_plain(
         fail("gemm", "a and b must be tensors", None, "Pass both", ArgumentTypeError)
     check_layout(layout)
     check_operands(None, a.shape, None, b.shape, layout)
-    return GEMM([a], "", a.shape, [b], "", b.shape, layout, dtype or a.dtype, bias)
+    return GEMM(*plain_operand(a), *plain_operand(b), layout, dtype or a.dtype, bias)
 
 
 LIBRARY.impl("gemm_tensor", gemm_plain, "CompositeExplicitAutograd")
@@ -232,14 +233,25 @@ GEMM_TENSOR = torch.ops.qtensor.gemm_tensor.default
 """``gemm`` over tensors themselves, so that one made inside a compiled region can be an operand."""
 
 
-def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+class _GemmContext(Protocol):
+    """What ``gemm_tensor`` keeps for backward: both operands, layout, and facts about the bias."""
+
+    layout: str
+    bias: tuple[torch.Size, torch.dtype] | None
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def _save_operands(ctx: _GemmContext, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, layout, _, bias = (*inputs, None, None)[:5]
     ctx.save_for_backward(a, b)
     ctx.layout = layout
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
 
 
-def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _gemm_backward(ctx: _GemmContext, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients: products of ``grad`` with the value of the other operand."""
     a, b = ctx.saved_tensors
     d_a = d_b = d_bias = None

@@ -29,7 +29,7 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
     # Through .data: a saved tensor's version must not move, or a second backward is refused.
     target, pair = args.out.data, args.operands
     check_layout(args.layout)
-    shape = output_shape(pair.a_shape, pair.b_shape, args.layout)
+    shape = output_shape(pair.a.shape, pair.b.shape, args.layout)
     if target.shape != shape or not target.is_floating_point():
         rule = f"out must be floating, of the shape {tuple(shape)} of the product"
         got = f"{target.dtype} {tuple(target.shape)}"
@@ -43,7 +43,7 @@ def _accumulate_fill(_: None, args: GemmAccumulateArgs) -> None:
             if in_place(target, Product(pair, args.layout)):
                 return
     # The product in float32, where it is accumulated; the sum is rounded once.
-    result = BODIES["gemm"](*pair, args.layout, torch.float32)
+    result = BODIES["gemm"](*pair.a, *pair.b, args.layout, torch.float32)
     if args.overwrite:
         target.copy_(result)
     else:
@@ -76,8 +76,10 @@ def _postpone_fill(_: None, args: PostponeWgradArgs) -> None:
 def postpone(key: int, pair: Pair) -> None:
     """Store the operands of a weight gradient."""
     # A compiled graph may use the memory again once the op is done, so the buffers are copied.
-    a, b = ([t.detach().clone() for t in buffers] for buffers in (pair.a, pair.b))
-    _PENDING.setdefault(key, deque()).append(pair._replace(a=a, b=b))
+    a, b = (
+        operand._replace(buffers=[t.detach().clone() for t in operand.buffers]) for operand in pair
+    )
+    _PENDING.setdefault(key, deque()).append(Pair(a, b))
 
 
 POSTPONE = leaf_op("postpone_wgrad_", PostponeWgradArgs, "()", no_outputs, _postpone_fill)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import check
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.kernels.products.problem import Pair
-from qtensor.kernels.products.stacks import matrix_buffers, stack_refusal
+from qtensor.kernels.products.stacks import matrix_of, stack_refusal
 from qtensor.library.checks import check_operand, check_seed
 from qtensor.library.define import (
     BODIES,
@@ -33,7 +34,7 @@ from qtensor.library.gemm import GemmArgs, check_layout, output_shape
 from qtensor.library.gradient import GemmAccumulateArgs, postpone
 from qtensor.library.norm import BiasGradArgs, check_tensor
 from qtensor.library.quantize import alloc_amax, check_input
-from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes, group_buffers
+from qtensor.library.ragged import Groups, alloc_flat, check_ragged, check_sizes, groups_of
 
 # ---- sizes
 
@@ -129,9 +130,9 @@ def _quantize_alloc(args: GroupedQuantizeArgs) -> list[Tensor]:
 def _quantize_fill(outputs: list[Tensor], args: GroupedQuantizeArgs) -> None:
     quantizer, sizes = parse(args.quantizer), args.split.read("grouped_quantize")
     with below_autograd():
-        buffers = group_buffers(outputs, args.quantizer, sizes, args.x.shape[1])
+        groups = groups_of(Operand(outputs, args.quantizer, args.x.shape), sizes)
         for i, rows in enumerate(args.x.split(sizes)):
-            out = buffers[i]
+            out = groups[i].buffers
             if quantizer.returns_amax:
                 out = [*out, outputs[-1][i : i + 1]]
             factor = None if args.scale is None else args.scale[i : i + 1]
@@ -162,53 +163,49 @@ class GroupedGemmArgs(NamedTuple):
 
 
 def _gemm_alloc(args: GroupedGemmArgs) -> Tensor:
-    pair = args.operands
+    a, b = args.operands
     args.split.check("grouped_gemm")
-    check_ragged("grouped_gemm", pair.a, pair.a_quantizer, pair.a_shape)
+    check_ragged("grouped_gemm", a)
     check_layout(args.layout)
     rule = "b must be matrices or a stack of one for each group, and layout TN or NN"
-    fits = len(pair.b_shape) == 2 or (
-        len(pair.b_shape) == 3 and pair.b_shape[0] == args.split.groups
-    )
+    fits = len(b.shape) == 2 or (len(b.shape) == 3 and b.shape[0] == args.split.groups)
     fits = fits and args.layout != "NT"
-    check(fits, "grouped_gemm", rule, f"{pair.b_shape}, {args.layout}", "Pass their shape")
-    shape = output_shape(pair.a_shape, pair.b_shape[-2:], args.layout)
-    return empty(pair.a[0], shape, args.dtype)
+    check(fits, "grouped_gemm", rule, f"{b.shape}, {args.layout}", "Pass their shape")
+    return empty(a.buffers[0], output_shape(a.shape, b.shape[-2:], args.layout), args.dtype)
 
 
-def _matrices(pair: Pair, groups: int) -> Callable[[int], list[Tensor]]:
-    """Return a function from a group to the buffers of its matrix.
+def _matrices(b: Operand, groups: int) -> Callable[[int], Operand]:
+    """Return a function from a group to its matrix, of the right operand of ``grouped_gemm``.
 
     Raises:
         QTensorError: ``b`` does not hold the buffers of all groups.
     """
-    op, quantizer = "grouped_gemm", pair.b_quantizer
-    if len(pair.b_shape) == 3:
-        check_operand(op, pair.b, quantizer, pair.b_shape)
-        reason = stack_refusal(quantizer, tuple(pair.b_shape))
+    op = "grouped_gemm"
+    if len(b.shape) == 3:
+        check_operand(op, b)
+        reason = stack_refusal(b.canonical, tuple(b.shape))
         rule = "the buffers of each matrix of a stack must be views of those of the stack"
         check(reason is None, op, rule, reason, "Pass the buffers of one group after the other")
-        return lambda i: matrix_buffers(quantizer, pair.b, pair.b_shape, i)
-    count = len(pair.b) // groups
+        return lambda i: matrix_of(b, i)
+    count = len(b.buffers) // groups
     rule = f"b must hold as many buffers for each of the {groups} groups"
     fix = "Pass the buffers of one group after the other"
-    check(count * groups == len(pair.b), op, rule, f"{len(pair.b)} buffers", fix)
-    return lambda i: pair.b[i * count : (i + 1) * count]
+    check(count * groups == len(b.buffers), op, rule, f"{len(b.buffers)} buffers", fix)
+    return lambda i: b._replace(buffers=b.buffers[i * count : (i + 1) * count])
 
 
 def _gemm_fill(out: Tensor, args: GroupedGemmArgs) -> None:
-    pair, groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
-    columns, matrix = pair.a_shape[1], _matrices(pair, groups)
+    (a, b), groups, sizes = args.operands, args.split.groups, args.split.read("grouped_gemm")
+    matrix = _matrices(b, groups)
     biases = groups if args.bias is None else len(args.bias)
     rule = f"bias must hold one tensor for each of the {groups} groups"
     check(biases == groups, "grouped_gemm", rule, f"{biases} biases", "Pass one a group")
     with below_autograd():
-        left = group_buffers(pair.a, pair.a_quantizer, sizes, columns)
+        left = groups_of(a, sizes)
         for i, part in enumerate(out.split(sizes)):
             if sizes[i]:
-                a_shape, b_shape = (sizes[i], columns), tuple(pair.b_shape[-2:])
-                group = pair._replace(a=left[i], a_shape=a_shape, b=matrix(i), b_shape=b_shape)
                 bias = None if args.bias is None else args.bias[i]
+                group = Pair(left[i], matrix(i))
                 FILLS["gemm"](part, GemmArgs(group, args.layout, args.dtype, bias))
 
 
@@ -227,20 +224,15 @@ Matrices of groups without rows are not read.
 def _pairs(op: str, ragged: Pair, split: Groups) -> list[Pair]:
     """Return the operands (rows of the group, .) of each group of two ragged operands."""
     sizes = split.read(op)
-    columns = ragged.a_shape[1], ragged.b_shape[1]
-    left = group_buffers(ragged.a, ragged.a_quantizer, sizes, columns[0])
-    right = group_buffers(ragged.b, ragged.b_quantizer, sizes, columns[1])
-    return [
-        Pair(a, ragged.a_quantizer, (rows, columns[0]), b, ragged.b_quantizer, (rows, columns[1]))
-        for rows, a, b in zip(sizes, left, right, strict=True)
-    ]
+    left, right = groups_of(ragged.a, sizes), groups_of(ragged.b, sizes)
+    return [Pair(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _check_wgrad(op: str, ragged: Pair, split: Groups, wanted: Sequence[int] = ()) -> None:
     """Refuse two ragged operands or indices of groups that do not fit the groups."""
     split.check(op)
-    check_ragged(op, ragged.a, ragged.a_quantizer, ragged.a_shape)
-    check_ragged(op, ragged.b, ragged.b_quantizer, ragged.b_shape)
+    check_ragged(op, ragged.a)
+    check_ragged(op, ragged.b)
     rule = f"wanted must hold indices from 0 to {split.groups - 1}"
     fits = all([0 <= i < split.groups for i in wanted])
     check(fits, op, rule, wanted, "Name groups that exist")
@@ -256,10 +248,9 @@ class GroupedWgradArgs(NamedTuple):
 
 
 def _wgrad_alloc(args: GroupedWgradArgs) -> list[Tensor]:
-    pair = args.operands
-    _check_wgrad("grouped_wgrad", pair, args.split, args.wanted)
-    shape = (pair.a_shape[1], pair.b_shape[1])
-    return [empty(pair.a[0], shape, args.dtype) for _ in args.wanted]
+    a, b = args.operands
+    _check_wgrad("grouped_wgrad", args.operands, args.split, args.wanted)
+    return [empty(a.buffers[0], (a.shape[1], b.shape[1]), args.dtype) for _ in args.wanted]
 
 
 def _wgrad_fill(outputs: list[Tensor], args: GroupedWgradArgs) -> None:

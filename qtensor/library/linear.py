@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from qtensor.core.buffer_shapes import Shape
 from qtensor.core.errors import fail
 from qtensor.core.linear_plans import ForwardPlan, backward_plan, forward_plan
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import (
     alloc_outputs,
     alloc_slots,
@@ -74,8 +74,8 @@ class LinearBackwardArgs(NamedTuple):
     seed: Tensor | None = None
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a linear layer, and how the layer quantizes it.
+class _Unquantized(NamedTuple):
+    """A tensor of a linear layer in high precision, and how the op quantizes it.
 
     Attributes:
         value: (M, K), (N, K) or (M, N); float32, bfloat16 or float16.
@@ -121,19 +121,17 @@ class _Tensor(NamedTuple):
         FILLS["quantize"](outputs, args)
         return buffers
 
-    def operand(
-        self, buffers: Sequence[Tensor], part: tuple[tuple[int, ...], str]
-    ) -> tuple[list[Tensor], str, Shape]:
+    def operand(self, buffers: Sequence[Tensor], part: tuple[tuple[int, ...], str]) -> Operand:
         """Return the part (slots, canonical text) of the buffers as an operand of a product."""
         slots, canonical = part
-        return [buffers[i] for i in slots], canonical, self.value.shape
+        return Operand([buffers[i] for i in slots], canonical, self.value.shape)
 
 
-def _inputs(args: LinearForwardArgs, plan: ForwardPlan) -> tuple[_Tensor, _Tensor]:
+def _inputs(args: LinearForwardArgs, plan: ForwardPlan) -> tuple[_Unquantized, _Unquantized]:
     """Return input and weight."""
-    x = _Tensor(args.x, plan.x_quantizer, plan.x_kept, args.x_seed, args.scales, 0)
+    x = _Unquantized(args.x, plan.x_quantizer, plan.x_kept, args.x_seed, args.scales, 0)
     seed, scales = args.weight_seed, args.scales
-    return x, _Tensor(args.weight, plan.weight_quantizer, plan.weight_kept, seed, scales, 1)
+    return x, _Unquantized(args.weight, plan.weight_quantizer, plan.weight_kept, seed, scales, 1)
 
 
 def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
@@ -157,14 +155,14 @@ def _forward_alloc(args: LinearForwardArgs) -> list[Tensor]:
 def _forward_fill(outputs: list[Tensor], args: LinearForwardArgs) -> None:
     plan = forward_plan(args.plan)
     with below_autograd():
-        operands: list[Any] = []
+        operands: list[Operand] = []
         saved = outputs[1:]
         tensors = _inputs(args, plan)
         ends = list(accumulate(len(t.kept_slots) for t in tensors))
         amaxes = iter(saved[ends[-1] :])
         for t, end in zip(tensors, ends, strict=True):
             buffers = t.quantize(saved[end - len(t.kept_slots) : end], amaxes)
-            operands += t.operand(buffers, usage_part(t.quantizer, "rowwise"))
+            operands.append(t.operand(buffers, usage_part(t.quantizer, "rowwise")))
         FILLS["gemm"](outputs[0], GemmArgs(Pair(*operands), "TN", plan.dtype, args.bias))
 
 
@@ -185,16 +183,17 @@ def forward_of_quantized(*args: Any, **kwargs: Any) -> list[Tensor]:
     """
     call = LinearForwardArgs(*args, **kwargs)
     plan = forward_plan(call.plan)
-    operands: list[Any] = []
+    operands: list[Operand] = []
     kept, amaxes = [], []
     for t in _inputs(call, plan):
         buffers = QUANTIZE(t.value, t.quantizer, t.scale, None, t.seed)
         if parse(t.quantizer).returns_amax:
             *buffers, amax = buffers
             amaxes.append(amax)
-        operands += t.operand(buffers, usage_part(t.quantizer, "rowwise"))
+        operands.append(t.operand(buffers, usage_part(t.quantizer, "rowwise")))
         kept += [buffers[i] for i in t.kept_slots]
-    return [GEMM(*operands, "TN", plan.dtype, call.bias), *kept, *amaxes]
+    x, weight = operands
+    return [GEMM(*x, *weight, "TN", plan.dtype, call.bias), *kept, *amaxes]
 
 
 def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
@@ -213,8 +212,8 @@ def _backward_alloc(args: LinearBackwardArgs) -> list[Tensor]:
     return [*outputs, *alloc_amax(parse(plan.quantizer), dy.device)]
 
 
-def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the kept buffers of input and weight, each [] where there are none."""
+def _kept_operands(args: LinearBackwardArgs) -> tuple[Operand, Operand]:
+    """Return input and weight as forward has kept them, without buffers where it kept none."""
     plan, saved = backward_plan(args.plan), args.saved
     x_count, weight_count = (
         len(parse(canonical).slots) if canonical else 0
@@ -224,25 +223,25 @@ def _kept_operands(args: LinearBackwardArgs) -> tuple[list[Tensor], list[Tensor]
         rule = f"saved must hold {x_count} buffers of the input and {weight_count} of the weight"
         fix = "Pass the buffers that linear_forward returned"
         fail("linear_backward", rule, f"{len(saved)} tensors", fix)
-    return saved[:x_count], saved[x_count:]
+    (rows, width), columns = args.dy.shape, args.columns
+    return (
+        Operand(saved[:x_count], plan.x_kept, (rows, columns)),
+        Operand(saved[x_count:], plan.weight_kept, (width, columns)),
+    )
 
 
 def _backward_fill(outputs: list[Tensor], args: LinearBackwardArgs) -> None:
     plan = backward_plan(args.plan)
     with below_autograd():
         x, weight = _kept_operands(args)
-        dy = _Tensor(args.dy, plan.quantizer, "", args.seed, args.scales, 2)
+        dy = _Unquantized(args.dy, plan.quantizer, "", args.seed, args.scales, 2)
         buffers, results = dy.quantize((), iter(outputs[-1:])), iter(outputs)
-        row_part = usage_part(plan.quantizer, "rowwise")
-        column_part = readable_part(plan.quantizer, "columnwise")
-        rows, width = args.dy.shape
-        for saved, kept, size, part, layout, dtype in (
-            (weight, plan.weight_kept, width, row_part, "NN", plan.dtype),
-            (x, plan.x_kept, rows, column_part, "NT", plan.weight_dtype),
-        ):
-            if saved:
-                pair = Pair(*dy.operand(buffers, part), saved, kept, (size, args.columns))
-                FILLS["gemm"](next(results), GemmArgs(pair, layout, dtype))
+        if weight.buffers:
+            left = dy.operand(buffers, usage_part(plan.quantizer, "rowwise"))
+            FILLS["gemm"](next(results), GemmArgs(Pair(left, weight), "NN", plan.dtype))
+        if x.buffers:
+            left = dy.operand(buffers, readable_part(plan.quantizer, "columnwise"))
+            FILLS["gemm"](next(results), GemmArgs(Pair(left, x), "NT", plan.weight_dtype))
         if plan.bias:
             FILLS["bias_grad"](next(results), BiasGradArgs(args.dy))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shapes, flat_bound, flat_sizes
 from qtensor.core.errors import check, fail
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike, parse
 
 
@@ -88,20 +89,18 @@ def alloc_flat(
     return buffers
 
 
-def group_buffers(
-    buffers: Sequence[Tensor], quantizer: str, sizes: Sequence[int], cols: int
-) -> list[list[Tensor]]:
-    """Return the buffers of each group, as views.
+def groups_of(ragged: Operand, sizes: Sequence[int]) -> list[Operand]:
+    """Return each group of a ragged operand as a matrix; its buffers are views.
 
     Args:
-        buffers: flat ones in slot order, or (quantizer "") one plain matrix (M, K).
-        quantizer: canonical text.
+        ragged: (M, K); flat buffers in slot order, or one plain matrix.
         sizes: rows of each group.
-        cols: K.
     """
-    if not quantizer:
-        return [[part] for part in buffers[0].split(list(sizes))]
-    slots = parse(quantizer).slots
+    buffers, canonical, (_, cols) = ragged
+    if not canonical:
+        parts = zip(sizes, buffers[0].split(list(sizes)), strict=True)
+        return [Operand([part], "", (rows, cols)) for rows, part in parts]
+    slots = parse(canonical).slots
     starts = [0] * len(slots)
     groups = []
     for rows in sizes:
@@ -110,27 +109,22 @@ def group_buffers(
             count = math.prod(shape)
             views.append(buffers[i].narrow(0, starts[i], count).view(shape))
             starts[i] += count
-        groups.append(views)
+        groups.append(Operand(views, canonical, (rows, cols)))
     return groups
 
 
-def check_ragged(op: str, buffers: Sequence[Tensor], quantizer: str, shape: Shape) -> None:
+def check_ragged(op: str, ragged: Operand) -> None:
     """Refuse flat buffers whose number is not that of the quantizer, or whose shape is not 2-D.
-
-    Args:
-        op: for the message.
-        buffers: flat ones in slot order, or (quantizer "") one plain matrix.
-        quantizer: canonical text.
-        shape: logical shape (M, K).
 
     Raises:
         QTensorError: the message names the rule.
     """
-    count = len(parse(quantizer).slots) if quantizer else 1
+    buffers, canonical, shape = ragged
+    count = len(parse(canonical).slots) if canonical else 1
     if len(shape) != 2:
         fail(op, "a ragged operand must be a matrix", tuple(shape), "Pass its shape (M, K)")
     if len(buffers) != count:
-        rule = f"a ragged operand of {quantizer or 'plain values'} must have {count} buffers"
+        rule = f"a ragged operand of {canonical or 'plain values'} must have {count} buffers"
         fail(op, rule, len(buffers), "Pass them in slot order")
 
 

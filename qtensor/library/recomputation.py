@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -58,10 +58,10 @@ class Tape:
 
     def __init__(self) -> None:
         self.calls: dict[int, list[Factors]] = {}
-        self.rerun: Any = None
+        self.rerun: object = None
         self.places: dict[int, int] = {}
 
-    def rewind(self, rerun: Any) -> None:
+    def rewind(self, rerun: object) -> None:
         """Begin anew, unless ``rerun`` is the run that plays the tape back already."""
         if rerun is not self.rerun:
             self.rerun, self.places = rerun, {}
@@ -127,7 +127,8 @@ def in_forward_of_function() -> bool:
     )
 
 
-_OF_TORCH: weakref.WeakKeyDictionary[Any, Tape] = weakref.WeakKeyDictionary()
+_OF_TORCH: weakref.WeakKeyDictionary[checkpoint._CheckpointFrame, Tape]
+_OF_TORCH = weakref.WeakKeyDictionary()
 """The tapes of ``torch.utils.checkpoint``, by the object to which the hooks of a call belong."""
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -144,7 +145,7 @@ def _hooks() -> list[FunctionType]:
     return [pack for pack, _ in stack]
 
 
-def _run_of(pack: Any) -> Run | None:
+def _run_of(pack: FunctionType) -> Run | None:
     """Return the run of torch's checkpoint to which a hook belongs; None if it is another hook.
 
     The hook of the first run holds the object of the call, that of the second run a weak reference.
@@ -220,7 +221,7 @@ class _Notes:
             if self.calls[0].factors is not self.steps[0]:
                 self.steps.popleft()
 
-    def since(self, node: Any) -> Factors | None:
+    def since(self, node: BackwardCFunction) -> Factors | None:
         """Return the factors of the next call after a node was made; None without such a call."""
         number = node._sequence_nr()
         rerun = (backward_id(), number)

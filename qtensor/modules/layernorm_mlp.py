@@ -206,7 +206,7 @@ class LayerNormMLP(Normed, LinearModule):
             out = checkpoint(rest, hidden)
         else:
             out = rest(hidden)
-        results = [out]
+        results: list[Any] = [out]
         if self.return_bias:
             results.append(self.fc2_bias)
         if self.return_layernorm_output:

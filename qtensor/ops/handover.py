@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.core.buffer_shapes import Shape
+from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.functional.operands import Quantized
 from qtensor.library.quantize import QUANTIZE
@@ -53,9 +54,10 @@ def from_buffers(
     buffers: list[Tensor], request: Request, shape: Shape, dtype: torch.dtype
 ) -> Quantized:
     """Return the buffers that a quantizing op returned as a ``Quantized`` value."""
-    if request.scale is None:
-        return Quantized(buffers, request.canonical, shape, dtype, None)
-    return Quantized(buffers[:-1], request.canonical, shape, dtype, buffers[-1])
+    amax = None
+    if request.scale is not None:
+        *buffers, amax = buffers
+    return Quantized(Operand(buffers, request.canonical, rows_cols(shape)), shape, dtype, amax)
 
 
 def produce(y: Tensor, request: Request | None) -> Any:

@@ -88,8 +88,8 @@ class _Norm(BasicOperation):
         *buffers, mean, rstd = NORM_QUANTIZE(
             rows, *settings, input.dtype, request.canonical, request.scale, None, request.seed
         )
-        y = from_buffers(buffers, request, input.shape, input.dtype)
-        return y, (rows, weight, mean, rstd)
+        quantized = from_buffers(buffers, request, input.shape, input.dtype)
+        return quantized, (rows, weight, mean, rstd)
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input: Tensor, returned: tuple[Tensor, ...]

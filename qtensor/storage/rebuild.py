@@ -274,8 +274,8 @@ def strides_of(t: QuantizedTensor) -> tuple[int, ...]:
     if strides == TURNED:
         return (1, t.shape[0])
     if t._origin.layout == "transposed":
-        *outer, rows, columns = strides_of(t._parts[0])
-        return (*outer, columns, rows)
+        strides = strides_of(t._parts[0])
+        return (*strides[:-2], *strides[:-3:-1])
     return t.stride() if strides is None else strides
 
 
@@ -290,7 +290,7 @@ def turned_strides(t: QuantizedTensor) -> tuple[int, ...] | None:
     return None if _is_contiguous(t.shape[::-1], strides) else strides
 
 
-def is_row_major(t: QuantizedTensorStorage) -> bool:
+def is_row_major(t: QuantizedTensor) -> bool:
     """Return whether the same view of a plain tensor is contiguous."""
     if t._origin.layout == "transposed":
         return _is_contiguous(t.shape, strides_of(t))

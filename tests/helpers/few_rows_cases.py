@@ -11,7 +11,7 @@ from torch import Tensor
 import qtensor
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import MOST_ROWS, Rows
-from qtensor.kernels.products.weight_rows import GemmRows
+from qtensor.storage.ops.products import operand_of
 
 WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {}),
@@ -63,7 +63,7 @@ def check_tails(fmt: str, options: dict[str, Any]) -> None:
     """Compare small products with the oracle for each K of `TAILS`, alone and among 64 rows."""
     for k in TAILS:
         w, x = quantized(9, k, fmt, options), torch.randn(MOST_ROWS, k)
-        weight = GemmRows(w.quantizer, w.buffers(), tuple(w.shape))
+        weight = operand_of(w)
         for dtype in (torch.bfloat16, torch.float32):
             rows = x.to(dtype)
             want = oracle.product(rows[-6:], w)

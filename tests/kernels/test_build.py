@@ -36,6 +36,7 @@ from qtensor.build.cache import (
 )
 from qtensor.build.compilers import Compiler, find_cxx
 from qtensor.core.errors import BuildError, CompilerNotFound, QTensorError
+from qtensor.kernels.cpu import sources
 
 wide = pytest.mark.nightly(reason="processes and compilers; the default tier has a few of them")
 
@@ -207,6 +208,14 @@ def test_a_source_that_is_not_there(tmp_path):
     asked = recipe(tmp_path / "gone.cpp", find_cxx())
     with pytest.raises(BuildError, match=r"sources and headers must be readable; got .*gone\.cpp"):
         build(asked)
+
+
+def test_a_file_of_the_package_that_is_not_there(tmp_path):
+    """Only an installation of qtensor brings back a file of its own, in whatever folder it is."""
+    gone = sources.FOLDER / "gone.h"
+    asked = recipe(write_source(tmp_path), script(tmp_path), headers=(gone,))
+    with pytest.raises(BuildError, match=r"got .*gone\.h.*Install qtensor again"):
+        module.source_key(asked)
 
 
 @wide

@@ -16,6 +16,7 @@ from qtensor.cutlass_gemm import tuning
 from qtensor.kernels.products import choice
 from qtensor.kernels.products.problem import Pair, Product
 from qtensor.library.define import BODIES
+from qtensor.storage.ops.products import operand_of
 from tests.kernels.test_gemm import assert_product, values
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "libraries")
@@ -180,9 +181,7 @@ def test_accumulation_adds_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     main_grad = rand(M, N, seed=5)
     before = main_grad.double()
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False), raising=False)
-    arguments = a.buffers(), a._quantizer.canonical, a.shape
-    right = b.buffers(), b._quantizer.canonical, b.shape
-    assert choice.accumulate_(main_grad, Product(Pair(*arguments, *right), "NT"))
+    assert choice.accumulate_(main_grad, Product(Pair(operand_of(a), operand_of(b)), "NT"))
     monkeypatch.undo()
     left, other = oriented(a, b, "NT")
     want = before + left @ other

@@ -28,6 +28,7 @@ from qtensor.cutlass_gemm.launch import Kernel, Launcher
 from qtensor.cutlass_gemm.spec import KernelSpec
 from qtensor.kernels.products import choice
 from qtensor.kernels.products.problem import Pair, Product
+from qtensor.storage.ops.products import operand_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,13 +105,11 @@ def product(a: Any, b: Any, layout: str, out: torch.Tensor, **options: Any) -> t
     With ``QTENSOR_GPU_CHECK=1`` (scripts/gpu_check.sh has built them all) a kernel that is not
     there is a failure.
     """
-    sides = []
-    for operand in (a, b):
-        sides += [operand.buffers(), operand._quantizer.canonical, operand.shape]
+    pair = Pair(operand_of(a), operand_of(b))
     out.fill_(float("nan"))
     try:
         bias = options.pop("bias", None)
-        choice.multiply_(out, Product(Pair(*sides), layout, bias, "cutlass", **options))
+        choice.multiply_(out, Product(pair, layout, bias, "cutlass", **options))
     except qtensor.UnsupportedError as error:
         if os.environ.get("QTENSOR_GPU_CHECK") == "1" and "qtensor kernels build" in str(error):
             raise
@@ -314,13 +313,10 @@ def test_a_batch() -> None:
 
 def test_accumulation_into_main_grad() -> None:
     a, b = quantized("fp8", "NT", ({}, {}), matrices("integers", 128, 256, 512))
-    sides = [
-        *(a.buffers(), a._quantizer.canonical, a.shape),
-        *(b.buffers(), b._quantizer.canonical, b.shape),
-    ]
+    pair = Pair(operand_of(a), operand_of(b))
     main_grad = torch.arange(128 * 256, device="cuda", dtype=torch.float32).view(128, 256) / 64
     before = main_grad.double()
-    if not choice.accumulate_(main_grad, Product(Pair(*sides), "NT")):
+    if not choice.accumulate_(main_grad, Product(pair, "NT")):
         pytest.skip(reason="no float32 kernel is built for this device")
     x, y = decoded(a, b, "NT")
     want = before + x @ y.t()
@@ -356,11 +352,8 @@ def test_cuda_graphs() -> None:
     first = out.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sides = [
-            *(a.buffers(), a._quantizer.canonical, a.shape),
-            *(b.buffers(), b._quantizer.canonical, b.shape),
-        ]
-        choice.multiply_(out, Product(Pair(*sides), "TN", None, "cutlass"))
+        pair = Pair(operand_of(a), operand_of(b))
+        choice.multiply_(out, Product(pair, "TN", None, "cutlass"))
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()

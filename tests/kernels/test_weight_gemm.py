@@ -9,6 +9,7 @@ from formats import FormatCase, formats
 from torch.nn import functional as F
 
 import qtensor
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.kernels.cpu.small_calls import answers
 from qtensor.kernels.products.problem import Pair
 from qtensor.library.define import FILLS
@@ -34,7 +35,7 @@ def seen(monkeypatch):
 
     def as_gemm(out, args):
         x, weight, quantizer, n, bias = args
-        pair = Pair([x], "", x.shape, weight, quantizer, (n, *x.shape[-1:]))
+        pair = Pair(plain_operand(x), Operand(weight, quantizer, (n, *x.shape[-1:])))
         gemm(out, GemmArgs(pair, "TN", x.dtype, bias))
 
     monkeypatch.setitem(FILLS, "gemm", note("gemm", gemm))

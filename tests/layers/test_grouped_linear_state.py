@@ -27,7 +27,8 @@ from torch import nn
 
 import qtensor
 from qtensor.core.buffer_shapes import buffer_shapes, flat_bound, flat_sizes
-from qtensor.library.ragged import Groups, alloc_flat, group_buffers
+from qtensor.core.operand import Operand
+from qtensor.library.ragged import Groups, alloc_flat, groups_of
 
 SPLITS = ([33, 0, 7, 60], [1, 2, 97, 0], [100, 0, 0, 0])
 
@@ -253,13 +254,13 @@ def test_group_buffers_are_those_of_separate_tensors(case: FormatCase):
             flat = torch.ops.qtensor.grouped_quantize(
                 x, q.canonical, known, splits, 4, scales, seeds
             )
-            groups = group_buffers(flat, q.canonical, sizes, K)
-            for i, (part, views) in enumerate(zip(x.split(sizes), groups, strict=True)):
+            groups = groups_of(Operand(flat, q.canonical, x.shape), sizes)
+            for i, (part, group) in enumerate(zip(x.split(sizes), groups, strict=True)):
                 own = {} if scales is None else {"scale": scales[i : i + 1]}
                 if seeds is not None:
                     own["generator"] = seeds[i : i + 1]
                 want = q.quantize(part, **own).buffers()
-                for a, b in zip(views, want, strict=True):
+                for a, b in zip(group.buffers, want, strict=True):
                     assert_same_bytes(a, b)
             totals = [math.prod(s) for g in sizes for s in buffer_shapes(q.slots, (g, K))]
             if splits is None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import qtensor  # noqa: F401 - defines the ops
+from qtensor.core.operand import Operand
+from qtensor.kernels.products.problem import Pair
 from qtensor.library.define import ARGUMENTS, FILLS
 
 
@@ -21,7 +23,9 @@ def declared(arguments):
     """The same of a NamedTuple; the fields of a record in it are arguments themselves."""
     found = []
     for field, kind in get_type_hints(arguments).items():
-        if hasattr(kind, "_fields"):
+        if kind is Operand:
+            found += [(field, None), (f"{field}_quantizer", None), (f"{field}_shape", None)]
+        elif hasattr(kind, "_fields"):
             found += declared(kind)
         else:
             found.append((field, arguments._field_defaults.get(field)))
@@ -34,15 +38,15 @@ def test_the_arguments_are_those_of_the_schema(name):
 
 
 def test_a_record_is_bound_from_flat_arguments(monkeypatch):
-    """``gemm`` takes six arguments for two operands, and its fill sees one record."""
+    """``gemm`` takes six arguments for two operands, and its fill sees a pair of them."""
     calls = []
     monkeypatch.setitem(FILLS, "gemm", lambda out, args: calls.append(args))
     a, b = torch.ones(2, 3), torch.ones(4, 3)
     torch.ops.qtensor.gemm([a], "", (2, 3), [b], "", (4, 3), "TN", torch.float32)
     (args,) = calls
-    assert args.operands.a[0] is a
-    assert args.operands.b[0] is b
-    assert (args.operands.a_shape, args.operands.b_shape) == ([2, 3], [4, 3])
+    assert args.operands == Pair(Operand([a], "", [2, 3]), Operand([b], "", [4, 3]))
+    assert args.operands.a.buffers[0] is a
+    assert args.operands.b.buffers[0] is b
     assert (args.layout, args.dtype, args.bias) == ("TN", torch.float32, None)
     assert (args.backend, args.fast) == ("auto", False)
 

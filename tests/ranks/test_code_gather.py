@@ -87,10 +87,11 @@ def compare_gathers(name: str, dtype: torch.dtype, special: float | None) -> Non
             assert_same_bytes(found, whole, what)
             continue
         assert found.shape == whole.shape
+        assert found.operand.shape == (whole.numel() // shape[-1], shape[-1])
         want = torch.ops.qtensor.quantize(whole.view(-1, shape[-1]), quantizer.canonical, scale)
         if scale is not None:
             assert_same_bytes(found.amax, want.pop(), f"{what}: amax")
-        for i, (a, b) in enumerate(zip(found.buffers, want, strict=True)):
+        for i, (a, b) in enumerate(zip(found.operand.buffers, want, strict=True)):
             assert a.is_contiguous(), what
             assert_same_bytes(a, b, f"{what}: {quantizer.slots[i].name}")
 

@@ -15,6 +15,7 @@ from qtensor.integrations.experts import ExpertWeights
 from qtensor.kernels.products import reference, stacks
 from qtensor.library.define import FILLS
 from qtensor.storage.ops.grouped import group_sizes, grouped_product
+from qtensor.storage.ops.products import operand_of
 
 STACKS: list[tuple[str, dict[str, Any]]] = [
     ("fp8", {}),
@@ -47,7 +48,7 @@ def test_buffers_of_a_matrix(fmt: str, options: dict[str, Any]):
     stack = stack_of(fmt, options)
     assert stacks.stack_refusal(stack.quantizer.canonical, (E, N, K)) is None
     for i in range(E):
-        got = stacks.matrix_buffers(stack.quantizer.canonical, stack.buffers(), (E, N, K), i)
+        got = stacks.matrix_of(operand_of(stack), i).buffers
         for found, want in zip(got, stack[i].buffers(), strict=True):
             assert torch.equal(found.view(torch.uint8), want.view(torch.uint8))
             assert found.untyped_storage().data_ptr() == want.untyped_storage().data_ptr()
@@ -84,9 +85,7 @@ def test_a_batch_is_one_product_after_the_other(
 def poisoned(stack: Any, index: int) -> Any:
     """A copy of a stack of which a matrix has codes and factors of NaN."""
     copy = stack.clone()
-    for buffer in stacks.matrix_buffers(
-        copy.quantizer.canonical, copy.buffers(), tuple(copy.shape), index
-    ):
+    for buffer in stacks.matrix_of(operand_of(copy), index).buffers:
         if buffer.numel() > 1 and buffer.is_contiguous():
             buffer.view(torch.uint8).fill_(0xFF)
     return copy

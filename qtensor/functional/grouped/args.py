@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
+from qtensor.core.operand import Operand
 from qtensor.functional.linear.args import DelayedCall
 from qtensor.functional.linear.layer_plan import HIGH_PRECISION, LinearPlan
 from qtensor.functional.linear.saved import NOTHING_SAVED, SavedOperands
-from qtensor.functional.operands import Operand
 from qtensor.functional.site import Site
 
 

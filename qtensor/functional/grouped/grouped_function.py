@@ -8,11 +8,13 @@ another, and the shape (N, K) of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.functional.debugging import asks_for, tell_debug
 from qtensor.functional.grouped.args import GroupedBwdArgs, GroupedFwdArgs, Splits
 from qtensor.functional.linear.args import DelayedCall
@@ -25,10 +27,8 @@ from qtensor.functional.linear.saved import (
     with_tensors,
 )
 from qtensor.functional.operands import (
-    Operand,
     as_matrix,
     column_part,
-    plain_operand,
     quantize_operand,
     row_part,
 )
@@ -118,26 +118,6 @@ def _quantize_weights(args: GroupedFwdArgs) -> tuple[Operand, list[Tensor]]:
     return Operand(buffers, args.workspace_quantizer if workspace else plan.weight, shape), amaxes
 
 
-def _part_of(weights: Operand, slots: tuple[int, ...], total: int, canonical: str) -> Operand:
-    if len(slots) == total or not slots:
-        return weights
-    starts = range(0, len(weights.buffers), total)
-    buffers = [weights.buffers[start + slot] for start in starts for slot in slots]
-    return Operand(buffers, canonical, weights.shape)
-
-
-def row_weights(weights: Operand) -> Operand:
-    """Return the buffers that fprop reads."""
-    usages = parts(weights.canonical)
-    return _part_of(weights, usages.row, usages.total, usages.row_canonical)
-
-
-def column_weights(weights: Operand) -> Operand:
-    """Return the buffers that dgrad reads."""
-    usages = parts(weights.canonical)
-    return _part_of(weights, usages.column, usages.total, usages.column_canonical)
-
-
 def _saved_input(args: GroupedFwdArgs, x: Operand) -> tuple[Operand, bool, bool]:
     """Return the operand of wgrad, whether it is the input itself, whether wgrad quantizes it."""
     override = args.plan.backward_override
@@ -153,7 +133,7 @@ def _saved_weights(args: GroupedFwdArgs, w: Operand) -> tuple[Operand, bool]:
     override = args.plan.backward_override
     if override == "high_precision" or not w.canonical:
         return Operand(list(args.weights), "", w.shape), True
-    return (row_weights(w) if override == "dequantized" else column_weights(w)), False
+    return (row_part(w) if override == "dequantized" else column_part(w)), False
 
 
 def grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
@@ -168,7 +148,7 @@ def grouped_forward_impl(args: GroupedFwdArgs) -> GroupedForward:
     x, x_amax = quantize_ragged(as_matrix(args.inp), canonical, splits, x_scale, args.seeds[0])
     w, w_amaxes = _quantize_weights(args)
     bias = list(args.biases) if args.biases else None
-    out = GROUPED_GEMM(*row_part(x), *row_weights(w), *splits, "TN", args.dtype, bias)
+    out = GROUPED_GEMM(*row_part(x), *row_part(w), *splits, "TN", args.dtype, bias)
     if args.inp.ndim != 2:
         out = out.view(*args.inp.shape[:-1], out.shape[-1])
     tell_debug(args, "output", out, splits)
@@ -215,7 +195,9 @@ def grouped_setup_ctx(
     return [*tensors, *main_grads, report, fwd.seeds[2], fwd.splits.tensor, *state]
 
 
-def restored(bwd: GroupedBwdArgs, tensors: Any, grad: Tensor | None) -> GroupedBwdArgs:
+def restored(
+    bwd: GroupedBwdArgs, tensors: Sequence[Tensor | None], grad: Tensor | None
+) -> GroupedBwdArgs:
     """Return a copy of the arguments with the gradient ``grad`` (..., N) and the saved tensors.
 
     ``tensors`` are those that ``grouped_setup_ctx`` returned.
@@ -223,12 +205,9 @@ def restored(bwd: GroupedBwdArgs, tensors: Any, grad: Tensor | None) -> GroupedB
     inp, weights, rest = restore_operands(bwd.saved, tensors)
     main_grads, rest = tuple(rest[: bwd.n_main_grad]), rest[bwd.n_main_grad :]
     report, seed, sizes, scales, *state = rest
-    delayed = None if scales is None else DelayedCall(scales, *state)
+    delayed = None if scales is None else DelayedCall._make((scales, *state))
     splits = Splits(bwd.splits.sizes, sizes, bwd.splits.groups)
-    copy: GroupedBwdArgs = with_tensors(
-        bwd, grad, inp, weights, main_grads, report, delayed, seed, splits
-    )
-    return copy
+    return with_tensors(bwd, grad, inp, weights, main_grads, report, delayed, seed, splits)
 
 
 def _wgrad_input(args: GroupedBwdArgs, saved: Operand) -> Operand:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
+from qtensor.core.operand import Operand
 from qtensor.functional.linear.layer_plan import HIGH_PRECISION, LinearPlan
 from qtensor.functional.linear.saved import NOTHING_SAVED, SavedOperands
-from qtensor.functional.operands import Operand, Quantized
+from qtensor.functional.operands import Quantized
 from qtensor.functional.ranks.parallel import Parallel
 from qtensor.functional.site import Site
 from qtensor.library.delayed import RECORD_GRADIENT_AMAX, SEND_GRADIENT_AMAX

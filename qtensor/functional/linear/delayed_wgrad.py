@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtensor.library.gemm import GEMM
+from qtensor.functional.operands import multiply
 from qtensor.library.gradient import GEMM_ACCUMULATE, take_postponed
 
 
@@ -18,8 +18,7 @@ def delayed_wgrad(dtype: torch.dtype, key: int) -> Tensor:
         QTensorError: none is postponed.
     """
     with torch.no_grad():
-        gradient: Tensor = GEMM(*take_postponed(key), "NT", dtype)
-    return gradient
+        return multiply(*take_postponed(key), "NT", dtype)
 
 
 def accumulate(weight: Any, key: int, into_main_grad: bool) -> None:
@@ -29,10 +28,10 @@ def accumulate(weight: Any, key: int, into_main_grad: bool) -> None:
         QTensorError: none is postponed.
     """
     if into_main_grad:
-        pair = take_postponed(key)
+        dy, x = take_postponed(key)
         overwrite = bool(getattr(weight, "overwrite_main_grad", False))
         with torch.no_grad():
-            GEMM_ACCUMULATE(weight.main_grad, *pair, "NT", overwrite)
+            GEMM_ACCUMULATE(weight.main_grad, *dy, *x, "NT", overwrite)
         weight.grad_added_to_main_grad = True
         return
     grad = delayed_wgrad(weight.dtype, key)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from qtensor.core.errors import check, fail
 from qtensor.core.quantizer_registry import QuantizerLike, parse, usage_part
+from qtensor.quantizers import Quantizer
 from qtensor.recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -243,7 +244,7 @@ def alignment(canonical: str) -> int:
 @compile_constant
 def assembly(canonical: str) -> tuple[str, tuple[str, ...]]:
     """Return the name of the tensor class of a canonical text, and the keywords of its buffers."""
-    quantizer: Any = parse(canonical)
+    quantizer = cast(Quantizer, parse(canonical))
     return quantizer.tensor_cls.__qualname__, quantizer.keywords
 
 

@@ -23,6 +23,7 @@ to ``main_grad`` or is delayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.linear_plans import backward_text, forward_text
+from qtensor.core.operand import Operand, plain_operand
 from qtensor.functional.debugging import asks_for, tell_debug
 from qtensor.functional.linear.args import DelayedCall, LinearBwdArgs, LinearFwdArgs
 from qtensor.functional.linear.layer_plan import assembly, parts
@@ -41,12 +43,10 @@ from qtensor.functional.linear.saved import (
     with_tensors,
 )
 from qtensor.functional.operands import (
-    Operand,
     Quantized,
     as_matrix,
     column_part,
     multiply,
-    plain_operand,
     quantize_operand,
     row_part,
 )
@@ -62,6 +62,7 @@ from qtensor.library.linear import LINEAR_BACKWARD, LINEAR_FORWARD
 from qtensor.library.norm import BIAS_GRAD
 from qtensor.library.quantize import QUANTIZE, QUANTIZE_
 from qtensor.storage.registry import lookup
+from qtensor.storage.tensor import QuantizedTensor
 
 _ABSENT = Operand([], "", ())
 
@@ -212,11 +213,11 @@ def linear_forward_impl(args: LinearFwdArgs) -> LinearForward:
     plan, parallel = args.plan, args.parallel
     tell_debug(args, "input", args.inp)
     tell_debug(args, "weight", args.weight)
-    source: Any = args.quantized_input
-    if source is None:
-        source = args.inp
-        if parallel is not None and gathers_input(parallel):
-            source = gather_rows(source, *_input_quantizer(args), parallel)
+    source: Tensor | Quantized = args.inp
+    if args.quantized_input is not None:
+        source = args.quantized_input
+    elif parallel is not None and gathers_input(parallel):
+        source = gather_rows(args.inp, *_input_quantizer(args), parallel)
     if isinstance(source, Quantized):
         matrix, rows_shape = None, source.operand.shape
     else:
@@ -282,7 +283,10 @@ def linear_setup_ctx(
 
 
 def restored(
-    bwd: LinearBwdArgs, tensors: Any, grad: Tensor | None, quantized_grad: Quantized | None = None
+    bwd: LinearBwdArgs,
+    tensors: Sequence[Tensor | None],
+    grad: Tensor | None,
+    quantized_grad: Quantized | None = None,
 ) -> LinearBwdArgs:
     """Return a copy of the arguments with the tensors that ``linear_setup_ctx`` returned.
 
@@ -290,11 +294,8 @@ def restored(
     """
     inp, weight, rest = restore_operands(bwd.saved, tensors)
     main_grad, report, seed, scales, *state = rest
-    delayed = None if scales is None else DelayedCall(scales, *state)
-    copy: LinearBwdArgs = with_tensors(
-        bwd, grad, inp, weight, main_grad, report, delayed, seed, quantized_grad
-    )
-    return copy
+    delayed = None if scales is None else DelayedCall._make((scales, *state))
+    return with_tensors(bwd, grad, inp, weight, main_grad, report, delayed, seed, quantized_grad)
 
 
 def _wgrad_input(args: LinearBwdArgs) -> Operand:
@@ -302,12 +303,12 @@ def _wgrad_input(args: LinearBwdArgs) -> Operand:
     saved = args.inp
     if saved is None or saved.canonical:
         return saved  # type: ignore[return-value]
-    source: Any = saved.buffers[0]
+    source: Tensor | Quantized = saved.buffers[0]
     canonical = parts(args.plan.input).column_canonical if args.saved.requantize_input else ""
     if args.parallel is not None and gathers_input(args.parallel):
-        source = gather_rows(source, canonical, None, args.parallel)
-        if isinstance(source, Quantized):
-            return source.operand
+        source = gather_rows(saved.buffers[0], canonical, None, args.parallel)
+    if isinstance(source, Quantized):
+        return source.operand
     return quantize_operand(as_matrix(source), canonical)[0]
 
 
@@ -374,11 +375,13 @@ def linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return (wgrad (N, K), dgrad (..., K), grad_bias (N,)); None for one that is not needed."""
     parallel = args.parallel
-    full: Any = args.grad_output if args.quantized_grad is None else args.quantized_grad
+    full: Tensor | Quantized | None = args.quantized_grad
+    if full is None:
+        full = args.grad_output
     if full is None:
         return None, None, None
     tell_debug(args, "grad_output", full)
-    if parallel is not None and gathers_gradient(parallel):
+    if parallel is not None and gathers_gradient(parallel) and not isinstance(full, Quantized):
         # The gradient of the bias is a sum of values.
         canonical = "" if args.bias_requires_grad else args.plan.grad_output
         full = gather_rows(full, canonical, _gradient_scale(args), parallel)
@@ -411,12 +414,13 @@ def linear_backward(
     return wgrad, dgrad, grad_bias
 
 
-def quantized_output(out: Tensor, canonical: str, seed: Tensor | None = None) -> Any:
+def quantized_output(out: Tensor, canonical: str, seed: Tensor | None = None) -> QuantizedTensor:
     """Return ``out`` (..., N) as a quantized tensor of the same shape; ``seed`` is (1,) int64."""
     name, keywords = assembly(canonical)
     buffers = QUANTIZE(out, canonical, None, None, seed)
     named = dict(zip(keywords, buffers, strict=True))
-    return lookup(name)(out.shape, out.dtype, canonical, **named)
+    tensor: QuantizedTensor = lookup(name)(out.shape, out.dtype, canonical, **named)
+    return tensor
 
 
 class LinearFunction(torch.autograd.Function):
@@ -449,7 +453,7 @@ class LinearFunction(torch.autograd.Function):
         return dgrad, wgrad, grad_bias, None
 
 
-def run_linear(args: LinearFwdArgs) -> tuple[Any, list[Tensor], list[Tensor]]:
+def run_linear(args: LinearFwdArgs) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return (output (..., N), new workspace, amaxes), with autograd if a gradient is needed."""
     needed = args.inp_requires_grad or args.weight_requires_grad or args.bias_requires_grad
     if needed:

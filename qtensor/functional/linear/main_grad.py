@@ -29,7 +29,7 @@ class ReportAccumulated(torch.autograd.Function):
         return grad, None
 
 
-def report_when_accumulated(out: Any, report: Tensor) -> Any:
+def report_when_accumulated(out: Tensor, report: Tensor) -> Tensor:
     """Return ``out``; its backward first calls the listener of the key ``report[0]``.
 
     An op calls the listener, because hooks on a result of a compiled graph need compiled autograd.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from qtensor.core.errors import fail
-from qtensor.core.quantizer_registry import parse
+from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.recipes import Role, compile_constant, parse_recipe
 
 
@@ -24,7 +22,7 @@ def output_canonical(key: str, asked: str, module: str, name: str) -> str:
     """
     label = f"{module}[{name}] output" if name else f"{module} output"
     if asked:
-        found: Any = parse(asked)
+        found: QuantizerLike | None = parse(asked)
     elif key:
         found = parse_recipe(key).quantizer(Role("output", module, name))
         found = None if found is None else found.with_usage(rowwise=True, columnwise=False)

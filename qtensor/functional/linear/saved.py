@@ -9,12 +9,12 @@ come from (``save_operand``). The caller then replaces inputs of the call by the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape
-from qtensor.functional.operands import Operand
+from qtensor.core.operand import Operand
 
 
 class SavedOperand(NamedTuple):
@@ -49,19 +49,24 @@ class SavedOperands(NamedTuple):
 
 NOTHING_SAVED = SavedOperands()
 
+Args = TypeVar("Args")
+
 
 def save_operand(
     operand: Operand, is_input: bool = False
 ) -> tuple[SavedOperand, list[Tensor | None]]:
     """Return the record of an operand and its tensors; None stands for each input of the call."""
     length = len(operand.buffers)
-    tensors: list[Tensor | None] = [None] * length if is_input else list(operand.buffers)
+    tensors: list[Tensor | None] = [None] * length if is_input else [*operand.buffers]
     return SavedOperand(operand.canonical, operand.shape, length, is_input), tensors
 
 
 def tensors_to_save(
-    saved: SavedOperands, tensors: Sequence[Any], inputs: Sequence[Any], weights: Sequence[Any]
-) -> list[Tensor]:
+    saved: SavedOperands,
+    tensors: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[Tensor | None]:
     """Return the tensors for ``save_for_backward``.
 
     Args:
@@ -70,7 +75,7 @@ def tensors_to_save(
         inputs: the input of the call; it replaces the None of an input that is saved as it is.
         weights: the weights of the call; they replace each None of weights saved as they are.
     """
-    whole: list[Tensor] = []
+    whole: list[Tensor | None] = []
     start = 0
     for record, originals in ((saved.input, inputs), (saved.weight, weights)):
         if record is not None:
@@ -81,8 +86,8 @@ def tensors_to_save(
 
 
 def restore_operands(
-    saved: SavedOperands, tensors: Sequence[Any]
-) -> tuple[Operand | None, Operand | None, Sequence[Any]]:
+    saved: SavedOperands, tensors: Sequence[Tensor | None]
+) -> tuple[Operand | None, Operand | None, Sequence[Tensor | None]]:
     """Return the operands of wgrad and dgrad (None if not saved), and the other tensors.
 
     ``tensors`` begin with those that ``tensors_to_save`` returned.
@@ -92,15 +97,17 @@ def restore_operands(
         if record is None:
             operands.append(None)
             continue
-        operands.append(Operand(tensors[: record.length], record.canonical, record.shape))
+        buffers: list[Any] = list(tensors[: record.length])
+        operands.append(Operand(buffers, record.canonical, record.shape))
         tensors = tensors[record.length :]
     return operands[0], operands[1], tensors
 
 
-def with_tensors(args: Any, *tensors: Any) -> Any:
+def with_tensors(args: Args, *tensors: object) -> Args:
     """Return a copy of a slotted dataclass with other values in its first fields.
 
     This is a hot path, for which ``dataclasses.replace`` is too slow.
     """
-    kind = type(args)
-    return kind(*tensors, *[getattr(args, name) for name in kind.__slots__[len(tensors) :]])
+    kind: Any = type(args)
+    copy: Args = kind(*tensors, *[getattr(args, name) for name in kind.__slots__[len(tensors) :]])
+    return copy

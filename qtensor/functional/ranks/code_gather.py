@@ -16,13 +16,14 @@ as many bytes as the values do: 1-D blocks in both directions take 16.5 bits in 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import is_empty, round_up, rows_cols
 from qtensor.core.compile_constants import compile_constant
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 from qtensor.functional.operands import Quantized
 from qtensor.functional.ranks.parallel import Parallel, all_gather, gather
@@ -75,7 +76,7 @@ class GatherPlan(NamedTuple):
 @compile_constant
 def gather_plan(canonical: str, dtype: torch.dtype) -> GatherPlan | None:
     """Return how a tensor of ``dtype`` is gathered as codes, or None to gather its values."""
-    whole: Any = parse(canonical)
+    whole = parse(canonical)
     own = whole
     if whole.rowwise and whole.columnwise and whole.spec.transpose_shares_bytes:
         own = whole.with_usage(columnwise=False)
@@ -106,7 +107,7 @@ def gather_plan(canonical: str, dtype: torch.dtype) -> GatherPlan | None:
     )
 
 
-def gather_rows(x: Any, canonical: str, scale: Tensor | None, p: Parallel) -> Tensor | Quantized:
+def gather_rows(x: Tensor, canonical: str, scale: Tensor | None, p: Parallel) -> Tensor | Quantized:
     """Return the rows of all ranks: quantized as one tensor, or their values.
 
     Args:
@@ -130,7 +131,7 @@ def gather_rows(x: Any, canonical: str, scale: Tensor | None, p: Parallel) -> Te
     for place in plan.transposed:
         joined = [*joined[:place], joined[0].t().contiguous(), *joined[place:]]
     shape = (*x.shape[: p.dim], x.shape[p.dim] * p.size, *x.shape[p.dim + 1 :])
-    return Quantized(joined, canonical, shape, x.dtype, amax)
+    return Quantized(Operand(joined, canonical, rows_cols(shape)), shape, x.dtype, amax)
 
 
 def _quantized_part(

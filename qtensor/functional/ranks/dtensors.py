@@ -18,7 +18,7 @@ such exchange: there the first rank of those that sum adds the bias.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ from qtensor.core.quantizer_registry import parse
 from qtensor.functional.ranks.parallel import Parallel
 from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.process_groups import group_of_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class SequenceExchange(NamedTuple):
@@ -41,7 +45,7 @@ class SequenceExchange(NamedTuple):
     output_dim: int | None = None
 
 
-class Layout(NamedTuple):
+class LayerPlacements(NamedTuple):
     """The placements of a layer's tensors, one for each dim of the mesh.
 
     Attributes:
@@ -54,13 +58,25 @@ class Layout(NamedTuple):
         summed: dims of the mesh over which products are summed.
     """
 
-    input: tuple[Any, ...]
-    output: tuple[Any, ...]
-    input_grad: tuple[Any, ...]
-    weight_grad: tuple[Any, ...]
-    bias: tuple[Any, ...]
-    bias_grad: tuple[Any, ...]
+    input: tuple[Placement, ...]
+    output: tuple[Placement, ...]
+    input_grad: tuple[Placement, ...]
+    weight_grad: tuple[Placement, ...]
+    bias: tuple[Placement, ...]
+    bias_grad: tuple[Placement, ...]
     summed: tuple[int, ...]
+
+
+class Schedule(Protocol):
+    """The options of a layer that say where the gradient of the weight goes."""
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """The gradient is computed after backward."""
+
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Backward adds the gradient to ``main_grad``."""
 
 
 class Localized(NamedTuple):
@@ -77,21 +93,21 @@ class Localized(NamedTuple):
         sums_wgrad: the gradient of the weight is the sum of those of several ranks.
     """
 
-    input: Any
-    weights: list[Any]
-    biases: list[Any]
+    input: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
     parallel: Parallel | None
-    mesh: Any
-    placements: tuple[Any, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     sums_wgrad: bool
 
-    def check_schedule(self, label: str, options: Any) -> None:
+    def check_schedule(self, label: str, options: Schedule) -> None:
         """Refuse ways to accumulate the gradient of the weight that DTensors do not have.
 
         Args:
             label: the layer, for error messages.
-            options: the ``LinearOptions`` of the layer.
+            options: the options of the layer.
 
         Raises:
             UnsupportedError: the gradient is postponed, or ``main_grad`` would get this rank's part
@@ -107,7 +123,7 @@ class Localized(NamedTuple):
             got = f"rows split over ranks ({list(self.placements)})"
             fail(f"{label} weight", rule, got, fix, UnsupportedError)
 
-    def whole(self, out: Tensor, canonical: str = "") -> Any:
+    def whole(self, out: Tensor, canonical: str = "") -> Tensor:
         """Return the output as a DTensor, given this rank's part.
 
         Args:
@@ -122,13 +138,13 @@ class Localized(NamedTuple):
         return output(result)
 
 
-def _where(t: Any) -> str:
-    if is_dtensor(t):
-        return part_of(t.placements)
-    return "a plain tensor"
+def _where(t: DTensor) -> str:
+    return part_of(t.placements) if is_dtensor(t) else "a plain tensor"
 
 
-def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) -> Layout:
+def placements_of(
+    label: str, input: DTensor, weight: DTensor, *, splits_rows: bool = True
+) -> LayerPlacements:
     """Return the placements for an input (..., K) and a weight (N, K).
 
     Args:
@@ -143,7 +159,7 @@ def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) 
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415 - see qtensor.core.dtensors
 
     last = input.ndim - 1
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[Placement, ...]] = []
     summed = []
     for i, (x, w) in enumerate(zip(input.placements, weight.placements, strict=True)):
         if w.is_shard(0):
@@ -160,14 +176,16 @@ def layout_of(label: str, input: Any, weight: Any, *, splits_rows: bool = True) 
             fix = "Redistribute it to Shard(0), Shard(1) or Replicate()"
             rule = "a weight must be Shard(0), Shard(1) or Replicate() on each dim of its mesh"
             fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
-    columns: Any = [tuple([row[i] for row in rows]) for i in range(6)]
-    return Layout._make([*columns, tuple(summed)])
+    columns = [tuple([row[i] for row in rows]) for i in range(6)]
+    return LayerPlacements._make([*columns, tuple(summed)])
 
 
-def _check_meshes(label: str, input: Any, tensors: Sequence[Any]) -> None:
-    """Refuse a mix of DTensors and plain tensors, or of meshes."""
-    mesh = next(t.device_mesh for t in (input, *tensors) if is_dtensor(t))
-    for name, t in (("input", input), *(("parameter", p) for p in tensors)):
+def _on_one_mesh(label: str, input: Tensor, parameters: Sequence[Tensor]) -> list[DTensor]:
+    """Return all tensors of a call; refuse a mix of DTensors and plain tensors, or of meshes."""
+    tensors: list[Any] = [input, *parameters]
+    mesh = next(t.device_mesh for t in tensors if is_dtensor(t))
+    for i, t in enumerate(tensors):
+        name = "parameter" if i else "input"
         if not is_dtensor(t):
             rule = f"the layer has DTensors, so its {name} must be one too"
             fix = f"Pass DTensor.from_local({name}, mesh, placements), or use a parallel style"
@@ -175,13 +193,14 @@ def _check_meshes(label: str, input: Any, tensors: Sequence[Any]) -> None:
         if t.device_mesh != mesh:
             rule = "all DTensors of a layer must be on one mesh"
             fail(f"{label} {name}", rule, f"{t.device_mesh} and {mesh}", "Redistribute one of them")
+    return tensors
 
 
 def localize(
     label: str,
-    input: Any,
-    weights: Sequence[Any],
-    biases: Sequence[Any],
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
     *,
     exchange: SequenceExchange | None = None,
     grouped: bool = False,
@@ -201,61 +220,70 @@ def localize(
         QTensorError: the tensors are not DTensors of one mesh.
         UnsupportedError: the placements are none of the module's table.
     """
-    _check_meshes(label, input, (*weights, *biases))
-    weight, mesh = weights[0], input.device_mesh
-    layout = layout_of(label, input, weight, splits_rows=not grouped)
-    for other in weights[1:]:
+    x, *parameters = _on_one_mesh(label, input, (*weights, *biases))
+    weight, mesh = parameters[0], x.device_mesh
+    placements = placements_of(label, x, weight, splits_rows=not grouped)
+    for other in parameters[1 : len(weights)]:
         if other.placements != weight.placements:
             rule = "the weights of all groups must have the placements of the first"
             fail(f"{label} weight", rule, _where(other), "Distribute all of them alike")
-    parallel, wanted, grad, output = None, layout.input, layout.input_grad, layout.output
-    shape = (*input.shape[:-1], weight.shape[0])
-    if not grouped and (exchange is not None or (biases and layout.summed)):
-        parallel = _own_exchange(label, input, weight, layout, exchange)
+    parallel, wanted, grad, output = (
+        None,
+        placements.input,
+        placements.input_grad,
+        placements.output,
+    )
+    shape = (*x.shape[:-1], weight.shape[0])
+    if not grouped and (exchange is not None or (biases and placements.summed)):
+        parallel = _own_exchange(label, x, weight, placements, exchange)
     if parallel is not None and parallel.mode == "column":
-        wanted = grad = input.placements
+        wanted = grad = x.placements
     elif parallel is not None:
-        output = _reduced(layout, parallel)
-    if wanted != input.placements:
-        input = input.redistribute(placements=wanted)
+        output = _reduced(placements, parallel)
+    if wanted != x.placements:
+        x = x.redistribute(placements=wanted)
     return Localized(
-        input.to_local(grad_placements=grad),
-        [w.to_local(grad_placements=layout.weight_grad) for w in weights],
-        [_local_bias(b, layout, grouped) for b in biases],
+        x.to_local(grad_placements=grad),
+        [w.to_local(grad_placements=placements.weight_grad) for w in parameters[: len(weights)]],
+        [_local_bias(b, placements, grouped) for b in parameters[len(weights) :]],
         parallel,
         mesh,
         output,
         shape,
-        any([p.is_partial() for p in layout.weight_grad]),
+        any([p.is_partial() for p in placements.weight_grad]),
     )
 
 
-def _local_bias(bias: Any, layout: Layout, first_adds: bool) -> Any:
+def _local_bias(bias: DTensor, placements: LayerPlacements, first_adds: bool) -> Tensor:
     """Return this rank's part (N,) of a bias, or zeros if another rank adds it."""
     from torch.distributed.tensor import Partial  # noqa: PLC0415 - see qtensor.core.dtensors
 
-    if bias.placements != layout.bias:
-        bias = bias.redistribute(placements=layout.bias)
-    if not (first_adds and layout.summed):
-        return bias.to_local(grad_placements=layout.bias_grad)
-    grad = [Partial() if i in layout.summed else p for i, p in enumerate(layout.bias_grad)]
+    if bias.placements != placements.bias:
+        bias = bias.redistribute(placements=placements.bias)
+    if not (first_adds and placements.summed):
+        return bias.to_local(grad_placements=placements.bias_grad)
+    grad = [Partial() if i in placements.summed else p for i, p in enumerate(placements.bias_grad)]
     local = bias.to_local(grad_placements=tuple(grad))
     mesh = bias.device_mesh
-    is_first = all([mesh.get_local_rank(i) == 0 for i in layout.summed])
+    is_first = all([mesh.get_local_rank(i) == 0 for i in placements.summed])
     return local if is_first else torch.where(torch.zeros_like(local, dtype=torch.bool), local, 0.0)
 
 
 def _own_exchange(
-    label: str, input: Any, weight: Any, layout: Layout, exchange: SequenceExchange | None
+    label: str,
+    input: DTensor,
+    weight: DTensor,
+    placements: LayerPlacements,
+    exchange: SequenceExchange | None,
 ) -> Parallel | None:
     """Return the exchange that the layer does itself, or None if DTensors do all of it."""
     mesh = input.device_mesh
-    if len(layout.summed) > 1:
+    if len(placements.summed) > 1:
         rule = "a weight with a bias can be split along in_features on one dim of the mesh only"
         fix = "Build the layer with bias=False, or use another placement"
         fail(f"{label} weight", rule, _where(weight), fix, UnsupportedError)
-    if layout.summed:
-        on, mode = layout.summed[0], "row"
+    if placements.summed:
+        on, mode = placements.summed[0], "row"
         along = None if exchange is None else exchange.output_dim
     else:
         split = [i for i, w in enumerate(weight.placements) if w.is_shard(0)]
@@ -263,7 +291,7 @@ def _own_exchange(
             return None
         on, mode = split[0], "column"
         placement = input.placements[on]
-        along = placement.dim if type(placement).__name__ == "Shard" else None
+        along = getattr(placement, "dim", None) if type(placement).__name__ == "Shard" else None
     size = mesh.size(on)
     group = group_of_mesh(mesh, on, "tensor parallel layer").group_name
     if along is not None and _splits_rows(input, on, along % input.ndim, mode):
@@ -271,7 +299,7 @@ def _own_exchange(
     return None if mode == "column" else Parallel(group, size, mode, False)
 
 
-def _splits_rows(input: Any, on: int, along: int, mode: str) -> bool:
+def _splits_rows(input: DTensor, on: int, along: int, mode: str) -> bool:
     """Return whether the layer can gather or split the rows of its call along dim ``along``.
 
     Args:
@@ -289,9 +317,9 @@ def _splits_rows(input: Any, on: int, along: int, mode: str) -> bool:
     return along == 0 or not quantized
 
 
-def _reduced(layout: Layout, parallel: Parallel) -> tuple[Any, ...]:
+def _reduced(placements: LayerPlacements, parallel: Parallel) -> tuple[Placement, ...]:
     """Return the placements of an output that the layer has reduced."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see qtensor.core.dtensors
 
     end = Shard(parallel.dim) if parallel.sequence else Replicate()
-    return tuple([end if i in layout.summed else p for i, p in enumerate(layout.output)])
+    return tuple([end if i in placements.summed else p for i, p in enumerate(placements.output)])

@@ -9,27 +9,57 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import QTensorError, UnsupportedError, check, fail
-from qtensor.core.quantizer_registry import parse, transposed
 from qtensor.kernels.products import IN_FRONT
 from qtensor.kernels.products.dequant import Dequant
 from qtensor.kernels.products.dot_products import DotProducts
 from qtensor.kernels.products.few_rows import FewRows
-from qtensor.kernels.products.problem import GemmSide, Problem, Product, sides
+from qtensor.kernels.products.problem import (
+    GemmSide,
+    OperandFacts,
+    Problem,
+    Product,
+    facts_of,
+    sides,
+)
 from qtensor.kernels.products.reference import Reference
 from qtensor.kernels.products.scaled_mm import ScaledMM
 from qtensor.kernels.products.tiles import Tiles
 
-Runner = Any
-"""``runner(out, a, b, bias)`` writes ``out`` and returns None, or returns why it wrote nothing.
+if TYPE_CHECKING:
+    from qtensor.kernels.products.cutlass import Cutlass
 
-It has a ``name``, that of its backend, and a ``detail`` for ``explain``.
-"""
+
+class Runner(Protocol):
+    """A backend that is ready to compute one problem."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+
+    @property
+    def detail(self) -> str:
+        """What ``explain`` says of it."""
+
+    def __call__(
+        self, out: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None
+    ) -> str | None:
+        """Write ``out`` from the buffers of both operands; or return why it wrote nothing."""
+
+
+class _Maker(Protocol):
+    """The class of a backend: it refuses a problem, or makes a runner for it."""
+
+    def __call__(self, problem: Problem) -> Runner: ...
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Return why the backend does not serve a problem, or None."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +99,7 @@ def _cutlass(problem: Problem) -> Runner | Missing | str:
 
 
 @functools.cache
-def _cutlass_module() -> Any:
+def _cutlass_module() -> ModuleType:
     """Return the CUTLASS backend, which a process without a GPU never imports."""
     from qtensor.cutlass_gemm import tuning  # noqa: PLC0415
     from qtensor.kernels.products import cutlass  # noqa: PLC0415
@@ -78,7 +108,7 @@ def _cutlass_module() -> Any:
     return cutlass
 
 
-def _unless_refused(backend: Any) -> Callable[[Problem], Runner | str]:
+def _unless_refused(backend: _Maker) -> Callable[[Problem], Runner | str]:
     def make(problem: Problem) -> Runner | str:
         reason = backend.refusal(problem)
         return backend(problem) if reason is None else reason
@@ -158,9 +188,21 @@ def reset() -> None:
 
 # ---- running
 
-_CHOICES: dict[Any, GemmChoice] = {}
+
+class _Call(NamedTuple):
+    """Everything about a product that its choice depends on, in less time than a ``Problem``."""
+
+    a: OperandFacts
+    b: OperandFacts
+    layout: str
+    dtype: torch.dtype
+    device: torch.device
+    fast: bool
+    bias: tuple[tuple[int, ...], torch.dtype] | None
+
+
+_CHOICES: dict[_Call, GemmChoice] = {}
 _MOST_CHOICES = 4096
-"""Calls to their choices, without a ``Problem`` for each call."""
 
 
 def multiply_(out: Tensor, product: Product) -> None:
@@ -174,24 +216,23 @@ def multiply_(out: Tensor, product: Product) -> None:
         UnsupportedError: the backend that is asked for by name cannot compute it.
     """
     pair, layout, bias, backend, _ = product
-    is_view_of_rows = layout == "NN" and pair.b_quantizer and not pair.b[0].is_contiguous()
+    is_view_of_rows = layout == "NN" and pair.b.canonical and not pair.b.buffers[0].is_contiguous()
     if is_view_of_rows and _device(out.device)[1] is not None:
-        # A weight behind t(): views of rows, which GPU kernels read in layout TN.
-        twin, rows = transposed(parse(pair.b_quantizer), pair.b)
-        pair = pair._replace(b=rows, b_quantizer=twin.canonical, b_shape=pair.b_shape[::-1])
+        # GPU kernels read views that t() made as what they view, in layout TN.
+        pair = pair._replace(b=pair.b.transpose())
         product = product._replace(operands=pair, layout="TN")
-    key = _key(out, product)
-    choice = _CHOICES.get(key) or _remember(key)
+    call = _call(out, product)
+    choice = _CHOICES.get(call) or _remember(call)
     if choice.missing is not None and backend == "auto":
         _warn(choice)
     refusals = []
     for runner in choice.runners:
         if backend in ("auto", runner.name):
-            reason = runner(out, pair.a, pair.b, bias)
+            reason = runner(out, pair.a.buffers, pair.b.buffers, bias)
             if reason is None:
                 return
             refusals.append((runner.name, reason))
-    _refuse(_problem_of(key), backend, (*refusals, *choice.refusals))
+    _refuse(_problem_of(call), backend, (*refusals, *choice.refusals))
 
 
 def accumulate_(out: Tensor, product: Product) -> bool:
@@ -206,9 +247,11 @@ def accumulate_(out: Tensor, product: Product) -> bool:
     """
     if out.dtype != torch.float32:
         return False
-    key, pair = _key(out, product), product.operands
-    runner = (_CHOICES.get(key) or _remember(key)).runners[0]
-    return runner.name == "cutlass" and runner(out, pair.a, pair.b, None, 1.0) is None
+    call, (a, b) = _call(out, product), product.operands
+    runner = (_CHOICES.get(call) or _remember(call)).runners[0]
+    if runner.name != "cutlass":
+        return False
+    return cast("Cutlass", runner)(out, a.buffers, b.buffers, None, beta=1.0) is None
 
 
 def overwrite_(out: Tensor, product: Product) -> bool:
@@ -227,21 +270,17 @@ def overwrite_(out: Tensor, product: Product) -> bool:
     return True
 
 
-def _key(out: Tensor, product: Product) -> tuple[Any, ...]:
-    """Return everything about a product that its choice depends on."""
-    (a, a_quantizer, a_shape, b, b_quantizer, b_shape), layout, bias, _, fast = product
-    return (
-        *(a_quantizer, tuple(a_shape), a[0].dtype, b_quantizer, tuple(b_shape), b[0].dtype),
-        *(layout, out.dtype, out.device, fast),
-        None if bias is None else (tuple(bias.shape), bias.dtype),
-    )
+def _call(out: Tensor, product: Product) -> _Call:
+    (a, b), layout, bias, _, fast = product
+    added = None if bias is None else (tuple(bias.shape), bias.dtype)
+    return _Call(facts_of(a), facts_of(b), layout, out.dtype, out.device, fast, added)
 
 
-def _remember(key: Any) -> GemmChoice:
+def _remember(call: _Call) -> GemmChoice:
     """Return the choice for a call that is seen for the first time, and keep it."""
     if len(_CHOICES) >= _MOST_CHOICES:
         _CHOICES.clear()
-    return _CHOICES.setdefault(key, choose(_problem_of(key)))
+    return _CHOICES.setdefault(call, choose(_problem_of(call)))
 
 
 def _warn(choice: GemmChoice) -> None:
@@ -251,11 +290,9 @@ def _warn(choice: GemmChoice) -> None:
         warn_missing(choice.missing.arch, choice.missing.recipe, choice.chosen)
 
 
-def _problem_of(key: Any) -> Problem:
-    a_quantizer, a_shape, a_dtype, b_quantizer, b_shape, b_dtype, *rest = key
-    layout, dtype, device, fast, bias = rest
-    a, b = sides((a_quantizer, a_shape, a_dtype), (b_quantizer, b_shape, b_dtype), layout)
-    return Problem(a, b, layout, dtype, bias, *_device(device), fast)
+def _problem_of(call: _Call) -> Problem:
+    a, b = sides(call.a, call.b, call.layout)
+    return Problem(a, b, call.layout, call.dtype, call.bias, *_device(call.device), call.fast)
 
 
 @functools.cache

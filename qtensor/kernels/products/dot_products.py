@@ -11,13 +11,14 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import buffer_shapes, rows_cols
 from qtensor.core.formats import Slot
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike, alloc_slots, parse
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.products import tiles
 from qtensor.kernels.products.problem import GemmSide, Problem
 from qtensor.kernels.products.tiles import decoded
-from qtensor.kernels.products.weight_rows import GemmRows, rows_of_both, rows_quantizer
+from qtensor.kernels.products.weight_rows import rows_of_both, rows_quantizer
 from qtensor.reference.blocks import unswizzle
 
 LEAST_SCALE = 24
@@ -94,7 +95,7 @@ def _format_refusal(side: GemmSide, quantizer: QuantizerLike | None) -> str | No
     return None if exact else f"bfloat16 does not hold the values of {side.canonical} exactly"
 
 
-def has_normal_values(matrix: GemmRows) -> bool:
+def has_normal_values(matrix: Operand) -> bool:
     """Return whether every value is zero or a normal bfloat16 number times the factor of its row.
 
     The check reads the factors of blocks, one for 16 elements or more, without the padding. If a
@@ -119,13 +120,13 @@ def has_normal_values(matrix: GemmRows) -> bool:
     return not _has_codes(quantizer, matrix, small if slot.dims[0].axis == "m" else small.t())
 
 
-def _named(quantizer: QuantizerLike, matrix: GemmRows, name: str) -> tuple[Slot, Tensor]:
+def _named(quantizer: QuantizerLike, matrix: Operand, name: str) -> tuple[Slot, Tensor]:
     """Return the slot of that name and its buffer."""
     pairs = zip(quantizer.slots, matrix.buffers, strict=False)
     return next((slot, buffer) for slot, buffer in pairs if slot.name == name)
 
 
-def _without_padding(slot: Slot, factors: Tensor, matrix: GemmRows) -> Tensor | None:
+def _without_padding(slot: Slot, factors: Tensor, matrix: Operand) -> Tensor | None:
     """Return the factors that stand for elements, or None where tiles of factors are not whole."""
     if slot.swizzled:
         if factors.shape[0] % 128 or factors.shape[1] % 4:
@@ -136,7 +137,7 @@ def _without_padding(slot: Slot, factors: Tensor, matrix: GemmRows) -> Tensor | 
     return factors[tuple(slice(size) for size in sizes)]
 
 
-def _has_codes(quantizer: QuantizerLike, matrix: GemmRows, wanted: Tensor) -> bool:
+def _has_codes(quantizer: QuantizerLike, matrix: Operand, wanted: Tensor) -> bool:
     """Return whether a block that is wanted has a code other than zero.
 
     Args:
@@ -166,8 +167,8 @@ def _has_codes(quantizer: QuantizerLike, matrix: GemmRows, wanted: Tensor) -> bo
 @functools.cache
 def is_available(linear_: Callable[..., bool]) -> bool:
     """Return whether the CPU and the kernels have dot products; multiplies one element to see."""
-    quantizer = parse("fp8")
-    weight = GemmRows(quantizer, alloc_slots(quantizer.slots, (1, 2), torch.device("cpu")), (1, 2))
+    buffers = alloc_slots(parse("fp8").slots, (1, 2), torch.device("cpu"))
+    weight = Operand(buffers, "fp8", (1, 2))
     for buffer in weight.buffers:
         buffer.zero_()
     x = torch.zeros(1, 2, dtype=torch.bfloat16)

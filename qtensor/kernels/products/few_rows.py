@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import rows_cols
+from qtensor.core.operand import Operand
 from qtensor.kernels.cpu import native
 from qtensor.kernels.cpu.native import Rows
 from qtensor.kernels.products.problem import Problem
-from qtensor.kernels.products.stacks import matrix_buffers
+from qtensor.kernels.products.stacks import matrix_of
 from qtensor.kernels.products.tiles import decoded
 from qtensor.kernels.products.weight_rows import (
     NOT_ADJACENT,
-    GemmRows,
     few_rows_refusal,
     mirrored,
     of_each,
@@ -87,18 +87,18 @@ class FewRows:
 
     def _multiply_each(self, each: FewRows, out: Tensor, a: Tensor, b: list[Tensor]) -> str | None:
         """Write the products of a batch of plain matrices and a quantized stack."""
-        side = self.problem.b
+        stack = Operand(b, self.problem.b.canonical, self.problem.b.shape)
         results, lefts = out.view(-1, *out.shape[-2:]), a.reshape(-1, *a.shape[-2:])
         for i, (result, left) in enumerate(zip(results, lefts, strict=True)):
-            reason = each(result, [left], matrix_buffers(side.canonical, b, side.shape, i), None)
+            reason = each(result, [left], matrix_of(stack, i).buffers, None)
             if reason is not None:
                 return reason
         return None
 
 
-def _rows_of(left: GemmRows) -> Rows | None:
+def _rows_of(left: Operand) -> Rows | None:
     """Return the left operand as the kernel reads it, or None if no kernel decodes it."""
-    if left.quantizer is None:
+    if not left.canonical:
         x = left.buffers[0].reshape(rows_cols(left.shape))
         x = x if x.dtype in native.DTYPES else x.float()
         if x.stride(1) != 1 or x.stride(0) < x.shape[1]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shapes
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import QuantizerLike, parse
 
 SCALAR_FORMATS = ("fp8", "fp8_delayed")
@@ -21,20 +22,12 @@ class Pair(NamedTuple):
     """Both operands of a product.
 
     Attributes:
-        a: buffers of the left operand in slot order, or one plain tensor.
-        a_quantizer: canonical text, or "" for a plain tensor.
-        a_shape: logical shape, (..., M, K), or (..., K, M) in layout NT.
-        b: as ``a``.
-        b_quantizer: as ``a_quantizer``.
-        b_shape: logical shape, (N, K) in layout TN, else (K, N); or with the batch dims of ``a``.
+        a: left operand, (..., M, K), or (..., K, M) in layout NT.
+        b: right operand, (N, K) in layout TN, else (K, N); or with the batch dims of ``a``.
     """
 
-    a: list[Tensor]
-    a_quantizer: str
-    a_shape: Shape
-    b: list[Tensor]
-    b_quantizer: str
-    b_shape: Shape
+    a: Operand
+    b: Operand
 
 
 class Product(NamedTuple):
@@ -57,7 +50,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmSide:
-    """One side of a product.
+    """An operand of a product without its data: all that the choice of a backend depends on.
+
+    Choices are cached by it, so it holds values only.
 
     Attributes:
         canonical: text of the quantizer, or "" for a plain tensor.
@@ -203,7 +198,7 @@ class Problem:
         )
 
 
-def global_buffer(quantizer: Any, side: str) -> str | None:
+def global_buffer(quantizer: QuantizerLike, side: str) -> str | None:
     """Return the buffer from which a decode of ``side`` gets the tensor-wide factor (NVFP4).
 
     Its numbers are divided by ``quantizer.global_divisor``. None for formats without that level.
@@ -212,10 +207,17 @@ def global_buffer(quantizer: Any, side: str) -> str | None:
     return None if find is None else str(find(side))
 
 
-def sides(
-    a: tuple[str, Shape, torch.dtype], b: tuple[str, Shape, torch.dtype], layout: str
-) -> tuple[GemmSide, GemmSide]:
-    """Return both sides of a product from (canonical text or "", logical shape, dtype of buffer 0).
+OperandFacts = tuple[str, Shape, torch.dtype]
+"""Canonical text, logical shape, and dtype of the first buffer of an operand."""
+
+
+def facts_of(operand: Operand) -> OperandFacts:
+    """Return what the choice of a backend must know of an operand."""
+    return operand.canonical, tuple(operand.shape), operand.buffers[0].dtype
+
+
+def sides(a: OperandFacts, b: OperandFacts, layout: str) -> tuple[GemmSide, GemmSide]:
+    """Return both sides of a product.
 
     If both are quantized, each is read in the direction with blocks along the contraction. A single
     quantized side is read in the direction that holds its value.

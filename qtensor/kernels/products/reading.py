@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import QTensorError
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.products.problem import GemmSide
+from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.reference.blocks import swizzle
 from qtensor.reference.scaling import quotient
 
@@ -106,7 +108,7 @@ def _tiles(slot: int, transposed: bool, swizzled: bool) -> Reader:
 
 
 def without_line_factors(
-    quantizer: Any, buffers: Sequence[Tensor], global_name: str | None
+    quantizer: QuantizerLike, buffers: Sequence[Tensor], global_name: str | None
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return buffers whose values lack the factors of lines or of the tensor, and those factors.
 
@@ -127,7 +129,7 @@ def without_line_factors(
             factor = replaced[i].reshape(-1)
             replaced[i] = torch.ones_like(replaced[i])
         elif slot.name == global_name:
-            divisor = quantizer.global_divisor
+            divisor = cast(NVFP4Like, quantizer).global_divisor
             factor = quotient(replaced[i], divisor)
             replaced[i] = torch.full_like(replaced[i], divisor)
     return replaced, factor

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import by_name
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
@@ -63,7 +64,7 @@ def _values(side: GemmSide, buffers: list[Tensor]) -> tuple[Tensor, Tensor | Non
     if table.dequantize_(quantizer, buffers, size, values, part):
         scale = by_name(quantizer, buffers)["_scale_inv"] if quantizer.per_tensor else None
         return values, scale
-    decoded = table.decode_transposed(quantizer, buffers, size, torch.float32)
+    decoded = table.decode_rows(Operand(buffers, side.canonical, size), torch.float32)
     if decoded is not None:
         return decoded, None
     named = by_name(quantizer, buffers)

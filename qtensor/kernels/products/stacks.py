@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
-from torch import Tensor
-
-from qtensor.core.buffer_shapes import Shape, ceil_div
+from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.operand import Operand
 from qtensor.core.quantizer_registry import parse
 
 _TILE_ROWS = 128
@@ -36,22 +34,20 @@ def stack_refusal(canonical: str, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def matrix_buffers(
-    canonical: str, buffers: Sequence[Tensor], shape: Shape, index: int
-) -> list[Tensor]:
-    """Return the buffers of matrix number ``index`` of a stack, as views.
+def matrix_of(stack: Operand, index: int) -> Operand:
+    """Return matrix number ``index`` of a stack; its buffers are views.
 
     Args:
-        canonical: text of the quantizer, or "" for plain values.
-        buffers: of the stack, in slot order.
-        shape: (..., N, K) of the stack, which ``stack_refusal`` has accepted.
+        stack: (..., N, K), which ``stack_refusal`` has accepted.
         index: number of the matrix, counted over all leading dims.
     """
+    shape, quantizer = stack.shape, stack.quantizer
     count, rows = math.prod(shape[:-2]), shape[-2]
-    if not canonical:
-        return [buffers[0].reshape(count, rows, shape[-1])[index]]
+    if quantizer is None:
+        values = stack.buffers[0].reshape(count, rows, shape[-1])[index]
+        return Operand([values], "", shape[-2:])
     views = []
-    for slot, buffer in zip(parse(canonical).slots, buffers, strict=False):
+    for slot, buffer in zip(quantizer.slots, stack.buffers, strict=False):
         for position, dim in enumerate(slot.dims):
             if dim.axis == "lead":
                 # The leading dims of the stack are adjacent in the buffer.
@@ -61,4 +57,4 @@ def matrix_buffers(
                 first = index * rows // dim.per * dim.units
                 buffer = buffer.narrow(position, first, ceil_div(rows, dim.per) * dim.units)
         views.append(buffer)
-    return views
+    return Operand(views, stack.canonical, shape[-2:])

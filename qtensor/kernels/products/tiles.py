@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, rows_cols
+from qtensor.core.operand import Operand
+from qtensor.core.quantizer_registry import parse
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import Part
 from qtensor.kernels.products.problem import Problem, global_buffer
 from qtensor.kernels.products.reading import without_line_factors
-from qtensor.kernels.products.weight_rows import GemmRows, rows_of_both, rows_refusal
+from qtensor.kernels.products.weight_rows import rows_of_both, rows_refusal
 from qtensor.reference.gemm import matmul
 
 SMALL = 1 << 18
@@ -61,15 +63,14 @@ class Tiles:
         left, factor = decoded(left_rows, torch.float32)
         if left is None:
             return "no kernel decodes the left operand"
-        rows, cols = weight.shape
+        quantizer, (rows, cols) = parse(weight.canonical), weight.shape
         step = max(1, min(rows, TILE_BYTES // (cols * left.dtype.itemsize)))
         tile = torch.empty((step, cols), dtype=left.dtype)
         left, result = left.reshape(rows_cols(left_rows.shape)), out.view(-1, rows)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             part = Part(first, count, columnwise=False)
-            arguments = weight.quantizer, weight.buffers, weight.shape, tile[:count], part
-            if not table.dequantize_(*arguments):
+            if not table.dequantize_(quantizer, weight.buffers, weight.shape, tile[:count], part):
                 return "no kernel decodes these buffers of the right operand"
             product = matmul(left, tile[:count].t(), None, None)
             if factor is not None:
@@ -80,7 +81,7 @@ class Tiles:
         return None
 
 
-def decoded(matrix: GemmRows, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def decoded(matrix: Operand, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return the values of a matrix in ``dtype``, and the factors that must still be applied.
 
     Args:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtensor.core.buffer_shapes import Shape
-from qtensor.core.quantizer_registry import QuantizerLike, parse, transposed
+from qtensor.core.operand import Operand
+from qtensor.core.quantizer_registry import QuantizerLike, parse
 from qtensor.kernels import table
 from qtensor.kernels.cpu.native import MOST_ROWS
 from qtensor.kernels.products.problem import GemmSide, Problem
@@ -22,14 +21,6 @@ from qtensor.kernels.products.stacks import stack_refusal
 
 NOT_ADJACENT = "the codes of a row of the quantized operand are not adjacent in memory"
 """The reason why few rows of x are not multiplied with a transposed view of a weight."""
-
-
-class GemmRows(NamedTuple):
-    """A matrix as rows along the contraction: its quantizer (None: plain), buffers and shape."""
-
-    quantizer: QuantizerLike | None
-    buffers: list[Tensor]
-    shape: Shape
 
 
 def rows_refusal(problem: Problem) -> str | None:
@@ -76,15 +67,13 @@ def few_rows_refusal(problem: Problem) -> str | None:
     return NOT_ADJACENT if problem.b.strided else None
 
 
-def with_strides(side: GemmSide, buffers: list[Tensor]) -> GemmSide:
-    """Return a quantized matrix; its ``strided`` says whether the codes of a sum are apart."""
-    quantizer = side.quantizer
-    if quantizer is None or len(side.shape) != 2:
+def with_strides(side: GemmSide, operand: Operand) -> GemmSide:
+    """Return the side of a quantized matrix, with whether the codes of a sum are apart."""
+    if side.quantizer is None or len(side.shape) != 2:
         return side
-    if side.contracted != -1:
-        quantizer, buffers = transposed(quantizer, buffers)
-    strided = bool(quantizer.rowwise) and buffers[0].stride(-1) != 1
-    return dataclasses.replace(side, strided=strided)
+    rows = operand if side.contracted == -1 else operand.transpose()
+    rowwise = rows.quantizer is not None and rows.quantizer.rowwise
+    return dataclasses.replace(side, strided=rowwise and rows.buffers[0].stride(-1) != 1)
 
 
 def _stack_refusal(problem: Problem) -> str | None:
@@ -125,11 +114,8 @@ def _twin(canonical: str) -> QuantizerLike:
     return twin
 
 
-def rows_of_both(problem: Problem, a: list[Tensor], b: list[Tensor]) -> tuple[GemmRows, GemmRows]:
+def rows_of_both(problem: Problem, a: list[Tensor], b: list[Tensor]) -> tuple[Operand, Operand]:
     """Return both operands as rows along the contraction: (..., M, K) and (N, K)."""
-    left = GemmRows(problem.a.quantizer, a, problem.a.shape)
-    assert problem.b.quantizer is not None  # noqa: S101 - refusal() has seen to it
-    if problem.layout == "TN":
-        return left, GemmRows(problem.b.quantizer, b, problem.b.shape)
-    twin, rows = transposed(problem.b.quantizer, b)
-    return left, GemmRows(twin, rows, problem.b.shape[::-1])
+    left = Operand(a, problem.a.canonical, problem.a.shape)
+    right = Operand(b, problem.b.canonical, problem.b.shape)
+    return left, right if problem.layout == "TN" else right.transpose()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.triton import (
     activation,
     dequantize,
@@ -39,7 +39,7 @@ lazy_norm = fused.lazy_norm
 fuses = fused.serves
 
 
-def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
+def supports(quantizer: QuantizerLike, dtype: torch.dtype) -> str | None:
     """Return None if a quantizer is served, otherwise the reason in one sentence.
 
     ``dtype`` is the dtype of the input of ``quantize_`` or of the output of ``dequantize_``.
@@ -53,7 +53,7 @@ def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: QuantizerLike,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None = None,
@@ -75,7 +75,7 @@ def quantize_(
     _copy_back(out, flat)
 
 
-def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
+def dequantize_(quantizer: QuantizerLike, buffers: dict[str, Tensor], out: Tensor) -> None:
     """Decode ``buffers`` into ``out``, rounded once to its dtype, like ``Quantizer.decode``.
 
     Args:
@@ -89,14 +89,14 @@ def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None
         out.copy_(flat)
 
 
-def amax_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
+def amax_(quantizer: QuantizerLike, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns: float32 maxima, or nothing for block scales."""
     if outputs:
         MODULES[quantizer.format].amax_outputs_(quantizer, outputs, x)
 
 
 def quantize_with_amax_(
-    quantizer: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+    quantizer: QuantizerLike, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
 ) -> None:
     """Quantize with ``scale`` and write the maximum of |x| into ``amax`` (1,) float32, in one read.
 

@@ -10,13 +10,17 @@ import importlib
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import Shape, buffer_shapes
+from qtensor.core.quantizer_registry import QuantizerLike, by_name
 from qtensor.kernels.cpu.native import WHOLE, Part
+
+if TYPE_CHECKING:
+    from qtensor.kernels.triton.common import LazyMatrix
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -33,14 +37,14 @@ def backend() -> ModuleType | str:
         return f"Triton cannot be imported ({error}); install qtensor[triton]"
 
 
-def supports(quantizer: Any, dtype: torch.dtype) -> str | None:
+def supports(quantizer: QuantizerLike, dtype: torch.dtype) -> str | None:
     """Return why the kernels do not serve a format and dtype, or None if they do."""
     kernels = backend()
     return kernels if isinstance(kernels, str) else kernels.supports(quantizer, dtype)
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: QuantizerLike,
     buffers: Sequence[Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -65,9 +69,9 @@ def quantize_(
 
 def write_(
     kernels: ModuleType,
-    quantizer: Any,
+    quantizer: QuantizerLike,
     buffers: Sequence[Tensor],
-    x: Any,
+    x: Tensor | LazyMatrix,
     inputs: tuple[Tensor | None, list[Tensor] | None, Tensor | None],
 ) -> None:
     """Write the buffers from ``x``, a tensor or a ``LazyMatrix``.
@@ -75,7 +79,7 @@ def write_(
     ``inputs`` holds scale, amax and seed, each possibly None.
     """
     scale, amax, seed = inputs
-    named = _named(quantizer, buffers)
+    named = by_name(quantizer, buffers)
     if quantizer.returns_amax and len(buffers) > len(quantizer.slots) and scale is not None:
         kernels.quantize_with_amax_(quantizer, named, x, scale, buffers[-1])
     else:
@@ -83,7 +87,11 @@ def write_(
 
 
 def dequantize_(
-    quantizer: Any, buffers: Sequence[Tensor], shape: Shape, out: Tensor, part: Part = WHOLE
+    quantizer: QuantizerLike,
+    buffers: Sequence[Tensor],
+    shape: Shape,
+    out: Tensor,
+    part: Part = WHOLE,
 ) -> bool:
     """Decode ``buffers`` (in slot order) into ``out``.
 
@@ -95,18 +103,14 @@ def dequantize_(
         return False
     if not out.numel() or not whole(quantizer, buffers, shape):
         return False
-    kernels.dequantize_(quantizer, _named(quantizer, buffers), out)
+    kernels.dequantize_(quantizer, by_name(quantizer, buffers), out)
     return True
 
 
-def whole(quantizer: Any, buffers: Sequence[Tensor], shape: Shape) -> bool:
+def whole(quantizer: QuantizerLike, buffers: Sequence[Tensor], shape: Shape) -> bool:
     """Return True if the buffers are those of a whole tensor.
 
     Views of parts have no padding, and kernels rely on it.
     """
     sizes = buffer_shapes(quantizer.slots, shape)
     return all(tuple(b.shape) == size for b, size in zip(buffers, sizes, strict=False))
-
-
-def _named(quantizer: Any, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {slot.name: buffer for slot, buffer in zip(quantizer.slots, buffers, strict=False)}

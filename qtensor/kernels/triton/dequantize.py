@@ -6,13 +6,15 @@ A direction is read as a matrix of lines, along which packing and blocks run: th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div, round_up
+from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.kernels.quantizers import MXLike, NVFP4Like
 from qtensor.kernels.triton.common import (
     as_matrix,
     factor_offsets,
@@ -163,25 +165,25 @@ def dequantize_rotated_kernel(
     _store_values(out_ptr, values, line, unit, lines, length, out_line, out_unit)
 
 
-def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None:
+def dequantize_(quantizer: QuantizerLike, buffers: dict[str, Tensor], out: Tensor) -> None:
     """Decode the direction ``quantizer.side()`` into ``out`` (contiguous, logical shape)."""
     matrix = as_matrix(out)
     rows, cols = matrix.shape
     columnwise = quantizer.side() == "_columnwise"
     lines, length = (cols, rows) if columnwise else (rows, cols)
     strides = (1, cols) if columnwise else (cols, 1)
-    if quantizer.format == "nvfp4" and is_rotated(quantizer, quantizer.side()[1:]):
-        _dequantize_rotated_(quantizer, buffers, matrix, (lines, length), strides)
+    two_level = cast(NVFP4Like, quantizer) if quantizer.format == "nvfp4" else None
+    if two_level is not None and is_rotated(two_level, quantizer.side()[1:]):
+        _dequantize_rotated_(two_level, buffers, matrix, (lines, length), strides)
         return
-    data, factors, options = _layout(quantizer, buffers, lines, length)
-    two_level = quantizer.format == "nvfp4"
+    data, factors, options = _addressing(quantizer, buffers, lines, length)
     tile = tile_for((lines, length), (1, max(options["DU"], 4)))
     launch(
         dequantize_kernel,
         tiles((lines, length), tile),
         data,
         factors,
-        buffers[quantizer.global_buffer(quantizer.side())] if two_level else None,
+        buffers[two_level.global_buffer(quantizer.side())] if two_level is not None else None,
         matrix,
         lines,
         length,
@@ -193,9 +195,9 @@ def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None
         SCALE=quantizer.spec.scale,
         SWIZZLED=getattr(quantizer, "swizzled", False),
         PACK=pack_of(quantizer),
-        TWO_LEVEL=two_level,
+        TWO_LEVEL=two_level is not None,
         ROW_SCALED=getattr(quantizer, "row_scaled", False),
-        DIVISOR=quantizer.global_divisor if two_level else 1.0,
+        DIVISOR=two_level.global_divisor if two_level is not None else 1.0,
         EXPONENT=quantizer.element.exponent_bits,
         MANTISSA=quantizer.element.mantissa_bits,
         BM=tile[0],
@@ -204,7 +206,7 @@ def dequantize_(quantizer: Any, buffers: dict[str, Tensor], out: Tensor) -> None
 
 
 def _dequantize_rotated_(
-    quantizer: Any,
+    quantizer: NVFP4Like,
     buffers: dict[str, Tensor],
     out: Tensor,
     size: tuple[int, int],
@@ -232,10 +234,10 @@ def _dequantize_rotated_(
     )
 
 
-def _layout(
-    quantizer: Any, buffers: dict[str, Tensor], lines: int, length: int
+def _addressing(
+    quantizer: QuantizerLike, buffers: dict[str, Tensor], lines: int, length: int
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return the codes, the factors, and the layout options of the kernel.
+    """Return the codes, the factors, and how the kernel finds both.
 
     The options are the strides (line, unit) and how many elements share a factor (0: all).
     """
@@ -264,7 +266,8 @@ def _layout(
     if quantizer.format.startswith("mx") and columnwise:
         # Columnwise MX data have the layout of the tensor.
         data_strides = (1, lines)
-        factor_strides = (count, 1) if quantizer.swizzled else (1, round_up(lines, 128))
+        swizzled = cast(MXLike, quantizer).swizzled
+        factor_strides = (count, 1) if swizzled else (1, round_up(lines, 128))
     options = {
         "data_strides": data_strides,
         "factor_strides": factor_strides,

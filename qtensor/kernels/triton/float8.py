@@ -9,8 +9,6 @@ need one read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,8 @@ from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.core.errors import fail
+from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.kernels.quantizers import Float8Like
 from qtensor.kernels.triton.amax import amax_
 from qtensor.kernels.triton.common import (
     SIDES,
@@ -149,14 +149,14 @@ def quantize_blocks_kernel(
         store_tile(col_factor_ptr, reciprocal(scale), block_m, k, blocks_m, cols, pitch, 1)
 
 
-def amax_outputs_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
+def amax_outputs_(quantizer: QuantizerLike, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns."""
     for out in outputs:
         amax_(out, x, getattr(quantizer, "axis", None))
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: Float8Like,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,
@@ -197,14 +197,14 @@ def quantize_(
 
 
 def quantize_with_amax_(
-    quantizer: Any, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
+    quantizer: QuantizerLike, out: dict[str, Tensor], x: Tensor, scale: Tensor, amax: Tensor
 ) -> None:
     """Quantize with ``scale`` and write the maximum of |x| into ``amax`` (1,), in one read."""
     _cast_(quantizer, out, x, scale, scale_given=True, new_amax=amax.zero_().view(torch.int32))
 
 
 def _cast_(
-    quantizer: Any,
+    quantizer: QuantizerLike,
     out: dict[str, Tensor],
     x: Tensor,
     factors: Tensor,
@@ -238,7 +238,7 @@ def _cast_(
     )
 
 
-def _quantize_rows_(quantizer: Any, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_rows_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     width = triton.next_power_of_2(matrix.shape[1])
     height = max(1, 4096 // width)
@@ -259,7 +259,7 @@ def _quantize_rows_(quantizer: Any, out: dict[str, Tensor], x: Tensor) -> None:
     )
 
 
-def _quantize_blocks_(quantizer: Any, out: dict[str, Tensor], x: Tensor) -> None:
+def _quantize_blocks_(quantizer: Float8Like, out: dict[str, Tensor], x: Tensor) -> None:
     matrix = as_matrix(x)
     along_m = quantizer.columnwise or quantizer.two_dimensional
     tile = (BLOCK, BLOCK) if along_m else (32, BLOCK)

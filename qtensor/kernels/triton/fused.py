@@ -6,14 +6,16 @@ activation.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qtensor.core.quantizer_registry import QuantizerLike
 from qtensor.kernels.fusion import Clamp
+from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.kernels.triton.activation import GATED, NO_CLAMP, load_activated
 from qtensor.kernels.triton.common import LazyMatrix, as_matrix, load_tile, raw
 from qtensor.kernels.triton.float_math import through
@@ -22,14 +24,15 @@ from qtensor.kernels.triton.norm import norm_, normalize
 _LOCAL = ("fp8", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp6", "mxfp4")
 
 
-def serves(quantizer: Any) -> bool:
+def serves(quantizer: QuantizerLike) -> bool:
     """Return True if a quantizer's kernels load every tile by its rows and columns.
 
     The kernels of ``nvfp4`` read columns as lines of a transpose, and their rotation rounds to the
     dtype of a pointer; they cannot load a ``LazyMatrix`` then.
     """
     if quantizer.format == "nvfp4":
-        return not quantizer.with_rht and (quantizer.two_dimensional or not quantizer.columnwise)
+        rotated = cast(NVFP4Like, quantizer).with_rht
+        return not rotated and (quantizer.two_dimensional or not quantizer.columnwise)
     return quantizer.format in _LOCAL
 
 

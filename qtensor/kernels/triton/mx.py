@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div
+from qtensor.core.quantizer_registry import QuantizerLike
+from qtensor.kernels.quantizers import MXLike
 from qtensor.kernels.triton.common import (
     SIDES,
     as_matrix,
@@ -89,7 +89,7 @@ def quantize_mx_kernel(
             )
 
 
-def pack_of(quantizer: Any) -> int:
+def pack_of(quantizer: QuantizerLike) -> int:
     """Return how many codes a packed group holds: 1, 2 (in a byte) or 4 (in three bytes)."""
     if quantizer.element.bits == 4:
         return 2
@@ -97,7 +97,7 @@ def pack_of(quantizer: Any) -> int:
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: MXLike,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,

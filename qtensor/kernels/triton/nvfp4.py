@@ -6,12 +6,11 @@ factors of both directions.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from qtensor.core.buffer_shapes import ceil_div, round_up
+from qtensor.kernels.quantizers import NVFP4Like
 from qtensor.kernels.triton.amax import amax_
 from qtensor.kernels.triton.common import SIDES, as_matrix, launch, tile_for, tiles
 from qtensor.kernels.triton.nvfp4_kernels import (
@@ -21,17 +20,17 @@ from qtensor.kernels.triton.nvfp4_kernels import (
 )
 
 
-def is_rotated(quantizer: Any, side: str) -> bool:
+def is_rotated(quantizer: NVFP4Like, side: str) -> bool:
     """Return True if the data of direction ``side`` are rotated."""
     return quantizer.with_rht and side == quantizer.rht_side
 
 
-def usages(quantizer: Any) -> list[str]:
+def usages(quantizer: NVFP4Like) -> list[str]:
     """Return the directions that the quantizer writes."""
     return [side for side in ("rowwise", "columnwise") if getattr(quantizer, side)]
 
 
-def amax_outputs_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
+def amax_outputs_(quantizer: NVFP4Like, outputs: list[Tensor], x: Tensor) -> None:
     """Write what ``Quantizer.amax`` returns: a maximum for each usage, after the rotation."""
     by_side = dict(zip(usages(quantizer), outputs, strict=True))
     if quantizer.with_rht and quantizer.rht_side in by_side:
@@ -46,7 +45,7 @@ def amax_outputs_(quantizer: Any, outputs: list[Tensor], x: Tensor) -> None:
             out.copy_(outputs[0])
 
 
-def _rotated_amax_(quantizer: Any, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
+def _rotated_amax_(quantizer: NVFP4Like, rotated: Tensor, plain: Tensor | None, x: Tensor) -> None:
     matrix = as_matrix(x)
     lines = matrix if quantizer.rht_side == "rowwise" else matrix.t()
     tile = tile_for(lines.shape, (1, 16))
@@ -66,7 +65,7 @@ def _rotated_amax_(quantizer: Any, rotated: Tensor, plain: Tensor | None, x: Ten
 
 
 def _tensor_factors_(
-    quantizer: Any, out: dict[str, Tensor], x: Tensor, amax: list[Tensor] | None
+    quantizer: NVFP4Like, out: dict[str, Tensor], x: Tensor, amax: list[Tensor] | None
 ) -> list[Tensor]:
     """Write the maxima, and the factors that are stored beside them; return the maxima."""
     maxima = [out[f"_amax_{side}"] for side in usages(quantizer)]
@@ -84,7 +83,7 @@ def _tensor_factors_(
 
 
 def quantize_(
-    quantizer: Any,
+    quantizer: NVFP4Like,
     out: dict[str, Tensor],
     x: Tensor,
     scale: Tensor | None,

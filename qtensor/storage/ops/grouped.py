@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import UnsupportedError, fail
+from qtensor.core.operand import plain_operand
 from qtensor.kernels.products.stacks import stack_refusal
 from qtensor.library.grouped import GROUPED_GEMM, SPLIT_SIZES
+from qtensor.library.ragged import Groups
 from qtensor.storage.base import is_quantized
 from qtensor.storage.ops.lazy_view import stack_of
+from qtensor.storage.ops.products import operand_of
 from qtensor.storage.ops.table import COMPUTE, Args, Kwargs, Op, implements
 from qtensor.storage.ops.write import plain
 from qtensor.storage.rebuild import FLOATING
@@ -56,14 +59,14 @@ def grouped_product(
     Returns:
         (M, N) plain tensor.
     """
-    quantizer, buffers, shape = stack._quantizer, stack.buffers(), tuple(stack.shape)
-    if stack_refusal(quantizer.canonical, shape) is not None:
+    weights = operand_of(stack)
+    if stack_refusal(weights.canonical, tuple(weights.shape)) is not None:
         # Matrices that share factors: each index says whether it can be taken exactly.
-        matrices: list[Any] = [stack[i] for i in range(shape[0])]
-        quantizer, shape = matrices[0]._quantizer, tuple(matrices[0].shape)
-        buffers = [buffer for matrix in matrices for buffer in matrix.buffers()]
-    operands = ([x], "", x.shape, buffers, quantizer.canonical, shape)
-    return GROUPED_GEMM(*operands, [], sizes, len(stack), layout, dtype or x.dtype, None)
+        matrices = [operand_of(stack[i]) for i in range(len(stack))]
+        buffers = [buffer for matrix in matrices for buffer in matrix.buffers]
+        weights = matrices[0]._replace(buffers=buffers)
+    groups = Groups([], sizes, len(stack))
+    return GROUPED_GEMM(*plain_operand(x), *weights, *groups, layout, dtype or x.dtype, None)
 
 
 @implements(COMPUTE, "_grouped_mm")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, DtypeError, fail
-from qtensor.core.quantizer_registry import parse, transposed, usage_part
-from qtensor.kernels.products.problem import sides
+from qtensor.core.operand import Operand, plain_operand
+from qtensor.core.quantizer_registry import parse, usage_part
+from qtensor.kernels.products.problem import Pair, facts_of, sides
 from qtensor.library.dequantize import DEQUANTIZE
 from qtensor.library.gemm import (
     GEMM,
     GEMM_TENSOR,
     WEIGHT_GEMM,
+    GemmArgs,
     check_bias,
     check_layout,
     check_operands,
@@ -70,7 +72,7 @@ def gemm(
     if not isinstance(layout, str):
         check_layout(layout)
     if backend != "auto" or fast_accumulation:
-        return _gemm_by(operands(a, b, layout, bias, dtype), backend, fast_accumulation)
+        return _gemm_by(call_of(a, b, layout, bias, dtype), backend, fast_accumulation)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return GEMM_TENSOR(a, b, layout, dtype, bias)
     return gemm_operands(a, b, layout, bias, dtype)
@@ -92,20 +94,22 @@ def gemm_operands(
         bias: broadcastable to (..., M, N), or None.
         dtype: dtype of the result; the nominal dtype of ``a`` if None.
     """
-    return GEMM(*operands(a, b, layout, bias, dtype))
+    call = call_of(a, b, layout, bias, dtype)
+    return GEMM(*call.operands.a, *call.operands.b, call.layout, call.dtype, bias)
 
 
-def _gemm_by(arguments: tuple[Any, ...], backend: str, fast: bool) -> Tensor:
+def _gemm_by(call: GemmArgs, backend: str, fast: bool) -> Tensor:
     """Return the product that a named backend computes, without a gradient."""
     from qtensor.kernels.products.choice import check_backend  # noqa: PLC0415 - see library/gemm.py
 
     check_backend(backend)
-    tensors = [*arguments[0], *arguments[3], *(t for t in arguments[-1:] if t is not None)]
+    (a, b), layout, dtype, bias = call[:4]
+    tensors = [*a.buffers, *b.buffers, *([] if bias is None else [bias])]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         rule = "a product with backend or fast_accumulation has no gradient"
         fix = "Leave both at their defaults, or call it under torch.no_grad()"
         fail("gemm", rule, "an operand that requires grad", fix)
-    return GEMM(*arguments, backend, fast)
+    return GEMM(*a, *b, layout, dtype, bias, backend, fast)
 
 
 def explain(
@@ -136,24 +140,28 @@ def explain(
     """
     from qtensor.kernels.products import choice, weight_rows  # noqa: PLC0415
 
-    left, left_name, left_shape, right, right_name, right_shape, layout, result, bias = operands(
-        a, b, layout, bias, dtype
-    )
-    both = sides(
-        (left_name, left_shape, left[0].dtype), (right_name, right_shape, right[0].dtype), layout
-    )
-    both = weight_rows.with_strides(both[0], left), weight_rows.with_strides(both[1], right)
-    target = left[0].device if arch is None else arch
-    return choice.explain(choice.problem_for(both, layout, result, bias, target))
+    call = call_of(a, b, layout, bias, dtype)
+    left, right = call.operands
+    of_a, of_b = sides(facts_of(left), facts_of(right), call.layout)
+    both = weight_rows.with_strides(of_a, left), weight_rows.with_strides(of_b, right)
+    target = left.buffers[0].device if arch is None else arch
+    return choice.explain(choice.problem_for(both, call.layout, call.dtype, bias, target))
 
 
-def operands(
+def operand_of(t: TensorOrStorage) -> Operand:
+    """Return a plain or quantized tensor, or a storage, as products take it."""
+    if isinstance(t, QuantizedTensorStorage):
+        return Operand(t.buffers(), t._quantizer.canonical, t.shape)
+    return plain_operand(t)
+
+
+def call_of(
     a: TensorOrStorage,
     b: TensorOrStorage,
     layout: str,
     bias: Tensor | None,
     dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+) -> GemmArgs:
     """Return the arguments of the gemm op after checking devices, dtypes and shapes."""
     left, right = getattr(a, "_quantizer", None), getattr(b, "_quantizer", None)
     if a.dtype not in FLOATING or b.dtype not in FLOATING:
@@ -181,38 +189,37 @@ def operands(
         )
     check_operands(left, a.shape, right, b.shape, layout)
     if layout != "NT" and (stack := stack_of(b)) is not None:
-        b, layout = stack, "NN" if layout == "TN" else "TN"
+        b, layout = stack, _OTHER_LAYOUT[layout]
     if bias is not None:
         check_bias(bias.shape, output_shape(a.shape, b.shape, layout))
-    return (*_operand(a), *_operand(b), layout, dtype or a.dtype, bias)
+    return GemmArgs(Pair(operand_of(a), operand_of(b)), layout, dtype or a.dtype, bias)
 
 
-def _operand(t: TensorOrStorage) -> tuple[list[Tensor], str, torch.Size]:
-    """Return the buffers, the canonical string ("" if plain) and the shape of an operand."""
-    if isinstance(t, QuantizedTensorStorage):
-        return t.buffers(), t._quantizer.canonical, t.shape
-    return [t], "", t.shape
+_OTHER_LAYOUT = {"TN": "NN", "NN": "TN"}
+"""Layout of a product -> layout of the same product with the transpose of its right operand."""
 
 
-def _product(a: Tensor, b: Tensor, layout: str, bias: Tensor | None = None) -> Tensor:
+def _product(
+    a: TensorOrStorage, b: TensorOrStorage, layout: str, bias: TensorOrStorage | None = None
+) -> Tensor:
     """Return the product (..., M, N) of operands as an aten op passes them.
 
     Plain ``a`` times a quantized weight, as ``F.linear`` has it, is an op with fewer arguments.
     """
-    if is_quantized(bias):
+    if isinstance(bias, QuantizedTensorStorage):
         bias = plain(bias)
-    if is_quantized(a) or not is_quantized(b):
+    if not isinstance(b, QuantizedTensorStorage):
         return gemm_operands(a, b, layout, bias)
-    quantizer = b._quantizer
-    # The transpose (K, N) of a weight has columnwise data alone: the rowwise data of (N, K).
-    readable = layout == "TN" or not quantizer.rowwise
-    if readable and a.dtype in FLOATING and b.ndim == 2:
-        n, columns = b.shape if layout == "TN" else b.shape[::-1]
-        if a.shape[-1] == columns:
-            weight = b.buffers()
-            if layout != "TN":
-                quantizer, weight = transposed(quantizer, weight)
-            return WEIGHT_GEMM(a, weight, quantizer.canonical, n, bias)
+    weight = operand_of(b)
+    rows = weight.as_rows()
+    if layout == "TN":
+        if rows is not None:
+            # The order of the sums is that of the ops into which torch decomposes a linear.
+            return gemm_operands(a, cast(Tensor, b).t(), "NN", bias)
+        rows = weight
+    is_plain = not isinstance(a, QuantizedTensorStorage) and a.dtype in FLOATING
+    if rows is not None and is_plain and len(rows.shape) == 2 and a.shape[-1] == rows.shape[1]:
+        return WEIGHT_GEMM(a, rows.buffers, rows.canonical, rows.shape[0], bias)
     return gemm_operands(a, b, layout, bias)
 
 
@@ -272,12 +279,7 @@ def _addmm(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 @implements(COMPUTE, "linear")
 def linear(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     """Handle ``linear``, which arrives whole in inference mode and from ``whole_products``."""
-    x, weight, bias = (*args, None)[:3]
-    bias = kwargs.get("bias", bias)
-    quantizer = getattr(weight, "_quantizer", None)
-    if quantizer is not None and not quantizer.rowwise and weight.ndim == 2:
-        # torch decomposes a linear into these ops, and equal sums need an equal order.
-        return _product(x, weight.t(), "NN", bias)
+    x, weight, bias = (*args, kwargs.get("bias"))[:3]
     return _product(x, weight, "TN", bias)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from qtensor.core.operand import Operand
 from qtensor.kernels.cpu.buffers import BufferLayout
 from qtensor.kernels.cpu.small_calls.program import Program
 
@@ -31,6 +32,20 @@ class CallProgram(NamedTuple):
     cleared: Sequence[int] = ()
 
 
+def _add(values: dict[str, Any], record: Any) -> None:
+    for name, value in record._asdict().items():
+        if isinstance(value, Operand):
+            values |= {
+                name: value.buffers,
+                f"{name}_quantizer": value.canonical,
+                f"{name}_shape": value.shape,
+            }
+        elif hasattr(value, "_asdict"):
+            _add(values, value)
+        else:
+            values[name] = value
+
+
 class Arguments:
     """The arguments of a call by name, and the index of each tensor among the call's tensors.
 
@@ -39,8 +54,7 @@ class Arguments:
 
     def __init__(self, args: Any) -> None:
         values: dict[str, Any] = {}
-        for name, value in args._asdict().items():
-            values |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+        _add(values, args)
         self.values = values
         self.first: dict[str, int] = {}
         count = 0
