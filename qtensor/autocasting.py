@@ -145,11 +145,7 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
     """Return the key of the active recipe as ``active_recipe`` does, for one layer in eager code.
 
     In a backward pass outside of every region, the recipe is that of the layer's last forward.
-
-    Args:
-        own: key of the layer's own recipe, which applies outside every region.
-        last: the region of the layer's last forward, which this function updates.
-        layer: its ``label`` names it in the error.
+    ``last``, the region of that forward, is updated; ``own`` is the key of the layer's own recipe.
 
     Raises:
         QTensorError: the layer is computed again, and its forwards ran under several recipes.

@@ -207,11 +207,7 @@ def round_parameters_(optimizer: Optimizer, *, seed: int | None = None) -> Optim
 
 
 def _check_parameters(op: str, optimizer: Optimizer) -> None:
-    """Refuse quantized parameters that cannot be rounded at random.
-
-    Raises:
-        QTensorError: the scales of a parameter are not powers of two.
-    """
+    """Refuse quantized parameters that cannot be rounded at random."""
     for group, entry in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(entry["params"]):
             found = getattr(local_part(parameter), "_quantizer", None)

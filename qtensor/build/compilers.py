@@ -209,11 +209,7 @@ def stop_all() -> None:
 def run_all(op: str, commands: Sequence[Command], jobs: int, folder: Path) -> None:
     """Run the commands, `jobs` at a time, and stop all of them at the first failure or interrupt.
 
-    Args:
-        op: the operation, the beginning of every error message.
-        commands: independent of each other.
-        jobs: at least 1.
-        folder: for logs and temporary files; the caller removes it.
+    Logs and temporary files lie in ``folder``, which the caller removes.
 
     Raises:
         BuildError: a command does not start, fails, hangs or does not write its file.

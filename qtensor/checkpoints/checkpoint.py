@@ -234,10 +234,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def decode(self, group: Group, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the values of a group, or of some of its rows, as the origin decodes them.
 
-        Args:
-            group: one of ``groups``, or a copy with the shape of some rows.
-            stored: its stored tensors by role, or their rows.
-            dtype: dtype of the result.
+        ``stored`` holds its stored tensors by role, or their rows.
 
         Raises:
             CheckpointError: the group cannot be decoded.

@@ -36,13 +36,8 @@ def carried(
     """Return the list of a copy: entries that still apply, then plain modules that none covers.
 
     An entry that matches a quantized module of the copy is left out, because a loader would then
-    look for plain values.
-
-    Args:
-        entries: of the source, in the style of the copy's layout (see ``translated``).
-        plain: modules of the copy with a plain weight.
-        quantized: modules of the copy with a quantized weight.
-        style: ``NAMES``, ``REGEX`` or ``WILDCARD``.
+    look for plain values. All modules are those of the copy, and ``entries`` are in its ``style``
+    (see ``translated``).
     """
     modules = list(quantized)
     parts = {part for module in modules for part in _ends(module)}

@@ -257,11 +257,7 @@ class Layout(abc.ABC):
         return Place(info.file if info else self.source.path, tensor, self.name)
 
     def refuse(self, tensor: str, rule: str, got: object, fix: str) -> NoReturn:
-        """Raise a ``CheckpointError`` that names the file, the tensor and this layout.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Raise a ``CheckpointError`` that names the file, the tensor and this layout."""
         refuse(self.place(tensor), rule, got, fix)
 
     def expect(
@@ -290,9 +286,6 @@ class Layout(abc.ABC):
         For layouts whose config says that weights are quantized: a float8 or packed tensor without
         a factor that the layout knows is an error. Packed codes are uint8 or int8 matrices that are
         the ``weight`` of a module, stacked ones, or ones with a factor beside them.
-
-        Args:
-            used: names of the stored tensors of all groups.
 
         Raises:
             CheckpointError: such a tensor is left; the message names it.
@@ -434,11 +427,7 @@ class Writer(abc.ABC):
             self.refuse(name, "the layout holds rowwise data", quantizer.canonical)
 
     def refuse(self, tensor: str, rule: str, got: object, fix: str = "") -> NoReturn:
-        """Raise a ``CheckpointError`` that names the tensor, the layout and its formats.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Raise a ``CheckpointError`` that names the tensor, the layout and its formats."""
         fix = fix or f"Write layout 'qtensor', or quantize to one of {', '.join(self.formats)}"
         refuse(Place("", tensor, self.layout), rule, got, fix)
 

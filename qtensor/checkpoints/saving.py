@@ -368,11 +368,7 @@ def write_bytes(path: str, data: bytes) -> None:
 
 
 def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a JSON file; infinite numbers are written as Python's json does.
-
-    Raises:
-        CheckpointError: a value is not one of JSON.
-    """
+    """Return the bytes of a JSON file; infinite numbers are written as Python's json does."""
     try:
         return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -382,10 +378,6 @@ def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
 
 def checked_path(path: Any, name: str) -> str:
     """Return a path as a text.
-
-    Args:
-        path: what the caller passed.
-        name: name of the argument, for the message.
 
     Raises:
         CheckpointError: it is not a path, or no file can have that name.

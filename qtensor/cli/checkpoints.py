@@ -128,11 +128,7 @@ def _view(
 
 
 def _numbers(option: str, text: str | None, separator: str) -> Any:
-    """Return the two numbers of an option such as ``0:8``; None without it.
-
-    Raises:
-        QTensorError: the text has another form.
-    """
+    """Return the two numbers of an option such as ``0:8``; None without it."""
     from qtensor.core.errors import check  # noqa: PLC0415 - quick --help
 
     if text is None:

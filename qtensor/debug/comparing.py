@@ -184,11 +184,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _modules(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of a model to compare, by name.
-
-    Raises:
-        QTensorError: a pattern matches no module.
-    """
+    """Return the modules of a model to compare, by name."""
     # A sequence does not call its operations one by one, and refuses hooks on them.
     inside: set[nn.Module] = set()
     for module in model.modules():

@@ -110,11 +110,7 @@ class RunningErrors:
     def add(self, x: Tensor, decoded: Tensor, factor: Tensor, largest: float) -> Tensor:
         """Add a chunk of rows to the totals and return its absolute errors.
 
-        Args:
-            x: original values, (rows, K).
-            decoded: dequantized values, (rows, K) float32.
-            factor: decode factor of each element, (rows, K) float32.
-            largest: largest magnitude of the element.
+        ``compare_chunk`` explains the arguments.
 
         Returns:
             (rows, K) float64, 0 for values that are not finite.
@@ -159,10 +155,6 @@ def kl_divergences(reference: Tensor, output: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of two softmaxes at each position, in nats.
 
     ``sum p (log p - log q)`` over the last dim, with p of the reference and q of the output.
-
-    Args:
-        reference: logits (..., classes).
-        output: logits of the same shape.
 
     Returns:
         (...,) float64.
@@ -270,9 +262,6 @@ def error_report(x: Tensor, q: Any) -> ErrorReport:
 def decode_factors(q: Any) -> Tensor:
     """Return the product of all factors of each element, which is the decoded value of code 1.0.
 
-    Args:
-        q: quantized tensor or storage.
-
     Returns:
         A float32 tensor of the logical shape; NaN for rotated data.
     """
@@ -324,10 +313,7 @@ class _Worst:
     def add(self, x: Tensor, error: Tensor, row: int) -> None:
         """Add the worst blocks of a chunk of rows.
 
-        Args:
-            x: original values, (rows, K).
-            error: absolute errors, (rows, K) float64.
-            row: first row of the chunk.
+        ``row`` is the first row of the chunk; ``x`` and ``error`` are (rows, K).
         """
         values = torch.where(x.isfinite(), x, 0).double()
         signal = to_blocks(values, *self.block).square().sum((1, 3))

@@ -236,10 +236,8 @@ class Log:
     ) -> None:
         """Connect the log to a recorder that begins.
 
-        Args:
-            current: returns the records of the step that is not finished.
-            advance: ends the step.
-            lines: an open file for lines of JSON.
+        ``current`` returns the records of the unfinished step, ``advance`` ends it, and ``lines``
+        is an open file.
         """
         self._current, self._advance, self._lines = current, advance, lines
 

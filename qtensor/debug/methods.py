@@ -50,9 +50,7 @@ def _check_free(module: nn.Module, free: bool) -> None:
 def set_sites(module: Any, sites: dict[str, LayerSite]) -> Callable[[], None]:
     """Make the layers of a module tell sites of their tensors; return a function that undoes it.
 
-    Args:
-        module: a ``QuantizedModule``.
-        sites: name of a weight -> its site. The weights of a grouped layer share a state.
+    ``sites`` has a site for each weight; those of a grouped layer share a state.
 
     Raises:
         QTensorError: the module is being recorded already.

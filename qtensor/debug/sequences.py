@@ -95,11 +95,8 @@ class RecordedFuser(OperationFuser):
 class RecordedStep(WatchedStep):
     """A step of a plan: calls an operation, and records what enters and what leaves it.
 
-    Args:
-        op: the operation.
-        enters: the layer whose input the operation gets, if the step records it.
-        leaves: the layer whose output the operation returns, if the step records it.
-        product: the layer of a product, which tells of its operands itself.
+    It records the input of ``enters`` and the output of ``leaves``; ``product`` is the layer of a
+    product, which tells of its operands itself.
     """
 
     def __init__(

@@ -64,8 +64,7 @@ class Totals(NamedTuple):
     def plus(self, later: Totals) -> Totals:
         """Return the statistics of both.
 
-        Args:
-            later: statistics whose columns were counted with those of the calls before.
+        The columns of ``later`` were counted with those of the calls before.
         """
         sums = [a + b for a, b in zip(self, later, strict=True)]
         return Totals(*sums)._replace(

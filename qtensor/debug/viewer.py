@@ -249,8 +249,7 @@ def _rows_of(q: Any, rows: range) -> tuple[Any, int]:
 def codes_of(q: Any) -> Tensor:
     """Return the codes of a quantized tensor, uint8 (M, K), one a byte.
 
-    Args:
-        q: a quantized tensor or storage; the codes are those that ``dequantize`` reads.
+    They are those that ``dequantize`` reads.
     """
     quantizer = q._quantizer
     rows, cols = rows_cols(q.shape)

@@ -62,12 +62,6 @@ def cross(
 ) -> tuple[Any, Any]:
     """Return a quantized weight unchanged, and a quantized product that is made inside.
 
-    Args:
-        weight: (N, K) quantized.
-        x_hp: (M, K) float.
-        fmt: format of the result.
-        options: further arguments of ``qtensor.quantize`` for this format.
-
     Returns:
         The weight (N, K) and ``x_hp @ weight.T`` (M, N), both quantized.
     """
@@ -76,12 +70,6 @@ def cross(
 
 def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileResult:
     """Run ``cross`` in eager and compiled code for all ``BATCHES``, and compare all buffers.
-
-    Args:
-        name: name of the weight, for the report.
-        weight: (N, K) float.
-        fmt: a name of ``qtensor.formats()``.
-        backend: a compiler backend of torch.
 
     Raises:
         QTensorError: the function did not compile as one graph.

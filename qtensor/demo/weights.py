@@ -27,10 +27,6 @@ class Source:
 def load_weights(path: Path, name: str | None = None) -> tuple[Source, dict[str, Tensor]]:
     """Read every 2-D float32, bfloat16 or float16 tensor of ``path`` that is not empty.
 
-    Args:
-        path: a safetensors file.
-        name: name in the report; the path by default.
-
     Returns:
         The totals, and name to (rows, columns) tensor in the order of the names.
 

@@ -47,11 +47,7 @@ def broadcast_parameters(module: nn.Module, group: Any = None, src: int = 0) -> 
 
 
 def _check_alike(tensors: dict[str, Any], group: Any) -> None:
-    """Compare the layout of all tensors over the ranks of ``group``.
-
-    Raises:
-        QTensorError: on every rank, if the ranks differ.
-    """
+    """Compare the layout of all tensors over the ranks of ``group``."""
     own = [f"{name}: {_described(t)}" for name, t in tensors.items()]
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)

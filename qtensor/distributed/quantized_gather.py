@@ -170,12 +170,7 @@ class MasterWeight(GatheredWeight, torch.Tensor):
     ) -> tuple[tuple[Tensor, ...], Gathered]:
         """Return the bytes of this rank's shard, and what the second hook needs.
 
-        Args:
-            mesh: the mesh over which the parameter is sharded, one dim.
-            outer_size: the shape of the whole weight.
-            outer_stride: its strides.
-            module: the module of the parameter.
-            mp_policy: the policy of ``fully_shard``; values are rounded to its ``param_dtype``.
+        The mesh has one dim. Values are rounded to the ``param_dtype`` of the policy.
 
         Raises:
             QTensorError: on every rank, if the shards have different numbers of rows or end inside
@@ -432,10 +427,7 @@ def _parameters(model: nn.Module) -> Iterable[tuple[str, nn.Module, nn.Parameter
 def _shard_group(name: str, parameter: Any, split_dims: int) -> str:
     """Return the group over which ``fully_shard`` has sharded a weight.
 
-    Args:
-        name: of the weight.
-        parameter: a DTensor.
-        split_dims: number of dims of a parallel style, the last ones of the mesh.
+    ``split_dims`` is the number of dims of a parallel style, the last ones of the mesh.
     """
     own = parameter.placements[: parameter.device_mesh.ndim - split_dims]
     dims = [i for i, placement in enumerate(own) if not placement.is_replicate()]

@@ -40,11 +40,7 @@ _MODES = {"column": (Shard(0), Shard(0)), "row": (Shard(1), Replicate())}
 
 
 def _check_inputs(style: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuse a call whose first positional argument is not a tensor.
-
-    Raises:
-        ArgumentTypeError: there is no positional argument, or the first one is not a tensor.
-    """
+    """Refuse a call whose first positional argument is not a tensor."""
     if not inputs or not isinstance(inputs[0], Tensor):
         name = type(module).__name__
         rule = "the input must be a tensor, passed as the first positional argument"

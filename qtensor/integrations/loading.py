@@ -45,10 +45,7 @@ class Reader:
     ) -> None:
         """Index the stored tensors of every weight.
 
-        Args:
-            checkpoint: the open checkpoint.
-            parameters: the parameters of the model by name, on any device.
-            dtype: nominal dtype of the weights; None to keep that of the checkpoint.
+        With a dtype None, weights keep that of the checkpoint.
         """
         self.checkpoint = checkpoint
         self.parameters = parameters
@@ -108,10 +105,7 @@ class Reader:
     def parameter(self, target: str, tensor: Tensor, module: Any) -> torch.nn.Parameter:
         """Return the parameter for a weight, frozen if it is quantized.
 
-        Args:
-            target: name of the parameter.
-            tensor: the weight, in the orientation of the checkpoint.
-            module: the module that holds the parameter.
+        ``module`` holds the parameter ``target``.
 
         Raises:
             UnsupportedError: the weight has another shape than the parameter.
@@ -284,11 +278,7 @@ class QuantizeWeight(ConversionOps):
     """Quantize a parameter as soon as the loader has it."""
 
     def __init__(self, quantize: Callable[[Any, str, Tensor], Tensor]) -> None:
-        """Take the function that quantizes.
-
-        Args:
-            quantize: ``quantize(model, name, values)`` returns the parameter, or the values.
-        """
+        """Take the function that quantizes."""
         self.quantize = quantize
 
     def convert(
@@ -304,12 +294,7 @@ class QuantizeWeight(ConversionOps):
 
 
 def transforms(conversions: Iterable[Any], reader: Reader) -> list[Any]:
-    """Return the transforms that load a checkpoint with quantized weights.
-
-    Args:
-        conversions: the transforms of the model.
-        reader: of the open checkpoint.
-    """
+    """Return the transforms that load a checkpoint with quantized weights."""
     own = [
         StoredConverter(entry, reader) if type(entry) is WeightConverter else entry
         for entry in conversions

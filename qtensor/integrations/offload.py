@@ -19,9 +19,7 @@ class StoredWeights(Mapping[str, Tensor]):
     def __init__(self, state: Mapping[str, Any], folder: str) -> None:
         """Open the checkpoint in which ``state`` was saved.
 
-        Args:
-            state: the state dict; tied tensors are one object.
-            folder: holds each of its tensors once, under its first name.
+        Tied tensors are one object in ``state``; the folder holds each once, under its first name.
 
         Raises:
             CheckpointError: the checkpoint is not sound.

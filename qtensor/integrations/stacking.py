@@ -28,9 +28,7 @@ Grid = Sequence[Sequence[QuantizedTensor]]
 def stack(grid: Grid, op: str = "stack") -> QuantizedTensor:
     """Return the matrices of a grid as one tensor, with the same codes and factors.
 
-    Args:
-        grid: for each matrix the parts of its rows, (N_p, K); all matrices have the same parts.
-        op: name of the operation, for errors.
+    The parts are (N_p, K), the same for all matrices.
 
     Returns:
         (E, N, K), N the sum over the parts, rowwise.
@@ -124,9 +122,6 @@ def common_factors(tensor: QuantizedTensor) -> QuantizedTensor:
 
     It undoes what ``stack`` did to the factors of one matrix; other tensors are returned as they
     are.
-
-    Args:
-        tensor: (N, K).
     """
     quantizer: Any = tensor.quantizer
     if quantizer.columnwise:
@@ -155,12 +150,7 @@ def _common(factor: Tensor) -> Tensor | None:
 
 
 def quantize_each(x: Tensor, quantizer: Any) -> QuantizedTensor:
-    """Return 3-D values with every matrix quantized apart.
-
-    Args:
-        x: (E, N, K), floating.
-        quantizer: describes rowwise data.
-    """
+    """Return values (E, N, K) with every matrix quantized apart."""
     if isinstance(quantizer, NVFP4Quantizer) or quantizer.format in ("fp8", "fp8_blockwise"):
         return stack([[quantizer(matrix)] for matrix in x], f"quantize[{quantizer.format}]")
     return quantizer(x)

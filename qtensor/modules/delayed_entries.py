@@ -216,11 +216,8 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
 
     The ranks of a sharded weight are those of its mesh. Those of a plain weight are the ranks of
     ``group`` if there is one, and otherwise all ranks of the program. The group does not make all
-    entries equal: the newest maxima are a rank's own until the next step reduces them.
-
-    Args:
-        weights: the parameters of the layer.
-        group: name of the process group over which the last step reduced maxima, or None.
+    entries equal: the newest maxima are a rank's own until the next step reduces them. ``group``
+    names the group over which the last step reduced maxima; it is None without one.
     """
     sharded = is_dtensor(weights[0])
     if not (dist.is_available() and dist.is_initialized()):

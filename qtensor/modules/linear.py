@@ -30,12 +30,7 @@ def make_parallel(
 ) -> Parallel | None:
     """Return the split of a weight over a process group; None for no mode or a group of one.
 
-    Args:
-        label: the module, for error messages.
-        tp_group: the process group.
-        parallel_mode: None, "column" or "row".
-        sequence_parallel: split activations over the group too.
-        option: name of the module's option that turns the split on.
+    ``option`` is the name of the module's option that turns the split on.
 
     Raises:
         QTensorError: the mode is unknown, or it has no group that this rank belongs to.
@@ -93,10 +88,7 @@ def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
 def requested_output(key: Callable[[], str], request: Output, options: LinearOptions) -> str:
     """Return the canonical string of the output's quantizer; "" for a plain output.
 
-    Args:
-        key: returns the key of the active recipe.
-        request: True for the recipe's choice, a format id or a quantizer; False for plain.
-        options: the options of the layer.
+    ``key`` returns the key of the active recipe. The request is True for the recipe's choice.
     """
     if request is False or request is None:
         return ""

@@ -57,12 +57,8 @@ class LinearModule(QuantizedModule):
     ) -> Tensor:
         """Return ``input @ weight.T + bias``, (..., N).
 
-        Args:
-            input: (..., K), plain or quantized.
-            weight: name of the weight (N, K).
-            bias: name of the bias (N,), or "".
-            options: the options of the layer.
-            call: the options of this call; None for the defaults.
+        ``weight`` is the name of a weight (N, K), and ``bias`` that of a bias (N,), or "". The
+        options of this call are the defaults if ``call`` is None.
         """
         w = getattr(self, weight)
         b = getattr(self, bias) if bias else None
@@ -170,12 +166,8 @@ class LinearModule(QuantizedModule):
     ) -> None:
         """Complete the arguments of a call from the layer's options and state.
 
-        Args:
-            args: its weight, plan and gradient flags are set.
-            input: the input (..., K), or a tensor of its dtype and device.
-            weight: name of the weight (N, K).
-            options: the options of the layer.
-            call: the options of this call.
+        Weight, plan and gradient flags of ``args`` are set. ``input`` is the input (..., K), or a
+        tensor of its dtype and device.
         """
         plan, state = args.plan, self._states[weight]
         args.dtype = input.dtype

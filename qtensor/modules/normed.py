@@ -51,11 +51,7 @@ class Normed:
     def _set_norm(
         self, label: str, normalization: str, eps: float, zero_centered_gamma: bool
     ) -> None:
-        """Check and store the options of the norm.
-
-        Raises:
-            QTensorError: the norm is unknown, or the epsilon is not a number >= 0.
-        """
+        """Check and store the options of the norm."""
         if normalization not in NORMALIZATIONS:
             rule = f"normalization must be one of {', '.join(NORMALIZATIONS)}"
             fail(label, rule, repr(normalization), "Choose one of them")

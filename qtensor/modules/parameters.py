@@ -57,10 +57,7 @@ def initial_weight(
 ) -> Tensor:
     """Return initial values of a weight, in the dtype and on the device of ``like``.
 
-    Args:
-        shape: (N, K).
-        like: the parameter, or this rank's part of it.
-        init_method: fills the values in place; None initialises as ``torch.nn.Linear`` does.
+    ``init_method`` fills the values (N, K) in place; None initialises as ``torch.nn.Linear`` does.
     """
     values = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     with torch.no_grad():

@@ -114,11 +114,8 @@ class QuantizedModule(nn.Module):
     def _begin_delayed(self, like: Tensor, weight: str, module: str, name: str) -> DelayedCall:
         """Return the factors of delayed scaling of a call.
 
-        Args:
-            like: a tensor on the device of the call.
-            weight: name of the weight.
-            module: the kind of module, for the recipe's roles.
-            name: the module's name, for the recipe's roles.
+        ``module`` and ``name`` describe the layer to the recipe; ``like`` is on the device of the
+        call.
         """
         layer = self._states[weight]
         if like.is_meta:

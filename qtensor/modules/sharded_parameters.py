@@ -51,13 +51,8 @@ def backward_dw(label: str, weight: Any, key: int, into_main_grad: bool) -> None
     """Compute the oldest postponed weight gradient of the layer ``key`` and accumulate it.
 
     The gradient of a weight that ``fully_shard`` has sharded is averaged over the ranks of the
-    mesh, so that all ranks must call this function. It is reduced in its own dtype.
-
-    Args:
-        label: names the layer in errors.
-        weight: (N, K), plain or sharded.
-        key: identifies the layer's postponed gradients.
-        into_main_grad: add to ``weight.main_grad`` instead of ``weight.grad``.
+    mesh, so that all ranks must call this function. It is reduced in its own dtype. With
+    ``into_main_grad`` it is added to ``weight.main_grad`` instead of ``weight.grad``.
 
     Raises:
         QTensorError: no gradient is postponed, or the weight is split in a way that its gradient

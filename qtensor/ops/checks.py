@@ -19,11 +19,7 @@ def name_operation(op: Any, error: QTensorError) -> None:
 def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
     """Return what a function of an operation returned, checked to be a tuple of that form.
 
-    Args:
-        op: the operation.
-        name: name of the function.
-        result: the value that it returned.
-        form: descriptions of the tuple's elements, for the message.
+    ``form`` describes its elements, for the message.
 
     Raises:
         QTensorError: ``result`` is not a tuple with as many elements as ``form``.
@@ -36,11 +32,7 @@ def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
 
 
 def refuse_result(op: Any, name: str, must: str, got: object) -> None:
-    """Raise the error for a function of an operation that returned a wrong value.
-
-    Raises:
-        QTensorError: always.
-    """
+    """Raise the error for a function of an operation that returned a wrong value."""
     fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 

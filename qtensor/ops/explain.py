@@ -211,11 +211,7 @@ def _faked(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _example_input(sequence: nn.Sequential) -> Tensor:
-    """Return an input of a shape that the first operations take.
-
-    Raises:
-        QTensorError: the operations do not show their input size.
-    """
+    """Return an input of a shape that the first operations take."""
     for module in sequence:
         for op in getattr(module, "basic_ops", (module,)):
             size = getattr(op, "in_features", None)
@@ -232,10 +228,7 @@ def _example_input(sequence: nn.Sequential) -> Tensor:
 def explain(sequence: Any, *inputs: Tensor) -> SequenceExplanation:
     """Return how ``sequence`` would run now, without computing anything or changing state.
 
-    Args:
-        sequence: a ``Sequential``.
-        *inputs: the input and the extra inputs; only shapes, dtypes and ``requires_grad`` matter.
-        Without inputs, an example input of 1024 rows that requires a gradient is used.
+    ``Sequential.explain`` describes the inputs.
 
     Raises:
         QTensorError: for the same reasons as a call.

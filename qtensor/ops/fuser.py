@@ -67,9 +67,7 @@ def fuse_nothing(ops: Sequence[BasicOperation], first: int) -> tuple[Any, Any]:
 class OperationFuser(Wiring):
     """Plans and runs a sequence of basic operations.
 
-    Args:
-        ops: operations; composite operations are replaced by their basic operations.
-        fusing: False to run each operation separately.
+    Composite operations are replaced by their basic operations.
 
     Raises:
         QTensorError: an operation occurs twice, or channels do not match.
@@ -193,9 +191,6 @@ class OperationFuser(Wiring):
         """Raise the error for a wrong number of extra inputs.
 
         ``count`` is the number that was passed.
-
-        Raises:
-            QTensorError: always; the message names the operations that take extra inputs.
         """
         wanting = [
             op.label

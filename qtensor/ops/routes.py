@@ -22,11 +22,7 @@ class Routes:
     """Carry gradients of extra inputs and outputs between the operations of a sequence.
 
     Those of a named channel go from operation to operation, the others come from the caller or go
-    back to it.
-
-    Args:
-        fuser: the sequence.
-        grads: gradients of the extra outputs that the caller got, for all operations in order.
+    back to it. ``grads`` are the gradients of the extra outputs that the caller got, in order.
     """
 
     def __init__(self, fuser: Any, grads: Sequence[Any]) -> None:

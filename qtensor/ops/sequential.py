@@ -23,11 +23,7 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKe
 
 
 def _check_module(name: Any, module: Any) -> None:
-    """Check that an element is a module.
-
-    Raises:
-        QTensorError: it is not; the message shows its type.
-    """
+    """Check that an element is a module."""
     if not isinstance(module, nn.Module):
         rule = "a sequence consists of operations and modules"
         label, fix = f"Sequential (operation {name})", "Pass operations, one by one"
@@ -134,11 +130,7 @@ class Sequential(nn.Sequential):
         return sum([g.n_extra_inputs for g in self.groups if isinstance(g, counting)])
 
     def refuse(self, count: int) -> NoReturn:
-        """Raise the error for ``count`` extra inputs instead of ``n_extra_inputs``.
-
-        Raises:
-            QTensorError: always.
-        """
+        """Raise the error for ``count`` extra inputs instead of ``n_extra_inputs``."""
         rule = f"it takes {self.n_extra_inputs} extra inputs"
         fail("Sequential", rule, count, "Pass that number after the input")
 

@@ -239,11 +239,7 @@ class Recipe:
 
 
 def refuse_value(recipe: str, option: str, got: object, legal: tuple[Any, ...]) -> None:
-    """Raise the error for an illegal option value.
-
-    Raises:
-        QTensorError: always. The message lists the legal values.
-    """
+    """Raise the error for an illegal option value."""
     choices = ", ".join(v if isinstance(v, str) and " " in v else repr(v) for v in legal)
     fail(recipe, f"{option} must be one of {choices}", repr(got), "Choose one of them")
 

@@ -189,9 +189,7 @@ def part_of(tensor: Tensor, original: Tensor | None, bounds: tuple[int, int]) ->
 def measure(tensor: Tensor, original: Tensor | None) -> Measured:
     """Return the statistics of a tensor.
 
-    Args:
-        tensor: a plain floating tensor, or a quantized one.
-        original: the values to compare with, of the same shape; None compares nothing.
+    Without an original of its shape, nothing is compared.
     """
     quantizer: Any = tensor.quantizer if isinstance(tensor, QuantizedTensor) else None
     codes = None if quantizer is None else Codes.empty(quantizer.element)
@@ -245,12 +243,8 @@ def _compare(
 ) -> None:
     """Add the errors of some rows.
 
-    Args:
-        found: the statistics.
-        x: original values (rows, K).
-        decoded: float32 (rows, K).
-        factors: decode factors (rows, K) of a quantized tensor.
-        quantizer: its quantizer; None for a plain tensor.
+    ``x``, ``decoded`` and the decode factors are (rows, K); a plain tensor has no factors and no
+    quantizer.
     """
     largest = math.inf if quantizer is None else quantizer.element.max
     bounds = torch.ones_like(decoded) if factors is None else factors

@@ -50,10 +50,6 @@ class Front(NamedTuple):
 def front(groups: Sequence[Sequence[Option]], limit: int) -> Front:
     """Return the pairs within ``limit`` bytes that no other pair beats.
 
-    Args:
-        groups: the options of each group; one of each is taken.
-        limit: most bytes of all groups together.
-
     Returns:
         The pairs; it has none if even the smallest options need more than ``limit``.
 

@@ -109,14 +109,8 @@ def linear_layers(
 
     The layers are ``nn.Linear``, ``Conv1D`` and stacked experts of transformers, and ``Linear`` and
     ``GroupedLinear`` of qtensor. Modules that share a weight are one layer, with the name of the
-    first.
-
-    Args:
-        op: the caller's name, for errors.
-        model: the root; it may be a layer itself, whose name is "".
-        filter_fn: ``(module, name) -> bool`` selects layers; None selects all. Stacked experts have
-            the name of their parameter.
-        plain: return no layers of qtensor.
+    first. ``filter_fn(module, name)`` selects layers; stacked experts have the name of their
+    parameter. With ``plain``, layers of qtensor are left out.
 
     Returns:
         The layers to quantize, in the model's order, and the reports of the others.
@@ -247,11 +241,7 @@ def replaced(layers: Iterable[LinearLayer], weights: Iterable[Sequence[Tensor]])
 def match(op: str, patterns: Iterable[str], names: Iterable[str], what: str) -> dict[str, str]:
     """Return the first pattern that matches each name; names without one are left out.
 
-    Args:
-        op: the caller's name, for errors.
-        patterns: names or globs (``*``, ``?``, ``[...]``), most important first.
-        names: names of layers.
-        what: the argument that holds the patterns, for errors.
+    ``what`` is the argument that holds the patterns, the most important first.
 
     Raises:
         QTensorError: a pattern matches no name.

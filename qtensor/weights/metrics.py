@@ -73,11 +73,7 @@ def fingerprint(name: str, metric: Metric, reference: Tensor) -> list[str]:
 def run(op: str, place: str, model: Any, batch: Any) -> Any:
     """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
-    Args:
-        op: the caller's name, for errors.
-        place: which input it is, for errors: ``"calibration[3]"``.
-        model: the module.
-        batch: the input.
+    ``place`` says which input it is, for errors: ``"calibration[3]"``.
 
     Raises:
         QTensorError: the model raises an exception, which is the cause of this one.
@@ -113,12 +109,7 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
 def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
     """Run a model on one input and return its output tensor, without padding.
 
-    Args:
-        op: the caller's name, for errors.
-        place: which input it is, for errors.
-        model: the module.
-        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. If a
-            mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
+    If a mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
 
     Returns:
         The logits (``.logits``), ``.last_hidden_state``, the first item of a tuple, or the tensor
@@ -145,11 +136,6 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
 def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
     """Return a list of inputs.
 
-    Args:
-        op: the caller's name, for errors.
-        what: the argument that holds the inputs, for errors.
-        inputs: the argument.
-
     Raises:
         QTensorError: it is empty, or one input instead of a list.
     """
@@ -164,12 +150,6 @@ def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
 
 def measured(name: str, metric: Metric, reference: Tensor, output: Tensor) -> float:
     """Return the error that a metric gives an output.
-
-    Args:
-        name: of the metric, for errors.
-        metric: the function.
-        reference: the output in high precision.
-        output: the output to compare.
 
     Raises:
         ArgumentTypeError: the metric does not return a number.

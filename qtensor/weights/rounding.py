@@ -157,11 +157,7 @@ class Layer:
 def check_weight(layer: Layer, own: str, weight: Tensor, rounding: Rounding) -> None:
     """Refuse a weight or a format that only rounds to nearest.
 
-    Args:
-        layer: the layer.
-        own: name of its weight.
-        weight: (N, K), or (E, N, K) for stacked experts.
-        rounding: not ``"nearest"``.
+    The weight is (N, K), or (E, N, K) for stacked experts; ``own`` is its name in the layer.
 
     Raises:
         QTensorError: the format does not allow chosen codes, or the weight has NaN, inf or no

@@ -99,12 +99,6 @@ class Container(Protocol):
 def checked_shape(shape: object, file: str, tensor: str, layout: str = "") -> tuple[int, ...]:
     """Return a shape from a file as a tuple.
 
-    Args:
-        shape: the value in the file.
-        file: path of the file, for errors.
-        tensor: name of the tensor, for errors.
-        layout: name of the layout, for errors.
-
     Raises:
         CheckpointError: it is not a list of integers from 0 to 2^63 - 1, or has too many elements.
     """

@@ -390,11 +390,7 @@ class GGUFFileWriter(SafetensorsWriter):
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        Args:
-            path: the final path.
-            specs: all tensors, in the order of the file.
-            entries: type and logical shape of each tensor.
-            key_values: the key-values; the alignment is 32 and needs none.
+        The alignment is 32, which needs no key-value.
 
         Raises:
             CheckpointError: a name occurs twice or has over 63 bytes, a tensor has over 4 dims, or

@@ -58,8 +58,7 @@ class SafetensorsFile:
     def __init__(self, file: Path) -> None:
         """Open a file.
 
-        Args:
-            file: a path, or an open binary file, which is read from its beginning.
+        An open binary file is read from its beginning.
 
         Raises:
             CheckpointError: the file cannot be read, or is not a sound safetensors file.
@@ -127,10 +126,7 @@ class SafetensorsFile:
 def release_pages(data: Mapped | None, start: int, nbytes: int) -> None:
     """Give the whole pages of a part of a mapped file back to the system.
 
-    Args:
-        data: what ``map_file`` returned, or None; other memory than a map stays.
-        start: offset of the part.
-        nbytes: size of the part.
+    Other memory than a map stays.
     """
     if not isinstance(data, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -167,11 +163,7 @@ def _map_descriptor(descriptor: int) -> Mapped:
 
 
 def _header(data: Mapped, path: str) -> tuple[dict[str, Any], int]:
-    """Return the header of a file and the offset of its data.
-
-    Raises:
-        CheckpointError: the header is too long or is not a JSON object.
-    """
+    """Return the header of a file and the offset of its data."""
     place = Place(path)
     if len(data) < 8:
         rule = "a safetensors file begins with the size of its header, 8 bytes"
@@ -294,10 +286,7 @@ class SafetensorsWriter:
     ) -> None:
         """Write the header to a temporary file beside ``path`` and reserve the space.
 
-        Args:
-            path: the final path.
-            specs: all tensors. The file holds wide dtypes first, so that every tensor is aligned.
-            metadata: texts of the header.
+        The file holds wide dtypes first, so that every tensor is aligned.
 
         Raises:
             CheckpointError: a name occurs twice, a dtype has no name in the format, the header is

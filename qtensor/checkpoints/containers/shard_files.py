@@ -34,10 +34,6 @@ class ShardedFiles:
     ) -> None:
         """Open every shard that the index names.
 
-        Args:
-            index: path of ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``.
-            open_file: opens the container of one file.
-
         Raises:
             CheckpointError: the index or a shard is not sound, a shard lies outside the folder, a
                 tensor is missing from its shard, or shards are of different kinds.
@@ -157,10 +153,7 @@ def read_json(path: str) -> dict[str, Any]:
 def path_inside(folder: str, name: str, file: str) -> str:
     """Return the path of a file that another file names.
 
-    Args:
-        folder: the folder of the checkpoint.
-        name: the name of the file.
-        file: the file that holds the name, for messages.
+    ``file`` is the one that holds the name, for messages.
 
     Raises:
         CheckpointError: the name is not a plain file name, or is a link that leaves the folder.

@@ -150,10 +150,7 @@ class InertUnpickler(pickle._Unpickler):
     def __init__(self, data: bytes, place: Place, stream: dict[str, bytes] | None = None) -> None:
         """Prepare to read.
 
-        Args:
-            data: the pickles.
-            place: file and tensor, for errors.
-            stream: for a legacy stream, the dict that will hold the bytes of its storages.
+        For a legacy stream, ``stream`` will hold the bytes of its storages.
 
         Raises:
             CheckpointError: there are too many bytes.

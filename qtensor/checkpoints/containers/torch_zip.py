@@ -54,11 +54,6 @@ class Entry(NamedTuple):
 def zip_entries(file: Path, data: Mapped, path: str) -> dict[str, Entry]:
     """Return the entries of a zip by name; nothing is extracted.
 
-    Args:
-        file: a path, or an open binary file.
-        data: its bytes.
-        path: path of the file, for errors.
-
     Raises:
         CheckpointError: the zip is damaged, a name leaves it or occurs twice, or an entry is
             compressed, encrypted, or ends behind the file.
@@ -96,9 +91,6 @@ def _leaves(root: object, place: Place) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for each value that is not a dict, list or tuple, in order.
 
     Names of nested dicts are joined by dots.
-
-    Raises:
-        CheckpointError: the root is not a dict, or there are too many values, levels or characters.
     """
     if type(root) is not dict:
         refuse(place, "a torch file holds a state dict", type(root).__name__, _AGAIN)
@@ -131,10 +123,7 @@ class StateDict:
     def __init__(self, value: object, path: str, entries: Mapping[str, Entry]) -> None:
         """Walk over a value.
 
-        Args:
-            value: the value of the pickle; a dict.
-            path: path of the file, for errors and infos.
-            entries: entry of each storage by its key; empty for legacy streams.
+        ``entries`` has the entry of each storage by its key; it is empty for legacy streams.
 
         Raises:
             CheckpointError: the value is not a dict, a name occurs twice, there are too many
@@ -299,10 +288,7 @@ def _tensor_of_bytes(data: bytes) -> Tensor:
 def _tensor(record: TensorRecord, data: Mapped, start: int) -> Tensor:
     """Return the tensor of a record.
 
-    Args:
-        record: lies inside its storage.
-        data: a writable buffer.
-        start: offset of the storage in ``data``.
+    ``start`` is the offset of its storage in ``data``, a writable buffer.
     """
     dtype, shape = record.dtype, record.shape
     if 0 in shape:
@@ -321,9 +307,7 @@ def _tensor(record: TensorRecord, data: Mapped, start: int) -> Tensor:
 def pickled_tensors(data: bytes, place: Place) -> dict[str, Tensor]:
     """Return the tensors of a pickle that lies in a tensor, such as an ``_extra_state``.
 
-    Args:
-        data: a pickle, a legacy stream or a zip of torch.save; empty bytes hold nothing.
-        place: file and tensor, for errors.
+    The pickle may be a legacy stream or a zip; empty bytes hold nothing.
 
     Raises:
         CheckpointError: it is damaged, or names anything but tensors; nothing is executed.

@@ -80,11 +80,7 @@ class Plan(NamedTuple):
 def make_plan(checkpoint: Checkpoint, request: Request, writer: Writer, limit: int | None) -> Plan:
     """Return the plan of a conversion. Codes are not read, and factors only where needed.
 
-    Args:
-        checkpoint: the open source.
-        request: what is asked for.
-        writer: the writer of the result; it collects what its config needs.
-        limit: most bytes of a shard, or None for one file.
+    ``limit`` is the most bytes of a shard, or None for one file.
 
     Raises:
         CheckpointError: a weight cannot be carried as asked; the message names it.

@@ -137,13 +137,6 @@ def make_request(
 ) -> Request:
     """Return the request of a call.
 
-    Args:
-        src: path of the source: a file, a folder or an index.
-        dst: path of the result.
-        layout: the layout of the result.
-        options: the keyword arguments of the call.
-        **more: further fields of the request.
-
     Raises:
         CheckpointError: a path or an option is not legal.
     """

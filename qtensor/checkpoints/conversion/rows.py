@@ -75,11 +75,7 @@ def row_parts(
 ) -> list[Tensor]:
     """Return views of buffers that hold some rows; tensor-wide factors are in every part.
 
-    Args:
-        quantizer: rowwise alone.
-        buffers: of the whole tensor.
-        shape: its logical shape.
-        bounds: first row, a multiple of ``STEP``, and end.
+    ``bounds`` are the first row, a multiple of ``STEP``, and the end.
     """
     rows = rows_cols(shape)[0]
     start, stop = bounds
@@ -243,11 +239,7 @@ def quantize_values(
 ) -> tuple[QuantizedTensor, ErrorSums]:
     """Return a quantized tensor, with the bytes that ``quantizer.quantize`` gives, and its error.
 
-    Args:
-        values: the weight.
-        quantizer: a deterministic one without a factor of the caller.
-        arena: lends the buffers.
-        workers: run the parts.
+    The quantizer is deterministic and needs no factor of the caller.
     """
     shape = values.shape
     if not quantizes_in_rows(quantizer, shape) or not math.prod(shape):

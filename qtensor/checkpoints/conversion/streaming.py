@@ -66,9 +66,6 @@ class Stream:
     def run(self, files: dict[str, PlannedShard]) -> list[TensorResult]:
         """Write every file of the work folder and return what became of each tensor.
 
-        Args:
-            files: name -> what it holds.
-
         Raises:
             CheckpointError: a tensor cannot be converted, or the disk is full. Finished files stay
                 for the next call.
@@ -228,12 +225,7 @@ def copy_other_files(
     """Copy the files of a tokenizer and the like from the folder of a source.
 
     A single file without a config.json may lie among files of others, so nothing is copied then.
-
-    Args:
-        checkpoint: the source.
-        src: its path, as the caller gave it.
-        folder: the work folder.
-        made: names of files that the conversion makes itself.
+    ``made`` names the files that the conversion makes itself.
 
     Returns:
         The names of the copied files.

@@ -41,10 +41,7 @@ class WorkFolder:
     def __init__(self, dst: str, about: Mapping[str, Any], resume: bool) -> None:
         """Take over the finished files of an interrupted call, or begin anew.
 
-        Args:
-            dst: path of the result.
-            about: what decides the bytes of the result; another value begins anew.
-            resume: False to begin anew in any case.
+        ``about`` is what decides the bytes of the result: another value begins anew.
 
         Raises:
             CheckpointError: the folder cannot be written.

@@ -248,13 +248,6 @@ def view_tensor(
 ) -> View:
     """Return a view of a region of a quantized tensor, as ``qtensor.debug.show`` gives it.
 
-    Args:
-        path: a file, a folder, an index or an open file.
-        name: the logical name.
-        region: the rows and the columns, as arguments of ``show``.
-        bits: (row, column) of an element whose bits are explained; True for the first one.
-        layout: name of the layout; by default it is recognised.
-
     Raises:
         CheckpointError: there is no such tensor, or it cannot be read.
         QTensorError: the tensor is not quantized, or the region is not in it.
@@ -285,11 +278,8 @@ def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
 def values_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> Values:
     """Return the values of a tensor in parts.
 
-    Args:
-        checkpoint: an open checkpoint.
-        name: a logical name.
-        dtype: None decodes by our arithmetic to float32 where a format of ours holds the weight;
-            a dtype decodes as the origin does.
+    With ``dtype`` None they are float32 by our arithmetic where a format of ours holds the weight;
+    otherwise they are decoded as the origin does.
 
     Raises:
         CheckpointError: the tensor cannot be read.

@@ -139,11 +139,7 @@ class ModelOptLayout(Layout):
         return known._replace(size=size)
 
     def _algorithm_of(self, weight: TensorInfo) -> Algorithm:
-        """Return the algorithm of a weight that has a factor: its own, its parent's, the default.
-
-        Raises:
-            CheckpointError: the config says that the module is dense.
-        """
+        """Return the algorithm of a weight that has a factor: its own, its parent's, the default."""
         module = weight.name.removesuffix(".weight")
         parts = module.split(".")
         for i in range(len(parts), 0, -1):

@@ -114,9 +114,6 @@ class QuarkLayout(Layout):
         """Return the scheme of a weight that is stored as codes: its own, its type's, the global.
 
         An entry without ``weight`` leaves the weight to the next one.
-
-        Raises:
-            CheckpointError: the scheme is not read, or the config says that the module is dense.
         """
         module = weight.name.removesuffix("weight").removesuffix(".")
         own = self._layers.get(module)

@@ -79,11 +79,7 @@ class TorchAOWriter(Writer):
             self.refuse(name, rule, repr(name), "Write layout 'qtensor'")
 
     def _check_siblings(self, name: str) -> None:
-        """Refuse ``a.up`` beside ``a.up_b``: its loader takes ``a._up_b_qdata`` for a part of both.
-
-        Raises:
-            CheckpointError: a module has both names.
-        """
+        """Refuse ``a.up`` beside ``a.up_b``: its loader takes ``a._up_b_qdata`` for a part of both."""
         module, _, last = name.rpartition(".")
         siblings = self._siblings.setdefault(module, set())
         for other in siblings:
