@@ -7,7 +7,7 @@ hold them in tiles. The codes are shared wherever the shape allows.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape, buffer_shape
 from qtensor.core.errors import fail
 from qtensor.core.formats import Slot
-from qtensor.quantizers import Quantizer
+from qtensor.quantizers import Float8RowwiseQuantizer, Quantizer
 from qtensor.reference.blocks import read_scales, write_scales_
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -45,6 +45,25 @@ _FIELDS = {
     "rowwise_global_scale_inv": "factor",
 }
 """Constructor keyword of a buffer -> field of ``Parts``."""
+
+
+def quantizer_of(tensor: QuantizedTensor) -> Quantizer:
+    """Return the quantizer of a tensor as a value that has the options of its format."""
+    return cast(Quantizer, tensor.quantizer)
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    """Return the format id of a quantizer; those of FP8 say where the factors belong.
+
+    They are ``"fp8"`` for one factor, ``"fp8_rowwise"`` and ``"fp8_columns"``, and
+    ``"fp8_blockwise"`` and ``"fp8_groups"`` for blocks of 128x128 and 1x128.
+    """
+    name = quantizer.spec.name
+    if name == "fp8" and isinstance(quantizer, Float8RowwiseQuantizer):
+        return "fp8_rowwise" if quantizer.axis == -1 else "fp8_columns"
+    if name == "fp8_blockwise" and not quantizer.two_dimensional:
+        return "fp8_groups"
+    return name
 
 
 def unpadded(slot: Slot, shape: Shape) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ class DelayedState:
     def begin(self, key: str, module: str, name: str, groups: int, report: Tensor) -> Factors:
         """Return the factors of a call in training; the first call of a step computes new ones.
 
-        ``module`` and ``name`` describe the layer to the recipe; ``report`` (2,) begins with the key
-        of the layer.
+        ``module`` and ``name`` describe the layer to the recipe, and ``report`` (2,) begins with
+        its key.
         """
         options = delayed_options(key)
         length = options.amax_history_len
