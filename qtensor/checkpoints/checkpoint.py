@@ -254,11 +254,9 @@ class Checkpoint(Mapping[str, Tensor]):
 
         Writes to tensors that share the mapped memory are lost.
         """
-        release = getattr(self._container, "release", None)
         group = self.groups.get(name)
         for info in group.roles.values() if group else (self._container.infos[name],):
-            if release is not None:
-                release(info.name)
+            self._container.release(info.name)
 
     @in_memory
     def why_dense(self, name: str) -> str | None:

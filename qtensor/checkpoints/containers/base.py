@@ -92,6 +92,9 @@ class Container(Protocol):
     def read(self, name: str) -> Tensor:
         """Return a tensor; its memory is that of the mapped file where alignment allows."""
 
+    def release(self, name: str) -> None:
+        """Give the pages of a tensor back to the system, if the tensor lies in a map of its own."""
+
     def close(self) -> None:
         """Release the files; tensors that were read stay valid."""
 

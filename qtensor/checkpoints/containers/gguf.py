@@ -19,7 +19,13 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from qtensor.checkpoints.containers.base import Mapped, TensorInfo, checked_shape, stored_size
+from qtensor.checkpoints.containers.base import (
+    Mapped,
+    Path,
+    TensorInfo,
+    checked_shape,
+    stored_size,
+)
 from qtensor.checkpoints.containers.safetensors import (
     SafetensorsFile,
     SafetensorsWriter,
@@ -128,15 +134,15 @@ class GGUFFile(SafetensorsFile):
 
     kind = "gguf"
 
-    def _load(self) -> None:
+    def _load(self, file: Path, data: Mapped) -> None:
         """Read the header of the mapped file."""
-        header = _Header(self._map, self.path)
+        header = _Header(data, self.path)
         count, pairs = header.counts()
         values = header.key_values(pairs)
         entries = [header.tensor() for _ in range(count)]
         alignment = _alignment(values, self.path)
         start = -(-header.at // alignment) * alignment
-        self._check_padding(header.at, start)
+        _check_padding(bytes(data[max(header.at, start - MAX_PADDING) : start]), self.path)
         infos, types, shapes = {}, {}, {}
         for name, shape, number, offset in entries:
             place = Place(self.path, name)
@@ -145,8 +151,8 @@ class GGUFFile(SafetensorsFile):
             if offset % alignment:
                 refuse(place, f"offsets are multiples of {alignment}", offset, _AGAIN)
             infos[name] = _info(name, shape, number, self.path, start + offset)
-            if infos[name].start + infos[name].nbytes > len(self._map):
-                rule = f"the data lie inside the file of {len(self._map)} bytes"
+            if infos[name].start + infos[name].nbytes > len(data):
+                rule = f"the data lie inside the file of {len(data)} bytes"
                 got = f"{infos[name].nbytes} bytes at {infos[name].start}"
                 refuse(place, rule, got, "The file was cut off: download it again")
             types[name] = TYPES[number].name if number in TYPES else f"number {number}"
@@ -156,15 +162,15 @@ class GGUFFile(SafetensorsFile):
         self.infos = infos
         self.extra = {"types": types, "shapes": shapes, "key_values": values}
 
-    def _check_padding(self, end: int, start: int) -> None:
-        """Refuse other bytes than zeros between header and data.
 
-        Where bytes of a header are lost, the data lie before the place that the header gives.
-        """
-        padding = bytes(self._map[max(end, start - MAX_PADDING) : start])
-        if any(padding):
-            rule = "the bytes between the header and the data are zeros"
-            refuse(Place(self.path), rule, repr(padding[:80]), _AGAIN)
+def _check_padding(padding: bytes, path: str) -> None:
+    """Refuse other bytes than zeros between header and data.
+
+    Where bytes of a header are lost, the data lie before the place that the header gives.
+    """
+    if any(padding):
+        rule = "the bytes between the header and the data are zeros"
+        refuse(Place(path), rule, repr(padding[:80]), _AGAIN)
 
 
 class _Header:

@@ -70,16 +70,25 @@ class SafetensorsFile:
             self.folder = os.path.dirname(os.path.abspath(self.path))
         else:
             self.path = str(getattr(file, "name", "an open file"))
-        self._map: Any = map_file(file, Place(self.path))
+        self._map: Mapped | None = map_file(file, Place(self.path))
         self.headers: tuple[Mapping[str, str], ...] = ()
         self.infos: Mapping[str, TensorInfo] = {}
-        self._load()
+        self._load(file, self._map)
 
-    def _load(self) -> None:
+    def _load(self, file: Path, data: Mapped) -> None:
         """Read the header of the mapped file; containers with another header override it."""
-        header, start = _header(self._map, self.path)
+        header, start = _header(data, self.path)
         self.headers = (_metadata(header.pop("__metadata__", {}), Place(self.path)),)
-        self.infos = _infos(header, self.path, start, len(self._map))
+        self.infos = _infos(header, self.path, start, len(data))
+
+    def _bytes_of(self, name: str) -> tuple[Mapped, TensorInfo]:
+        """Return the mapped file and the info of a tensor in it, after checking that both exist."""
+        place = Place(self.path, name)
+        if self._map is None:
+            refuse(place, "the file is open", "a closed file", "Open it again")
+        if name not in self.infos:
+            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
+        return self._map, self.infos[name]
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, which shares the memory of the map unless its bytes are not aligned.
@@ -87,27 +96,12 @@ class SafetensorsFile:
         Raises:
             CheckpointError: no such tensor, or the file is closed.
         """
-        if self._map is None:
-            refuse(Place(self.path, name), "the file is open", "a closed file", "Open it again")
-        if name not in self.infos:
-            place = Place(self.path, name)
-            refuse(place, "the file has a tensor of this name", "none", "Choose one of .infos")
-        info = self.infos[name]
-        kind = STORED_TYPES[info.dtype]
+        data, info = self._bytes_of(name)
+        dtype = STORED_TYPES[info.dtype].torch_dtype
         shape = torch_shape(info.dtype, info.shape)
         if info.nbytes == 0:
-            return torch.empty(shape, dtype=kind.torch_dtype)
-        itemsize = kind.torch_dtype.itemsize
-        if info.start % itemsize == 0:
-            count = info.nbytes // itemsize
-            data = torch.frombuffer(
-                self._map, dtype=kind.torch_dtype, count=count, offset=info.start
-            )
-            return data.view(shape)
-        data = torch.frombuffer(
-            self._map, dtype=torch.uint8, count=info.nbytes, offset=info.start
-        ).clone()
-        return data.view(kind.torch_dtype).view(shape)
+            return torch.empty(shape, dtype=dtype)
+        return elements(data, dtype, info.nbytes // dtype.itemsize, info.start).view(shape)
 
     def release(self, name: str) -> None:
         """Give the pages of a tensor back to the system; writes to the tensor are lost."""
@@ -121,6 +115,14 @@ class SafetensorsFile:
         it, and Python unmaps it when the last tensor is gone.
         """
         self._map = None
+
+
+def elements(data: Mapped, dtype: torch.dtype, count: int, start: int) -> Tensor:
+    """Return elements of a mapped file, which share its memory unless they are not aligned."""
+    if start % dtype.itemsize == 0:
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+    size = count * dtype.itemsize
+    return torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone().view(dtype)
 
 
 def release_pages(data: Mapped | None, start: int, nbytes: int) -> None:
