@@ -7,8 +7,8 @@ rank. ``StateOfRank`` tells it to store those of all ranks, joined along dim 0, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from qtensor.core.errors import UnsupportedError, fail, this_rank
 from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
 from qtensor.storage.process_groups import check_group
 from qtensor.storage.ranks.state_dict_broadcast import is_installed
+
+if TYPE_CHECKING:
+    from qtensor.modules.quantized_module import QuantizedModule
 
 SCALE, HISTORY = "scale", "amax_history"
 
@@ -75,7 +78,11 @@ class StateOfRank(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func in _KEEP and type(result) is Tensor:
@@ -83,14 +90,14 @@ class StateOfRank(Tensor):
             return StateOfRank.of(result, state.kind, state.rank, state.ranks)
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StateOfRank({self.as_subclass(Tensor)!r}, {self.rank} of {self.ranks})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateOfRank:
         copied = memo[id(self)] = self.clone()
         return copied  # type: ignore[return-value]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # Files of torch.save hold a plain tensor.
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -120,7 +127,7 @@ class StateOfRank(Tensor):
             sizes=torch.Size([ranks * rows, *rest]),
         )
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
         """Return what this rank writes: its rows of the joined tensor."""
         from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
             MetadataIndex,
@@ -143,7 +150,7 @@ class StateOfRank(Tensor):
         """Return what this rank reads: the rows of all ranks, however many there are."""
         return [self._chunk(0, MAX_RANKS)]
 
-    def __get_tensor_shard__(self, index: Any) -> Any:
+    def __get_tensor_shard__(self, index: object) -> RowsOfRanks:
         """Return what ``torch.distributed.checkpoint`` saves, or writes to."""
         return RowsOfRanks(self, getattr(index, "fqn", ""))
 
@@ -237,7 +244,7 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     return rank, ranks
 
 
-def save_entries(module: Any, destination: Any, prefix: str) -> None:
+def save_entries(module: QuantizedModule, destination: dict[str, Any], prefix: str) -> None:
     """Add the entries of delayed scaling of a module to its ``state_dict``."""
     for weight, delayed in used_states(module):
         key = f"{prefix}_delayed_scaling.{weight}"
@@ -246,7 +253,7 @@ def save_entries(module: Any, destination: Any, prefix: str) -> None:
         destination[f"{key}.{HISTORY}"] = StateOfRank.of(delayed.merged(), HISTORY, *where)
 
 
-def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
+def used_states(module: QuantizedModule) -> Iterator[tuple[str, DelayedState]]:
     """Yield the name of the weight and the state of each layer that has or will have one."""
     for weight, state in module._states.items():
         delayed = state.delayed_state
@@ -254,7 +261,9 @@ def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
             yield weight, module._delayed(weight)
 
 
-def take_entries(module: Any, state_dict: Any, prefix: str) -> dict[str, tuple[Tensor, Tensor]]:
+def take_entries(
+    module: QuantizedModule, state_dict: dict[str, Any], prefix: str
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Remove the entries of delayed scaling from a dict, and return checked values by weight.
 
     Raises:
@@ -291,7 +300,7 @@ def _check_taught(label: str) -> None:
 
 
 def _of_this_rank(
-    weights: Sequence[Any], state: LinearState, scale: Any, history: Any
+    weights: Sequence[Any], state: LinearState, scale: object, history: object
 ) -> tuple[Any, Any]:
     """Return the entries of this rank from those of several, as ``dcp_to_torch_save`` joins them.
 
@@ -311,7 +320,7 @@ def _of_this_rank(
     return reduced(both[0], SCALE), reduced(both[1], HISTORY)
 
 
-def entry_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
+def entry_buffers(module: QuantizedModule) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries of delayed scaling with their tensors, as if these were buffers."""
     for weight, delayed in used_states(module):
         is_meta = module._weights(weight)[0].is_meta

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qtensor.core.errors import check, fail
@@ -70,21 +71,13 @@ class LayerNormMLP(Normed, LinearModule):
             ``sequence_parallel`` it has the rank's own rows.
         return_bias: do not add the bias of fc2, and return it.
         zero_centered_gamma: store the norm's weight minus 1.
-        device: device of the parameters. "meta" leaves them without data until ``to_empty`` and
-            ``reset_parameters``, or ``load_state_dict(assign=True)``.
-        params_dtype: dtype of the parameters; torch's default dtype if None.
-        dtype: another name for ``params_dtype``.
-        recipe: used outside every ``autocast`` region.
+        device, params_dtype, dtype, recipe, init_method, quantized_params,
+        fuse_wgrad_accumulation, delay_wgrad_compute: for both weights, see ``Linear``.
         name: shown in error messages. The roles of recipes have ``name.fc1`` and ``name.fc2``.
-        init_method: fills a weight in place, before it is split over ranks. Without it the layers
-            are initialised as ``torch.nn.Linear``.
-        quantized_params: store both weights quantized.
         set_parallel_mode: split the out_features of fc1 and the in_features of fc2 over
             ``tp_group``. With a gated activation, each half of fc1 is split.
         tp_group: process group of tensor parallelism.
         sequence_parallel: input and output of the module are split over the group along dim 0.
-        fuse_wgrad_accumulation: see ``Linear``.
-        delay_wgrad_compute: see ``Linear``.
 
     Raises:
         QTensorError: an argument is illegal, or two arguments do not go together.
@@ -104,7 +97,7 @@ class LayerNormMLP(Normed, LinearModule):
         return_layernorm_output: bool = False,
         return_bias: bool = False,
         zero_centered_gamma: bool = False,
-        device: Any = None,
+        device: torch.types.Device = None,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
@@ -112,7 +105,7 @@ class LayerNormMLP(Normed, LinearModule):
         init_method: Callable[[Tensor], Any] | None = None,
         quantized_params: bool = False,
         set_parallel_mode: bool = False,
-        tp_group: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -132,7 +125,7 @@ class LayerNormMLP(Normed, LinearModule):
             make_parallel(self.label, tp_group, mode, sequence_parallel, "set_parallel_mode")
             for mode in modes
         )
-        self._rank = 0 if first is None else tp_group.rank()
+        self._rank = 0 if first is None or tp_group is None else tp_group.rank()
         wgrad_options = (False, delay_wgrad_compute, fuse_wgrad_accumulation)
         prefix = f"{name}." if name else ""
         self._fc1_options = LinearOptions("linear", f"{prefix}fc1", first, *wgrad_options)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qtensor.core.errors import ArgumentTypeError, check, fail
@@ -23,7 +24,7 @@ _NAMES = ("weight", "bias")
 
 def make_parallel(
     label: str,
-    tp_group: Any,
+    tp_group: dist.ProcessGroup | None,
     parallel_mode: str | None,
     sequence_parallel: bool,
     option: str = "parallel_mode",
@@ -37,36 +38,20 @@ def make_parallel(
     """
     off, choice = ("None", "'column' or 'row'") if option == "parallel_mode" else ("False", "True")
     if parallel_mode not in MODES:
-        fail(
-            label,
-            "parallel_mode must be None, 'column' or 'row'",
-            repr(parallel_mode),
-            "Choose one",
-        )
+        rule = "parallel_mode must be None, 'column' or 'row'"
+        fail(label, rule, repr(parallel_mode), "Choose one")
     if parallel_mode is None:
-        check(
-            not sequence_parallel,
-            label,
-            f"sequence_parallel needs {option}",
-            f"{option}={off}",
-            f"Pass {choice}",
-        )
+        rule = f"sequence_parallel needs {option}"
+        check(not sequence_parallel, label, rule, f"{option}={off}", f"Pass {choice}")
         return None
-    check(
-        tp_group is not None,
-        label,
-        f"{option} needs the process group that the weight is split over",
-        "tp_group=None",
-        "Pass a process group, for example tp_group=torch.distributed.group.WORLD",
-    )
-    check(
-        hasattr(tp_group, "group_name") and hasattr(tp_group, "size"),
-        label,
-        "tp_group must be a process group that this rank belongs to",
-        repr(tp_group),
-        "Pass what torch.distributed.new_group or DeviceMesh.get_group returns",
-        ArgumentTypeError,
-    )
+    if tp_group is None:
+        rule = f"{option} needs the process group that the weight is split over"
+        fix = "Pass a process group, for example tp_group=torch.distributed.group.WORLD"
+        fail(label, rule, "tp_group=None", fix)
+    if not (hasattr(tp_group, "group_name") and hasattr(tp_group, "size")):
+        rule = "tp_group must be a process group that this rank belongs to"
+        fix = "Pass what torch.distributed.new_group or DeviceMesh.get_group returns"
+        fail(label, rule, repr(tp_group), fix, ArgumentTypeError)
     if tp_group.size() == 1:
         return None
     return Parallel(tp_group.group_name, tp_group.size(), parallel_mode, bool(sequence_parallel))
@@ -128,7 +113,7 @@ class LinearBase(LinearModule):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: torch.types.Device = None,
         params_dtype: torch.dtype | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -139,7 +124,7 @@ class LinearBase(LinearModule):
         preserve_high_precision_init_val: bool = False,
         return_bias: bool = False,
         parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -149,7 +134,7 @@ class LinearBase(LinearModule):
         check_features(self.label, in_features=in_features, out_features=out_features)
         parallel = make_parallel(self.label, tp_group, parallel_mode, sequence_parallel)
         self.in_features, self.out_features = in_features, out_features
-        self._rank = 0 if parallel is None else tp_group.rank()
+        self._rank = 0 if parallel is None or tp_group is None else tp_group.rank()
         rows, columns = out_features, in_features
         if parallel_mode == "column":
             rows = shard(self.label, "out_features", rows, parallel)

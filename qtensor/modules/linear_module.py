@@ -11,9 +11,7 @@ from qtensor.core.buffer_shapes import Shape
 from qtensor.core.dtensors import is_dtensor
 from qtensor.functional.linear.args import LinearFwdArgs
 from qtensor.functional.linear.layer_plan import (
-    LinearPlan,
     linear_plan,
-    stored_weight_plan,
     weight_label,
 )
 from qtensor.functional.linear.linear_function import run_linear
@@ -147,15 +145,6 @@ class LinearModule(QuantizedModule):
         self._record(amaxes, weight, plan)
         return out
 
-    def _plan(self, dgrad: bool, wgrad: bool, weight: str, options: LinearOptions) -> LinearPlan:
-        """Return the plan of a call; ``dgrad``, ``wgrad``: input and weight need gradients."""
-        key = self._recipe_key()
-        stored = self._stored[weight]
-        if stored:
-            # One call, because strict export cannot trace operations on a constant tuple.
-            return stored_weight_plan(stored, key, options.module, options.name, dgrad, wgrad)
-        return linear_plan(key, options.module, options.name, dgrad, wgrad)
-
     def _complete(
         self,
         args: LinearFwdArgs,
@@ -185,12 +174,6 @@ class LinearModule(QuantizedModule):
         if scheduled and args.weight_requires_grad:
             label = weight_label(options.module, options.name)
             args.wgrad = weight_gradient(label, getattr(self, weight), state, options)
-
-    def _record(self, amaxes: list[Tensor], weight: str, plan: LinearPlan) -> None:
-        """Record the maxima of input and weight, each (1,), in the state of delayed scaling."""
-        if amaxes and self.training and not amaxes[0].is_meta:
-            first = 0 if plan.delayed[0] else 1
-            self._states[weight].delayed.record([amax.detach() for amax in amaxes], first)
 
     def _early_seeds(
         self, like: Tensor, weight: str, options: LinearOptions

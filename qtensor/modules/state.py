@@ -63,7 +63,7 @@ class DelayedState:
     ``steps[0]`` is 0 before the first step, and -1 after a checkpoint was loaded.
     """
 
-    def __init__(self, device: Any = "cpu", groups: int = 1) -> None:
+    def __init__(self, device: torch.device | str = "cpu", groups: int = 1) -> None:
         self.scale = torch.ones(3 * groups, dtype=torch.float32, device=device)
         self.history = torch.zeros(MAX_HISTORY, 3 * groups, dtype=torch.float32, device=device)
         self.cell = torch.zeros(groups, dtype=torch.float32, device=device)

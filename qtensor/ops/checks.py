@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from qtensor.core.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
 
+if TYPE_CHECKING:
+    from qtensor.ops.operation import FusibleOperation
 
-def name_operation(op: Any, error: QTensorError) -> None:
+
+def name_operation(op: FusibleOperation, error: QTensorError) -> None:
     """Add the operation and its index to an error's message, unless they are in it already."""
     message = str(error)
     if not any(basic.label in message for basic in op.basic_ops):
@@ -16,7 +21,7 @@ def name_operation(op: Any, error: QTensorError) -> None:
         error.args = (f"{labels}: {message}",)
 
 
-def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
+def check_tuple(op: FusibleOperation, name: str, result: Any, form: tuple[str, ...]) -> Any:
     """Return what a function of an operation returned, checked to be a tuple of that form.
 
     ``form`` describes its elements, for the message.
@@ -31,12 +36,12 @@ def check_tuple(op: Any, name: str, result: Any, form: tuple[str, ...]) -> Any:
     return result
 
 
-def refuse_result(op: Any, name: str, must: str, got: object) -> None:
+def refuse_result(op: FusibleOperation, name: str, must: str, got: object) -> None:
     """Raise the error for a function of an operation that returned a wrong value."""
     fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 
-def check_list(op: Any, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
+def check_list(op: FusibleOperation, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
     """Return ``items``, after checking that it is a list of ``count`` results.
 
     Raises:
@@ -48,7 +53,7 @@ def check_list(op: Any, name: str, what: str, items: Any, count: int) -> Sequenc
     return items
 
 
-def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
+def check_gradients(op: FusibleOperation, items: Any, count: int) -> Sequence[Any]:
     """Return ``items``, after checking that it holds a gradient or None for each parameter.
 
     Raises:
@@ -61,7 +66,7 @@ def check_gradients(op: Any, items: Any, count: int) -> Sequence[Any]:
     return items
 
 
-def refuse_hooks(ops: Sequence[Any]) -> None:
+def refuse_hooks(ops: Sequence[FusibleOperation]) -> None:
     """Raise an error if an operation has hooks, which a sequence would not call.
 
     Raises:
@@ -74,7 +79,7 @@ def refuse_hooks(ops: Sequence[Any]) -> None:
             fail(op.label, rule, "one or more", fix, UnsupportedError)
 
 
-def hooks_of(op: Any) -> list[Any]:
+def hooks_of(op: nn.Module) -> list[dict[int, Any]]:
     """Return the dictionaries of an operation's hooks."""
     return [
         op._forward_pre_hooks,

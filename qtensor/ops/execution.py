@@ -16,12 +16,13 @@ from qtensor.ops.checks import (
     name_operation,
     refuse_result,
 )
-from qtensor.ops.handover import Request
+from qtensor.ops.handover import Request, Value
 from qtensor.ops.operation import (
     COMPUTED,
     GRADIENTS,
     BackwardContext,
     BasicOperation,
+    FusibleOperation,
     OperationContext,
 )
 from qtensor.ops.routes import Routes
@@ -89,7 +90,7 @@ class Forward(NamedTuple):
 
 
 def execute(
-    call: Call, input: Any, extra_inputs: Sequence[Tensor], saving: bool
+    call: Call, input: Tensor, extra_inputs: Sequence[Tensor], saving: bool
 ) -> tuple[Any, Forward]:
     """Run the forward and return (the output, the state).
 
@@ -141,7 +142,7 @@ def _forward(run: Forward, x: Any) -> Any:
     return x
 
 
-def _by_fuser_functions(run: Forward, step: ForwardStep, x: Any, request: Request | None) -> Any:
+def _by_fuser_functions(run: Forward, step: ForwardStep, x: Value, request: Request | None) -> Any:
     """Run a step through the ``fuser_`` functions, and return its output."""
     op, first, last, _, publishes, form, inputs, outputs = step
     own, ctxs = run.call.kwargs[first : last + 1], run.contexts[first : last + 1]
@@ -202,7 +203,7 @@ def _take_extra_inputs(
 
 def _distribute(
     run: Forward,
-    op: Any,
+    op: FusibleOperation,
     outputs: Sequence[tuple[str | None, ...]],
     extras: Sequence[Sequence[Tensor]],
 ) -> None:
@@ -226,7 +227,7 @@ class Backward(NamedTuple):
     """Operations of the steps that have begun, for error messages."""
 
 
-def _backward(run: Backward, dy: Any) -> Any:
+def _backward(run: Backward, dy: Value) -> Any:
     """Run the backward, and return the gradient of the input."""
     ctx, contexts, routes = run.ctx, run.contexts, run.routes
     counts, ops = ctx.n_parameters, ctx.fuser.ops
@@ -262,7 +263,7 @@ class FuserFunction(torch.autograd.Function):
     """The autograd function of a sequence, for eager and compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, input: Any, call: Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, input: Tensor, call: Call, *tensors: Tensor) -> Any:
         """Return (output, *extra outputs, *published tensors).
 
         ``tensors`` are the parameters, followed by the extra inputs.

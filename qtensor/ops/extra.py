@@ -8,10 +8,15 @@ from torch import Tensor
 
 from qtensor.core.errors import check, fail
 from qtensor.library.pointwise import add
-from qtensor.ops.handover import Request, produce
-from qtensor.ops.operation import BackwardContext, BasicOperation
-
-Extra = list[tuple[Tensor, ...]]
+from qtensor.ops.handover import Request, Value, produce
+from qtensor.ops.operation import (
+    BackwardContext,
+    BasicOperation,
+    Extra,
+    GradExtra,
+    Kwargs,
+    OperationContext,
+)
 
 
 def check_channel(label: str, channel: str | None) -> None:
@@ -43,7 +48,7 @@ class _Passing(BasicOperation, is_base=True):
     fuser_is_split = True
 
     def fuser_forward_save_ctx(
-        self, basic_op_ctxs: Any, input: Any, returned: Any, **kwargs: Any
+        self, basic_op_ctxs: list[OperationContext], input: Value, returned: None, **kwargs: Any
     ) -> None:
         """Save nothing."""
 
@@ -68,7 +73,7 @@ class AddExtraInput(_Passing):
         input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
         """Return the sum."""
@@ -81,8 +86,8 @@ class AddExtraInput(_Passing):
         basic_op_ctxs: list[BackwardContext],
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[tuple[()]], GradExtra]:
         """Return the gradient for both inputs."""
         dx = produce(grad_output, basic_op_ctxs[0].grad_input_request)
         return dx, [()], [(grad_output,)]
@@ -113,7 +118,7 @@ class MakeExtraOutput(_Passing):
         input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
         """Return the input twice."""
@@ -124,7 +129,7 @@ class MakeExtraOutput(_Passing):
         basic_op_ctxs: list[BackwardContext],
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+        basic_op_grad_extra_outputs: GradExtra,
     ) -> tuple[Any, list[tuple[()]], list[tuple[()]]]:
         """Return the sum of both gradients."""
         (extra,) = basic_op_grad_extra_outputs[0]
@@ -157,10 +162,10 @@ class ExtraInput(_Passing):
 
     def fuser_forward_compute(
         self,
-        input: Any,
+        input: Value,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: list[dict[str, Any]],
+        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
     ) -> tuple[Any, Extra, None]:
         """Return both tensors unchanged."""
@@ -169,10 +174,10 @@ class ExtraInput(_Passing):
     def fuser_backward(
         self,
         basic_op_ctxs: list[BackwardContext],
-        grad_output: Any,
+        grad_output: Value,
         *,
-        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
-    ) -> tuple[Any, list[tuple[()]], list[tuple[Tensor | None, ...]]]:
+        basic_op_grad_extra_outputs: GradExtra,
+    ) -> tuple[Any, list[tuple[()]], GradExtra]:
         """Return both gradients unchanged."""
         return grad_output, [()], [basic_op_grad_extra_outputs[0]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -87,7 +87,7 @@ class OperationFuser(Wiring):
         self.reporting = tuple([index for index, op in enumerate(self.ops) if op.reports])
         self.plan_names: dict[tuple[tuple[str, ...], int, int], str] = {}
         self.plans_made = 0
-        self.recorded: Any = None
+        self.recorded: OperationFuser | None = None
         """The fuser that runs instead while ``qtensor.debug`` records."""
         self.number = next(_NUMBERS)
         _FUSERS[self.number] = self
@@ -140,7 +140,7 @@ class OperationFuser(Wiring):
         steps = fuse(ops, keys, first) if self.fusing else fuse_nothing(ops, first)
         return SequencePlan(ops, steps, self.fusing, run_plan)
 
-    def __deepcopy__(self, memo: Any) -> OperationFuser:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OperationFuser:
         return OperationFuser([copy.deepcopy(op, memo) for op in self.ops], self.fusing)
 
     def _first(self, extra_inputs: Sequence[Tensor]) -> int:
@@ -157,14 +157,15 @@ class OperationFuser(Wiring):
                     taken += 1
         return len(self.ops)
 
-    def __call__(self, input: Any, *extra_inputs: Tensor) -> Any:
+    def __call__(self, input: Tensor, *extra_inputs: Tensor) -> Any:
         """Return the output, followed by the extra outputs that go to the caller."""
         plan, first = self.plan(input, extra_inputs)
-        outside = plan.run_outside is not None and torch.compiler.is_compiling()
-        run = plan.run_outside if outside else run_plan
+        run: Callable[..., Any] = run_plan
+        if plan.run_outside is not None and torch.compiler.is_compiling():
+            run = plan.run_outside
         return run(self, plan, first, input, extra_inputs)
 
-    def plan(self, input: Any, extra_inputs: Sequence[Tensor]) -> tuple[SequencePlan, int]:
+    def plan(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[SequencePlan, int]:
         """Return the plan for a call and the index of the first operation in backward.
 
         Raises:
@@ -178,7 +179,7 @@ class OperationFuser(Wiring):
         keys = tuple([self.ops[index].plan_key() for index in self.keyed])
         return getattr(self, _plan_name(self.number, keys, first, EPOCH.number)), first
 
-    def _check(self, input: Any, extra_inputs: Sequence[Tensor]) -> None:
+    def _check(self, input: object, extra_inputs: Sequence[Tensor]) -> None:
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
                 label = f"sequence of {len(self.ops)} operations"
@@ -207,7 +208,7 @@ def run_plan(
     fuser: OperationFuser,
     plan: SequencePlan,
     first: int,
-    input: Any,
+    input: Tensor,
     extra_inputs: Sequence[Tensor],
 ) -> Any:
     """Run a call with a known plan."""

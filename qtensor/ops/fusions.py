@@ -178,7 +178,9 @@ def fuse(
     return _filled(ops, forward, 0), _filled(ops, backward, first)[::-1]
 
 
-def _taken(directions: tuple[str, ...], forward: Any, backward: Any) -> set[int]:
+def _taken(
+    directions: tuple[str, ...], forward: dict[int, Step], backward: dict[int, Step]
+) -> set[int]:
     steps = [
         step
         for direction in directions

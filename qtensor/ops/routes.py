@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtensor.library.pointwise import add
 from qtensor.ops.checks import check_list
+from qtensor.ops.operation import FusibleOperation
+
+if TYPE_CHECKING:
+    from qtensor.ops.execution import Wiring
 
 
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -25,7 +29,7 @@ class Routes:
     back to it. ``grads`` are the gradients of the extra outputs that the caller got, in order.
     """
 
-    def __init__(self, fuser: Any, grads: Sequence[Any]) -> None:
+    def __init__(self, fuser: Wiring, grads: Sequence[Any]) -> None:
         self.fuser = fuser
         self.grads = split(grads, fuser.n_extra_outputs) if any(fuser.n_extra_outputs) else []
         self.by_channel: dict[str, Any] = {}
@@ -48,7 +52,7 @@ class Routes:
 
     def outgoing(
         self,
-        op: Any,
+        op: FusibleOperation,
         first: int,
         inputs: Sequence[tuple[str | None, ...]],
         extras: Sequence[Sequence[Any]],

@@ -16,7 +16,7 @@ from qtensor.functional.linear.output import output_canonical
 from qtensor.functional.operands import draw_seeds
 from qtensor.library.pointwise import DROPOUT, SCALE
 from qtensor.modules.state import counter
-from qtensor.ops.handover import Request, produce
+from qtensor.ops.handover import Request, Value, produce
 from qtensor.ops.operation import BackwardContext, BasicOperation, OperationContext
 from qtensor.quantizers import Quantizer
 from qtensor.recipes import Role, compile_constant, parse_recipe
@@ -29,15 +29,15 @@ class Identity(BasicOperation):
     passes_input = True
 
     def op_forward_compute(
-        self, input: Any, *, next_op_input_request: Request | None = None
-    ) -> tuple[Any, None]:
+        self, input: Value, *, next_op_input_request: Request | None = None
+    ) -> tuple[Value, None]:
         """Return the input."""
         return input, None
 
-    def op_forward_save_ctx(self, ctx: OperationContext, input: Any, returned: None) -> None:
+    def op_forward_save_ctx(self, ctx: OperationContext, input: Value, returned: None) -> None:
         """Save nothing."""
 
-    def op_backward(self, ctx: BackwardContext, grad_output: Any) -> tuple[Any, tuple[()]]:
+    def op_backward(self, ctx: BackwardContext, grad_output: Value) -> tuple[Value, tuple[()]]:
         """Return the gradient unchanged."""
         return grad_output, ()
 
@@ -244,7 +244,7 @@ class Quantize(BasicOperation):
 
     def op_forward_compute(
         self,
-        input: Any,
+        input: Tensor,
         *,
         canonicals: tuple[str, str],
         seed: Tensor | None,
@@ -259,7 +259,7 @@ class Quantize(BasicOperation):
     def op_forward_save_ctx(
         self,
         ctx: OperationContext,
-        input: Any,
+        input: Tensor,
         returned: None,
         *,
         canonicals: tuple[str, str],
