@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from qtensor.core.compile_constants import compile_constant
 from qtensor.core.errors import ArgumentTypeError, QTensorError, check, fail
-from qtensor.core.quantizer_registry import format_names, quantizer_class
+from qtensor.core.quantizer_registry import format_names, parse, quantizer_class
 from qtensor.library.dequantize import DEQUANTIZE_
 from qtensor.quantizers import Quantizer
 from qtensor.quantizers.autograd import quantize_traced
@@ -21,6 +21,16 @@ from qtensor.storage.base import QuantizedTensorStorage
 from qtensor.storage.tensor import QuantizedTensor
 
 Format = str | Quantizer
+
+
+def parsed(canonical: str) -> Quantizer:
+    """Return the quantizer of a canonical text such as ``"mxfp6(packed=True)"``."""
+    return cast(Quantizer, parse(canonical))
+
+
+def quantizer_of(q: QuantizedTensorStorage) -> Quantizer:
+    """Return the quantizer of a tensor or storage, as a value with the options of its format."""
+    return cast(Quantizer, q._quantizer)
 
 
 def formats() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ hold them in tiles. The codes are shared wherever the shape allows.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +45,6 @@ _FIELDS = {
     "rowwise_global_scale_inv": "factor",
 }
 """Constructor keyword of a buffer -> field of ``Parts``."""
-
-
-def quantizer_of(tensor: QuantizedTensor) -> Quantizer:
-    """Return the quantizer of a tensor as a value that has the options of its format."""
-    return cast(Quantizer, tensor.quantizer)
 
 
 def kind_of(quantizer: Quantizer) -> str:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import Parts, assemble, quantizer_of
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, assemble
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import SafetensorsWriter, TensorSpec
 from qtensor.checkpoints.copies import Forms

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -83,7 +83,7 @@ def clean_name(name: str) -> str:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' ``Conv1D``: a linear layer with a (K, N) weight."""
-    library: Any = sys.modules.get("transformers.pytorch_utils")
+    library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
 
 
@@ -144,7 +144,7 @@ def _operation_layers(name: str, operation: FusibleOperation, owner: nn.Module) 
         yield Layer(name, operation, (), "operation", owner, basic)
 
 
-def _weights_of(op: Any) -> tuple[str, ...]:
+def _weights_of(op: nn.Module) -> tuple[str, ...]:
     if isinstance(op, GroupedLinear):
         return tuple([f"weight{i}" for i in range(op.num_gemms)])
     return ("weight",)

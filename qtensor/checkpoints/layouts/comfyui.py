@@ -16,14 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import (
-    Parts,
-    assemble,
-    kind_of,
-    quantizer_of,
-    rowwise_parts,
-)
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.errors import shorten

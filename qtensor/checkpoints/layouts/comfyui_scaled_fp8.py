@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import kind_of, quantizer_of, rowwise_parts
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
 from qtensor.quantizers import Float8CurrentScalingQuantizer

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import kind_of, quantizer_of, rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.ignoring import REGEX
 from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Writer
 from qtensor.checkpoints.nvfp4_factor import divisor_of

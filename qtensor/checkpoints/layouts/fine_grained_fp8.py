@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import (
-    Parts,
-    assemble,
-    kind_of,
-    quantizer_of,
-    rowwise_parts,
-)
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.layout_base import (
     FACTOR,

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, quantizer_of, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_NAMES, TensorInfo
 from qtensor.checkpoints.containers.gguf import (
     NUMBERS,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qtensor import api
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import Parts, assemble, quantizer_of, rowwise_parts
+from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
 from qtensor.checkpoints.nvfp4_factor import factor_in

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import Parts, kind_of, quantizer_of, rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, kind_of, rowwise_parts
 from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qtensor import api
-from qtensor.checkpoints.buffers import Parts, assemble, kind_of, quantizer_of, rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.layout_base import Group, Layout, Loaded, Source, Writer
 from qtensor.storage.tensor import QuantizedTensor
 

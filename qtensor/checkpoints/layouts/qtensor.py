@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from qtensor.api import parsed
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.layout_base import (
@@ -26,8 +27,6 @@ from qtensor.checkpoints.layout_base import (
 )
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.errors import QTensorError
-from qtensor.core.quantizer_registry import parse
-from qtensor.quantizers import Quantizer
 from qtensor.storage.rebuild import FLOATING
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -132,7 +131,7 @@ class QTensorLayout(Layout):
             rule = "the quantizer is its canonical text"
             self.refuse(name, rule, repr(entry["quantizer"]), "Write the file again")
         try:
-            quantizer = cast(Quantizer, parse(entry["quantizer"]))
+            quantizer = parsed(entry["quantizer"])
         except QTensorError as error:
             fix = "Install the version of qtensor that wrote the file"
             self.refuse(name, "the quantizer must be known", error, fix)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
-from qtensor.checkpoints.buffers import kind_of, quantizer_of, rowwise_parts
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.ignoring import WILDCARD
 from qtensor.checkpoints.layout_base import (

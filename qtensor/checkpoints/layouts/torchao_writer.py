@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qtensor.checkpoints.buffers import kind_of, quantizer_of, rowwise_parts
+from qtensor.api import quantizer_of
+from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.layout_base import Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in
 from qtensor.core.buffer_shapes import ceil_div
