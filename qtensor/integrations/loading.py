@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
 )
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints import Checkpoint
 from qtensor.core.errors import UnsupportedError, fail
 from qtensor.integrations.experts import ExpertWeights
@@ -96,13 +97,12 @@ class Reader:
             return tensor.to(dtype)
         if tensor.dtype != dtype:
             # .to(dtype) would copy the codes, which lie in the mapped file.
-            quantizer: Any = tensor.quantizer
-            tensor = quantizer.assemble(tensor.buffers(), tensor.shape, dtype)
+            tensor = quantizer_of(tensor).assemble(tensor.buffers(), tensor.shape, dtype)
         if self.checkpoint.groups[name].transposed:
             return ExpertWeights(tensor, True)
         return tensor
 
-    def parameter(self, target: str, tensor: Tensor, module: Any) -> torch.nn.Parameter:
+    def parameter(self, target: str, tensor: Tensor, module: nn.Module) -> nn.Parameter:
         """Return the parameter for a weight, frozen if it is quantized.
 
         ``module`` holds the parameter ``target``.
@@ -120,20 +120,20 @@ class Reader:
             fix = "Load the checkpoint with the config of its own model"
             rule = f"{target}: the weight has the shape of the parameter, {wanted}"
             fail("from_pretrained", rule, tuple(tensor.shape), fix, UnsupportedError)
-        return torch.nn.Parameter(tensor, requires_grad=not _is_quantized(tensor))
+        return nn.Parameter(tensor, requires_grad=not _is_quantized(tensor))
 
 
 def _is_quantized(tensor: Tensor) -> bool:
     return isinstance(tensor, (QuantizedTensor, ExpertWeights))
 
 
-def module_of(model: Any, name: str) -> tuple[Any, str]:
+def module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that holds a parameter, and the parameter's name in it."""
     path, _, key = name.rpartition(".")
     return (model.get_submodule(path) if path else model), key
 
 
-def is_transposed(module: Any) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Return True if the experts of a module are (E, K, N): a product reads ``x @ weight[e]``."""
     # The experts of Llama 4 are not made by the decorator that sets the attribute.
     default = type(module).__name__ == "Llama4TextExperts"
@@ -165,7 +165,7 @@ class _Stored(WeightConverter):
     reader: Reader
 
     def add_tensor(
-        self, target_key: str, source_key: str, source_pattern: str, future: Any
+        self, target_key: str, source_key: str, source_pattern: str, future: object
     ) -> None:
         """Collect a stored tensor; only the first one of a quantized weight is kept."""
         if self.reader.owns(source_key):

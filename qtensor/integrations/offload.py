@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from qtensor import checkpoints
 from qtensor.core.errors import UnsupportedError, fail
@@ -43,9 +44,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def disk_offload(
-    model: Any,
+    model: nn.Module,
     folder: str | os.PathLike[str],
-    execution_device: Any = None,
+    execution_device: torch.types.Device = None,
     *,
     overwrite: bool = False,
     **options: Any,
