@@ -59,7 +59,7 @@ class Recorded:
     first_not_finite: int | None
 
 
-def recorded(log: Any) -> tuple[Recorded, ...]:
+def recorded(log: Log | Iterable[Record] | str | os.PathLike[str]) -> tuple[Recorded, ...]:
     """Return the layers and roles of a recording, in the order of their first records.
 
     Args:

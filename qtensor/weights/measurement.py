@@ -61,7 +61,7 @@ class Measurement:
         return sum(errors) / len(errors)
 
 
-def quantize_input(quantizer: Any) -> Callable[..., tuple[Any, dict[str, Any]]]:
+def quantize_input(quantizer: Quantizer) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """Return a forward pre-hook that quantizes the input of an ``nn.Linear``."""
 
     def hook(

@@ -70,7 +70,7 @@ def fingerprint(name: str, metric: Metric, reference: Tensor) -> list[str]:
     return [measured(name, metric, reference, output).hex() for output in outputs]
 
 
-def run(op: str, place: str, model: Any, batch: Any) -> Any:
+def run(op: str, place: str, model: nn.Module, batch: Any) -> Any:
     """Run a model on a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
 
     ``place`` says which input it is, for errors: ``"calibration[3]"``.
@@ -106,7 +106,7 @@ def same_random_numbers(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
+def call(op: str, place: str, model: nn.Module, batch: Any) -> Tensor:
     """Run a model on one input and return its output tensor, without padding.
 
     If a mapping has an ``attention_mask`` (B, T), only positions with a mask of 1 are returned.
@@ -133,7 +133,7 @@ def call(op: str, place: str, model: Any, batch: Any) -> Tensor:
     return output
 
 
-def as_batches(op: str, what: str, inputs: Any) -> list[Any]:
+def as_batches(op: str, what: str, inputs: object) -> list[Any]:
     """Return a list of inputs.
 
     Raises:

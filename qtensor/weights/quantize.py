@@ -112,7 +112,7 @@ def quantize_(
     return Conversion(title, swapped, tuple(skipped))
 
 
-def as_quantizer(op: str, format: Any) -> Quantizer | None:
+def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
     """Return the quantizer of a format id, a canonical text, a quantizer or None.
 
     Raises:

@@ -80,7 +80,7 @@ ROUNDINGS = {
 }
 
 
-def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
+def as_rounding(rounding: object, inputs: object) -> tuple[Rounding, list[Any]]:
     """Look up a rounding by its name, and return it with the list of its calibration inputs.
 
     A ``Rounding`` is returned as it is.
@@ -104,7 +104,7 @@ def as_rounding(rounding: Any, inputs: Any) -> tuple[Rounding, list[Any]]:
     return found, as_batches(OP, "calibration", inputs)
 
 
-def check_grid(op: str, quantizer: Any) -> None:
+def check_grid(op: str, quantizer: Quantizer) -> None:
     """Refuse a quantizer whose tensors cannot be built from chosen codes and factors.
 
     Raises:
