@@ -174,7 +174,7 @@ def dequantize(
     return values if out is None else _same_shape(q, out).copy_(values)
 
 
-def _same_shape(q: Any, out: Tensor) -> Tensor:
+def _same_shape(q: Tensor | QuantizedTensorStorage, out: Tensor) -> Tensor:
     check(
         out.shape == q.shape,
         "dequantize",

@@ -6,9 +6,10 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, fail
@@ -141,7 +142,15 @@ class LastRegion:
             self.state = state
 
 
-def layer_recipe(own: str | None, last: LastRegion, layer: Any) -> str:
+class Labelled(Protocol):
+    """A layer that has a name for errors."""
+
+    @property
+    def label(self) -> str:
+        """Name for errors."""
+
+
+def layer_recipe(own: str | None, last: LastRegion, layer: Labelled) -> str:
     """Return the key of the active recipe as ``active_recipe`` does, for one layer in eager code.
 
     In a backward pass outside of every region, the recipe is that of the layer's last forward.
@@ -242,7 +251,7 @@ class autocast:
         self,
         enabled: bool = True,
         recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (recipe is None or isinstance(recipe, Recipe)):
             is_class = isinstance(recipe, type)

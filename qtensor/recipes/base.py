@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Self, get_args
 
 import torch
 
@@ -99,7 +99,7 @@ class ReadOnlyDict(dict[str, Any]):
     A recipe computes its key when an option is assigned, so that it would miss a change in place.
     """
 
-    def _refuse(self, *args: Any, **options: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         rule = "overrides is read-only, because a recipe notices only assignments"
         fix = 'Assign a new dict: recipe.overrides = {**recipe.overrides, "weight": "mxfp8"}'
         fail("recipe.overrides", rule, "a change in place", fix, ArgumentTypeError)
@@ -150,7 +150,7 @@ class Recipe:
         cls.option_names = tuple(dict.fromkeys((*cls.option_names, *own)))
         RECIPES[cls.__name__] = cls
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *_: object, **options: object) -> Self:
         """Refuse options that the recipe does not have, with a ``QTensorError``."""
         for name in options:
             if name not in cls.option_names:
@@ -244,7 +244,7 @@ def refuse_value(recipe: str, option: str, got: object, legal: tuple[Any, ...]) 
     fail(recipe, f"{option} must be one of {choices}", repr(got), "Choose one of them")
 
 
-def check_type(recipe: Any, option: str, kind: type, least: float | None = None) -> None:
+def check_type(recipe: Recipe, option: str, kind: type, least: float | None = None) -> None:
     """Refuse an option that is not of type ``kind``, or is below ``least``.
 
     Raises:
@@ -268,7 +268,9 @@ def _refuse_option(cls: type[Recipe], name: str) -> None:
     fail(cls.__name__, rule, name, f"Choose among: {', '.join(cls.option_names)}")
 
 
-def _overridden(recipe: Recipe, role: Role, own: Quantizer | None, value: Any) -> Quantizer | None:
+def _overridden(
+    recipe: Recipe, role: Role, own: Quantizer | None, value: object
+) -> Quantizer | None:
     """Return the quantizer that ``recipe.overrides[role.tensor] = value`` asks for."""
     if value is None or isinstance(value, Quantizer):
         return value
