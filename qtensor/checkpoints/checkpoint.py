@@ -452,7 +452,7 @@ def _check_dtype(dtype: object) -> None:
         refuse(Place(), rule, repr(dtype), "Pass torch.bfloat16, for example")
 
 
-def _check_device(device: Any) -> None:
+def _check_device(device: torch.types.Device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:

@@ -376,7 +376,7 @@ def _json_text(path: str, value: Mapping[str, Any]) -> bytes:
         refuse(Place(path), rule, error, "Change the config", error)
 
 
-def checked_path(path: Any, name: str) -> str:
+def checked_path(path: object, name: str) -> str:
     """Return a path as a text.
 
     Raises:

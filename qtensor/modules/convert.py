@@ -320,7 +320,7 @@ def _is_to_be_stored(weight: Weight, request: Request) -> bool:
     return request.operands(weight.kind, weight.name)["weight"] is not None
 
 
-def _tie_obstacle(module: nn.Module, weight: Any, owners: Owners) -> str:
+def _tie_obstacle(module: nn.Module, weight: Tensor, owners: Owners) -> str:
     """Return the reason for which a weight cannot be replaced by a quantized one, or ""."""
     others = [name for owner, name in owners[weight] if owner is not module]
     if others:
@@ -372,7 +372,7 @@ def _fields_of(kind: Callable[..., nn.Module]) -> frozenset[str]:
     return frozenset(vars(kind(1, 1, device="meta"))) - frozenset(vars(nn.Module()))
 
 
-def _quantized_layer(old: Any, name: str, recipe: Recipe | None) -> Linear:
+def _quantized_layer(old: nn.Linear, name: str, recipe: Recipe | None) -> Linear:
     rows, columns = old.weight.shape
     # On "meta" nothing is allocated, initialised or drawn from a generator.
     new = Linear(columns, rows, old.bias is not None, "meta", recipe=recipe, name=name)
@@ -394,7 +394,7 @@ def _become_quantized(old: Any, name: str, recipe: Recipe | None) -> Linear:
     return old
 
 
-def _become_plain(old: Any) -> Any:
+def _become_plain(old: nn.Module) -> nn.Module:
     """Turn a sharded ``Linear`` back into an ``nn.Linear``, and return it."""
     old.__class__ = with_base(type(old), Linear, nn.Linear)
     for key in _fields_of(Linear) - _fields_of(nn.Linear):
@@ -436,7 +436,7 @@ def _store_quantized(layer: QuantizedModule, weights: list[Weight]) -> None:
         setattr(layer, weight.attribute, made[old])
 
 
-def _successor(old: Any, values: Any) -> nn.Parameter:
+def _successor(old: Any, values: Tensor) -> nn.Parameter:
     """Return a parameter with new values and with the gradient and attributes of ``old``."""
     new = nn.Parameter(values, requires_grad=old.requires_grad)
     own = {*vars(old.detach()), *vars(new), "_is_param", _INITIAL}

@@ -21,7 +21,7 @@ def name_operation(op: FusibleOperation, error: QTensorError) -> None:
         error.args = (f"{labels}: {message}",)
 
 
-def check_tuple(op: FusibleOperation, name: str, result: Any, form: tuple[str, ...]) -> Any:
+def check_tuple(op: FusibleOperation, name: str, result: object, form: tuple[str, ...]) -> Any:
     """Return what a function of an operation returned, checked to be a tuple of that form.
 
     ``form`` describes its elements, for the message.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,10 +50,10 @@ class Reshape(BasicOperation):
         *shape: sizes, of which one may be -1, or one tuple of sizes.
     """
 
-    def __init__(self, *shape: Any) -> None:
+    def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        nested = len(shape) == 1 and isinstance(shape[0], (tuple, list))
-        sizes = tuple(shape[0]) if nested else shape
+        first = shape[0] if len(shape) == 1 else None
+        sizes = cast(tuple[int, ...], tuple(first) if isinstance(first, (tuple, list)) else shape)
         right = all(isinstance(size, int) and size >= -1 for size in sizes)
         rule = "a shape consists of sizes, of which one may be -1"
         check(right and sizes.count(-1) <= 1, self.label, rule, sizes, "Fix the shape")

@@ -170,7 +170,7 @@ class Recipe:
             setattr(self, name, value)
         self._key = _make_key(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         known = name == "_key" or name in self.option_names
         if not known:
             _refuse_option(type(self), name)

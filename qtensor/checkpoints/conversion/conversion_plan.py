@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.containers.safetensors import TensorSpec
 from qtensor.checkpoints.conversion.carrying import NotCarried, carry
@@ -24,7 +25,7 @@ from qtensor.checkpoints.conversion.conversion_report import (
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
 from qtensor.checkpoints.ignoring import ignored_names
-from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, DenseOnly, Group, Unreadable, Writer
+from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Unreadable, Writer
 from qtensor.checkpoints.saving import Shard, check_unique
 from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
@@ -142,10 +143,8 @@ class _Tensor:
 
     def _is_already(self, wanted: Quantizer) -> bool:
         """Return True if the weight has the format that is asked for."""
-        target: Any = self.group.target if self.group else None
-        if isinstance(target, DenseOnly) or target is None:
-            return False
-        return _comparable(target) == _comparable(wanted)
+        target = self.group.target if self.group else None
+        return isinstance(target, Quantizer) and _comparable(target) == _comparable(wanted)
 
     def _moved(self) -> tuple[Step, list[TensorSpec]]:
         """Return the step of a weight that keeps its codes and factors."""
@@ -160,16 +159,16 @@ class _Tensor:
             fix = "To quantize the weight again, pass format="
             place = Place(self.checkpoint.path, self.name, self.request.layout)
             raise CheckpointError(f"{error} {fix}.", *place) from error
-        quantizer: Any = tensor.quantizer
+        quantizer = quantizer_of(tensor)
         order, after = self.writer.swizzled, quantizer
         if order is not None and getattr(quantizer, "swizzled", order) != order:
-            after = dataclasses.replace(quantizer, swizzled=order)
+            after = dataclasses.replace(quantizer, swizzled=order)  # type: ignore[call-arg]
         return self._step(MOVED, quantizer.canonical, after.canonical, tensor, stored)
 
     def _quantized(
         self, action: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Step, list[TensorSpec]]:
-        quantizer: Any = self.request.quantizer
+        quantizer = cast(Quantizer, self.request.quantizer)
         tensor = quantizer.make_empty(shape, dtype=dtype, device="meta")
         stored = self.writer.encoded(self.name, tensor)
         step, specs = self._step(action, self._before(), quantizer.canonical, tensor, stored)
@@ -208,10 +207,10 @@ class _Tensor:
         return wide and named and tensor.ndim in dims and math.prod(tensor.shape) > 0
 
     def _before(self) -> str:
-        target: Any = self.group.target if self.group else None
         if self.group is None:
             return _word(self.checkpoint[self.name].dtype)
-        return self.group.scheme if isinstance(target, DenseOnly) else target.canonical
+        target = self.group.target
+        return target.canonical if isinstance(target, Quantizer) else self.group.scheme
 
     def _step(
         self, action: str, before: str, after: str, tensor: Tensor, stored: dict[str, Tensor]

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from qtensor.api import parsed
 from qtensor.checkpoints.errors import Place, refuse
 from qtensor.checkpoints.saving import checked_path, parse_size
 from qtensor.core.errors import QTensorError
-from qtensor.core.quantizer_registry import parse
 from qtensor.quantizers import Quantizer
 
 DEFAULT_EXCLUDE = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
@@ -133,7 +133,7 @@ class Request:
 
 
 def make_request(
-    src: Any, dst: Any, layout: str, options: Mapping[str, Any], **more: Any
+    src: object, dst: object, layout: str, options: Mapping[str, Any], **more: Any
 ) -> Request:
     """Return the request of a call.
 
@@ -198,7 +198,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
         CheckpointError: it is unknown, or it does not give the same bytes in every run.
     """
     try:
-        found: Any = parse(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
+        found = parsed(fmt.canonical if isinstance(fmt, Quantizer) else fmt)
     except (QTensorError, AttributeError, TypeError) as error:
         rule = "format is a format id with options, such as 'mxfp6(packed=True)', or a quantizer"
         refuse(Place(), rule, repr(fmt), f"Choose another: {error}".rstrip("."), error)

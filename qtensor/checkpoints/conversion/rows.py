@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint
 from qtensor.checkpoints.conversion.measure import ErrorSums, combined, error_sums
 from qtensor.checkpoints.layout_base import Group
@@ -68,7 +69,7 @@ def parts_of(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def row_parts(
-    quantizer: Any,
+    quantizer: Quantizer,
     buffers: Sequence[Tensor],
     shape: Sequence[int],
     bounds: tuple[int, int],
@@ -95,7 +96,7 @@ def row_parts(
     return found
 
 
-def decodes_in_rows(quantizer: Any) -> bool:
+def decodes_in_rows(quantizer: Quantizer) -> bool:
     """Return True if some rows of the buffers decode to those rows of the values."""
     return bool(quantizer.rowwise and not quantizer.columnwise_value)
 
@@ -135,7 +136,7 @@ def plain_values(tensor: Tensor) -> Values:
 
 def our_values(tensor: QuantizedTensor, dtype: torch.dtype) -> Values:
     """Return the values of a quantized tensor by our arithmetic."""
-    quantizer, shape = tensor.quantizer, tuple(tensor.shape)
+    quantizer, shape = quantizer_of(tensor), tuple(tensor.shape)
     buffers, cols = tensor.buffers(), rows_cols(shape)[1]
 
     def read(start: int, stop: int) -> Tensor:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -130,7 +130,7 @@ class Stream:
         elif step.action == DECODED:
             self._decode(file, step)
         elif step.action == MOVED:
-            tensor: Any = self.checkpoint[step.source]
+            tensor = cast(QuantizedTensor, self.checkpoint[step.source])
             self._put(file, step, lambda: self.writer.encoded(step.name, tensor))
         else:
             plain = self._carried(step)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtensor.api import quantizer_of
 from qtensor.checkpoints.checkpoint import Checkpoint, Row, open_checkpoint, open_with_factors
 from qtensor.checkpoints.containers.base import Path, TensorInfo
 from qtensor.checkpoints.conversion.conversion_report import json_number
@@ -324,7 +325,7 @@ def _blocks(tensor: Tensor) -> Iterator[Block]:
     """Yield the first blocks of the first row of a quantized tensor."""
     if not isinstance(tensor, QuantizedTensor) or not tensor.numel():
         return
-    quantizer: Any = tensor.quantizer
+    quantizer = quantizer_of(tensor)
     if not decodes_in_rows(quantizer):
         return
     rows, cols = rows_cols(tensor.shape)
