@@ -441,11 +441,7 @@ def _import_layouts() -> None:
 
 
 def find_layout(name: str) -> type[Layout]:
-    """Return the layout of that name.
-
-    Raises:
-        CheckpointError: no such layout; the message lists the known ones.
-    """
+    """Return the layout of that name."""
     known = layouts()
     if name not in known:
         fix = f"Choose one of {', '.join(known)}"
@@ -454,11 +450,7 @@ def find_layout(name: str) -> type[Layout]:
 
 
 def recognise(source: Source) -> type[Layout]:
-    """Return the layout of a checkpoint: the first one, by rank, that recognises it.
-
-    Raises:
-        CheckpointError: no layout recognises it; the message names ``quant_method``.
-    """
+    """Return the layout of a checkpoint: the first one, by rank, that recognises it."""
     known = layouts()
     for layout in known.values():
         if layout.recognises(source):

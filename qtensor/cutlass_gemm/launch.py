@@ -111,11 +111,7 @@ class Kernel:
         return self._status(code).decode()
 
     def workspace(self, arguments: Arguments) -> int:
-        """Return the size in bytes of the workspace that a launch needs.
-
-        Raises:
-            QTensorError: the kernel cannot compute the product.
-        """
+        """Return the size in bytes of the workspace that a launch needs."""
         size = self._workspace(ctypes.addressof(arguments))
         if size < 0:
             got = f"m={arguments.m}, n={arguments.n}, k={arguments.k}: {self.status(-size)}"

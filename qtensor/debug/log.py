@@ -256,11 +256,7 @@ def _first_not_finite(records: Iterable[Record]) -> Record | None:
 
 
 def known_role(op: str, role: object) -> str:
-    """Return ``role`` if it is the name of a role.
-
-    Raises:
-        QTensorError: it is not; the message lists the names.
-    """
+    """Return ``role`` if it is the name of a role."""
     rule = f"a role is one of {', '.join(ROLES)}"
     check(role in ROLES, op, rule, repr(role), "Choose one")
     return str(role)

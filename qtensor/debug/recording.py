@@ -124,11 +124,7 @@ def _formats(format: Formats | None) -> dict[str, str] | None:
 
 
 def choose_layers(model: nn.Module, patterns: str | Iterable[str], op: str = OP) -> list[Layer]:
-    """Return the layers of a model whose names match one of the patterns.
-
-    Raises:
-        QTensorError: a pattern matches none; the message names some layers.
-    """
+    """Return the layers of a model whose names match one of the patterns."""
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     found = list(find_layers(model))
     rule = "the model must have a linear layer, a module of qtensor or a quantized parameter"

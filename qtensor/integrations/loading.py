@@ -106,9 +106,6 @@ class Reader:
         """Return the parameter for a weight, frozen if it is quantized.
 
         ``module`` holds the parameter ``target``.
-
-        Raises:
-            UnsupportedError: the weight has another shape than the parameter.
         """
         wanted = tuple(self.parameters[target].shape)
         if isinstance(tensor, QuantizedTensor) and tensor.ndim == 3:

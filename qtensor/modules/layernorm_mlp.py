@@ -32,11 +32,7 @@ _FC1, _FC2 = ("fc1_weight", "fc1_bias"), ("fc2_weight", "fc2_bias")
 
 
 def activation_kind(label: str, activation: str, numbers: Mapping[str, float] | None) -> str:
-    """Return the ``kind`` of ``functional.activation`` for an activation and its parameters.
-
-    Raises:
-        QTensorError: the activation is unknown, or does not have these parameters.
-    """
+    """Return the ``kind`` of ``functional.activation`` for an activation and its parameters."""
     if activation not in KINDS:
         rule = f"activation must be one of {', '.join(KINDS)}"
         fail(label, rule, repr(activation), "Choose one of them")

@@ -58,11 +58,7 @@ def make_parallel(
 
 
 def shard(label: str, name: str, size: int, parallel: Parallel | None) -> int:
-    """Return the part of a size that one rank holds; all of it without a split.
-
-    Raises:
-        QTensorError: the number of ranks does not divide the size.
-    """
+    """Return the part of a size that one rank holds; all of it without a split."""
     if parallel is None:
         return size
     rule = f"{name} must be a multiple of the {parallel.size} ranks of tp_group"
@@ -85,11 +81,7 @@ def requested_output(key: Callable[[], str], request: Output, options: LinearOpt
 def one_dtype(
     label: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype of a module's parameters; None for torch's default dtype.
-
-    Raises:
-        QTensorError: the caller passes both ``params_dtype`` and ``dtype``.
-    """
+    """Return the dtype of a module's parameters; None for torch's default dtype."""
     if params_dtype is not None and dtype is not None:
         got = f"params_dtype={params_dtype}, dtype={dtype}"
         fail(label, "params_dtype and dtype are two names of one option", got, "Pass one of them")

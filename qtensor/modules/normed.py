@@ -16,11 +16,7 @@ NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 def eps_text(label: str, eps: float) -> str:
-    """Return an epsilon as a string, for Dynamo: it would make a float symbolic, and compile twice.
-
-    Raises:
-        QTensorError: the epsilon is not a number >= 0.
-    """
+    """Return an epsilon as a string: Dynamo would make a float symbolic, and compile twice."""
     if not isinstance(eps, float | int) or not eps >= 0:
         fail(label, "eps must be a number >= 0", repr(eps), "Pass a number, for example 1e-5")
     return repr(float(eps))

@@ -31,11 +31,7 @@ def set_values(parameter: Any, values: Tensor) -> None:
 
 
 def check_not_sharded(label: str, parameter: Any) -> None:
-    """Refuse to replace a sharded parameter by a quantized one.
-
-    Raises:
-        UnsupportedError: the parameter is sharded.
-    """
+    """Refuse to replace a sharded parameter by a quantized one."""
     if is_dtensor(parameter):
         fail(
             label,

@@ -16,9 +16,6 @@ def main_grad_of(label: str, weight: Tensor) -> tuple[Tensor, bool]:
 
     The tensor is an alias, so that the caller may change ``main_grad`` between forward and
     backward.
-
-    Raises:
-        QTensorError: the weight has no ``main_grad``.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:

@@ -25,9 +25,6 @@ def check_tuple(op: FusibleOperation, name: str, result: object, form: tuple[str
     """Return what a function of an operation returned, checked to be a tuple of that form.
 
     ``form`` describes its elements, for the message.
-
-    Raises:
-        QTensorError: ``result`` is not a tuple with as many elements as ``form``.
     """
     if not isinstance(result, tuple) or len(result) != len(form):
         kind = type(result).__name__
@@ -42,11 +39,7 @@ def refuse_result(op: FusibleOperation, name: str, must: str, got: object) -> No
 
 
 def check_list(op: FusibleOperation, name: str, what: str, items: Any, count: int) -> Sequence[Any]:
-    """Return ``items``, after checking that it is a list of ``count`` results.
-
-    Raises:
-        QTensorError: ``items`` is not a list or tuple of ``count``.
-    """
+    """Return ``items``, after checking that it is a list of ``count`` results."""
     if not isinstance(items, (tuple, list)) or len(items) != count:
         got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
         refuse_result(op, name, f"return {count} {what}", got)
@@ -54,11 +47,7 @@ def check_list(op: FusibleOperation, name: str, what: str, items: Any, count: in
 
 
 def check_gradients(op: FusibleOperation, items: Any, count: int) -> Sequence[Any]:
-    """Return ``items``, after checking that it holds a gradient or None for each parameter.
-
-    Raises:
-        QTensorError: backward returned another number of gradients.
-    """
+    """Return ``items``, after checking that it holds a gradient or None for each parameter."""
     if not isinstance(items, (tuple, list)) or len(items) != count:
         rule = f"its backward must return a gradient or None for each of its {count} parameters"
         got = len(items) if isinstance(items, (tuple, list)) else type(items).__name__
@@ -67,11 +56,7 @@ def check_gradients(op: FusibleOperation, items: Any, count: int) -> Sequence[An
 
 
 def refuse_hooks(ops: Sequence[FusibleOperation]) -> None:
-    """Raise an error if an operation has hooks, which a sequence would not call.
-
-    Raises:
-        QTensorError: an operation has hooks; the message names it.
-    """
+    """Raise an error if an operation has hooks, which a sequence would not call."""
     for op in ops:
         if any(hooks_of(op)):
             rule = "a sequence does not call operations one by one, so their hooks cannot run"

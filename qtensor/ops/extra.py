@@ -20,22 +20,14 @@ from qtensor.ops.operation import (
 
 
 def check_channel(label: str, channel: str | None) -> None:
-    """Check that a channel is a name or None.
-
-    Raises:
-        QTensorError: it is something else.
-    """
+    """Check that a channel is a name or None."""
     right = channel is None or (isinstance(channel, str) and bool(channel))
     rule = "a channel must be a name, or None for a tensor of the caller"
     check(right, label, rule, repr(channel), 'Pass a name, for example "residual"')
 
 
 def check_extra(op: BasicOperation, input: Tensor, extra: Tensor) -> None:
-    """Check that an extra input has the shape and dtype of the input.
-
-    Raises:
-        QTensorError: it differs; the message shows both.
-    """
+    """Check that an extra input has the shape and dtype of the input."""
     if input.shape != extra.shape or input.dtype != extra.dtype:
         rule = "the extra input must have the shape and dtype of the input"
         got = f"{tuple(extra.shape)} {extra.dtype} for input {tuple(input.shape)} {input.dtype}"

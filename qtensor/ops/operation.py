@@ -80,11 +80,7 @@ Context = OperationContext | BackwardContext
 
 
 def _check_forms(cls: type, prefix: str) -> bool | None:
-    """Return the form that ``cls`` itself defines: split (True), single (False) or none (None).
-
-    Raises:
-        TypeError: the class defines both forms, or half of the split form.
-    """
+    """Return the form that ``cls`` itself defines: split (True), single (False) or none (None)."""
     single, compute, save = (f"{prefix}forward{end}" for end in ("", "_compute", "_save_ctx"))
     own = vars(cls)
     if single in own and (compute in own or save in own):

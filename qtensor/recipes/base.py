@@ -245,11 +245,7 @@ def refuse_value(recipe: str, option: str, got: object, legal: tuple[Any, ...]) 
 
 
 def check_type(recipe: Recipe, option: str, kind: type, least: float | None = None) -> None:
-    """Refuse an option that is not of type ``kind``, or is below ``least``.
-
-    Raises:
-        ArgumentTypeError: the option is not such a value.
-    """
+    """Refuse an option that is not of type ``kind``, or is below ``least``."""
     value = getattr(recipe, option)
     right = isinstance(value, kind) or (kind is float and type(value) is int)
     if (

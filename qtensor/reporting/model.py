@@ -199,11 +199,7 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def _matching(weights: Weights, originals: Weights, notes: list[str]) -> set[str]:
-    """Return the names of tensors that can be compared, and note those that cannot.
-
-    Raises:
-        QTensorError: none of the quantized tensors can be compared.
-    """
+    """Return the names of tensors that can be compared, and note those that cannot."""
     here, there = _shapes(weights), _shapes(originals)
     kinds = _is_quantized(weights)
     wanted = [name for name in here if kinds[name]] or list(here)

@@ -119,9 +119,6 @@ def hessians(
     The model runs on each batch until the layer has had as many calls as in the survey. Products
     are float32, their sums over parts of ``ROWS`` rows float64. ``inputs`` come from ``survey``;
     ``experts`` is ``range(1)`` for a layer without experts.
-
-    Raises:
-        QTensorError: an input is not finite.
     """
     squares = inputs.squares[0]
     size = len(squares)
@@ -160,11 +157,7 @@ def expert_ranges(inputs: LayerInputs) -> list[range]:
 
 
 def check_finite(name: str, squares: Sequence[Tensor]) -> None:
-    """Refuse inputs whose sum of squares is not finite.
-
-    Raises:
-        QTensorError: the sum of a channel is NaN or inf.
-    """
+    """Refuse inputs whose sum of squares is not finite."""
     for sums in squares:
         bad = (~sums.isfinite()).nonzero().flatten().tolist()
         if bad:

@@ -39,11 +39,7 @@ METRICS: dict[str, Metric] = {"kl": kl, "sqnr": noise}
 
 
 def named_metric(metric: str | Metric) -> tuple[str, Metric]:
-    """Return the name and the function of a metric.
-
-    Raises:
-        ArgumentTypeError: it is neither a known name nor a function.
-    """
+    """Return the name and the function of a metric."""
     if isinstance(metric, str) and metric in METRICS:
         return metric, METRICS[metric]
     if isinstance(metric, str) or not callable(metric):
@@ -134,11 +130,7 @@ def call(op: str, place: str, model: nn.Module, batch: Any) -> Tensor:
 
 
 def as_batches(op: str, what: str, inputs: object) -> list[Any]:
-    """Return a list of inputs.
-
-    Raises:
-        QTensorError: it is empty, or one input instead of a list.
-    """
+    """Return a list of inputs."""
     rule = f"{what} is a list of inputs of the model"
     fix = f"Pass {what}=[batch, ...]: tensors, tuples of arguments, or dicts of them"
     if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
@@ -149,11 +141,7 @@ def as_batches(op: str, what: str, inputs: object) -> list[Any]:
 
 
 def measured(name: str, metric: Metric, reference: Tensor, output: Tensor) -> float:
-    """Return the error that a metric gives an output.
-
-    Raises:
-        ArgumentTypeError: the metric does not return a number.
-    """
+    """Return the error that a metric gives an output."""
     error: Any = metric(reference, output)
     number = error.numel() == 1 if isinstance(error, Tensor) else hasattr(error, "__float__")
     if not number:

@@ -113,11 +113,7 @@ def quantize_(
 
 
 def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
-    """Return the quantizer of a format id, a canonical text, a quantizer or None.
-
-    Raises:
-        QTensorError: the format is unknown, or takes its scale from earlier steps.
-    """
+    """Return the quantizer of a format id, a canonical text, a quantizer or None."""
     if format is None:
         return None
     found = parse(format) if isinstance(format, str) and "(" in format else quantizer(format)
@@ -130,11 +126,7 @@ def as_quantizer(op: str, format: Format | None) -> Quantizer | None:
 
 
 def check_recipe(name: str, layer: LinearLayer, quantizer: Quantizer) -> None:
-    """Refuse a format that the recipe of a layer of qtensor does not read.
-
-    Raises:
-        QTensorError: the recipe in force reads weights of another format.
-    """
+    """Refuse a format that the recipe of a layer of qtensor does not read."""
     module = layer.modules[0]
     if isinstance(module, QuantizedModule):
         try:

@@ -84,10 +84,6 @@ def as_rounding(rounding: object, inputs: object) -> tuple[Rounding, list[Any]]:
     """Look up a rounding by its name, and return it with the list of its calibration inputs.
 
     A ``Rounding`` is returned as it is.
-
-    Raises:
-        QTensorError: the name is unknown; inputs are missing, empty, not needed, or not a list of
-            inputs.
     """
     found = ROUNDINGS.get(rounding) if isinstance(rounding, str) else rounding
     if not isinstance(found, Rounding):
@@ -105,12 +101,7 @@ def as_rounding(rounding: object, inputs: object) -> tuple[Rounding, list[Any]]:
 
 
 def check_grid(op: str, quantizer: Quantizer) -> None:
-    """Refuse a quantizer whose tensors cannot be built from chosen codes and factors.
-
-    Raises:
-        UnsupportedError: the format defines no grid.
-        QTensorError: an option does not allow it.
-    """
+    """Refuse a quantizer whose tensors cannot be built from chosen codes and factors."""
     if quantizer.grid_cls is None:
         rule = "the format must define a grid to choose its codes and factors"
         fix = 'Use rounding="nearest", or set grid_cls of the quantizer'

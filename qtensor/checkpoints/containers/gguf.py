@@ -335,9 +335,6 @@ def gguf_value(value: object, place: Place) -> GGUFValue:
 
     A bool becomes BOOL, an int UINT32 or else INT32, UINT64 or INT64, a float FLOAT32, a str
     STRING, and a list whose elements have one of these types ARRAY.
-
-    Raises:
-        CheckpointError: a value of another type, or an int of more than 64 bits.
     """
     if isinstance(value, GGUFValue):
         return value

@@ -35,11 +35,7 @@ class SeveralFiles:
         """The file of each tensor."""
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, which shares the memory of its file where its bytes are aligned.
-
-        Raises:
-            CheckpointError: no such tensor, or the files are closed.
-        """
+        """Return a tensor, which shares the memory of its file where its bytes are aligned."""
         if name not in self._file_of:
             rule = f"{self.source} has a tensor of this name"
             refuse(Place(self.path, name), rule, "none", "Choose one of .infos")
@@ -148,9 +144,6 @@ def read_json(path: str) -> dict[str, Any]:
 
     ``Infinity`` and ``NaN`` are read as Python's json writes them: transformers 4 wrote the
     configs of Mamba models with them.
-
-    Raises:
-        CheckpointError: the file cannot be read, is over 100 MB, or is not a JSON object.
     """
     place = Place(path)
     try:

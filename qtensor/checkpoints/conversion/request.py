@@ -210,11 +210,7 @@ def checked_format(fmt: str | Quantizer) -> Quantizer:
 
 
 def checked_dtype(dtype: object) -> torch.dtype:
-    """Return the dtype of dense results, from itself or a name such as ``"bf16"``.
-
-    Raises:
-        CheckpointError: it is none of bfloat16, float16 and float32.
-    """
+    """Return the dtype of dense results, from itself or a name such as ``"bf16"``."""
     found = DTYPES.get(dtype.lower()) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         rule = "dtype is bf16, f16 or f32"

@@ -229,9 +229,6 @@ def copy_other_files(
 
     Returns:
         The names of the copied files.
-
-    Raises:
-        CheckpointError: a file cannot be copied.
     """
     source = checkpoint.folder
     if source is None or not (

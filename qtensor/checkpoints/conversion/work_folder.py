@@ -142,11 +142,7 @@ class WorkFolder:
 
 
 def check_replaceable(folder: str) -> None:
-    """Refuse to replace a folder that holds more than the files of a checkpoint.
-
-    Raises:
-        CheckpointError: it is a link or a file, or holds folders or other files.
-    """
+    """Refuse to replace a folder that holds more than the files of a checkpoint."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         got = "a link" if os.path.islink(folder) else "a file"
         refuse(Place(folder), "a folder replaces a folder", got, "Choose another path")
@@ -163,11 +159,7 @@ def digest(path: str) -> str:
 
 
 def source_identity(paths: list[str]) -> list[list[Any]]:
-    """Return name, size and time of change of each file of the source, for the journal.
-
-    Raises:
-        CheckpointError: a file is missing.
-    """
+    """Return name, size and time of change of each file of the source, for the journal."""
     found = []
     for path in sorted(paths):
         try:

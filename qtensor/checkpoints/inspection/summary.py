@@ -258,11 +258,7 @@ def view_tensor(
 
 
 def _opened(path: Path, name: str, layout: str | None) -> Checkpoint:
-    """Return an open checkpoint that has a tensor, with all factors of its weights.
-
-    Raises:
-        CheckpointError: there is no such tensor, or the file cannot be read.
-    """
+    """Return an open checkpoint that has a tensor, with all factors of its weights."""
     checkpoint = open_with_factors(path, layout)
     if name not in checkpoint and checkpoint.reader.conversion_options:
         checkpoint.close()

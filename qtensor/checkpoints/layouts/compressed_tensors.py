@@ -305,11 +305,7 @@ class CompressedTensorsLayout(Layout):
         return assemble(found.quantizer, group.shape, group.dtype, parts)
 
     def _divisor(self, group: Group, stored: Loaded) -> Tensor:
-        """Return the global scale of an NVFP4 weight.
-
-        Raises:
-            CheckpointError: it is not a positive, finite number.
-        """
+        """Return the global scale of an NVFP4 weight."""
         divisor = stored["divisor"]
         if not bool(torch.isfinite(divisor) & (divisor > 0)):
             rule = "weight_global_scale is positive and finite"

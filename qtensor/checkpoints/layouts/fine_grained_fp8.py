@@ -296,11 +296,7 @@ class FineGrainedFP8Writer(Writer):
         return super().plain(name, tensor)
 
     def config(self) -> dict[str, Any]:
-        """Return the config with ``quantization_config``.
-
-        Raises:
-            CheckpointError: the weights have different block sizes, which one config cannot say.
-        """
+        """Return the config with ``quantization_config``."""
         if not self._blocks and not self._fp4_names:
             return self.model_config
         blocks = {str(block): block for block in self._blocks.values()}

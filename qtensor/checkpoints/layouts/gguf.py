@@ -260,11 +260,7 @@ class GGUFLayoutWriter(Writer):
         return {own: found}
 
     def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor as it is.
-
-        Raises:
-            CheckpointError: GGUF has no type for its dtype.
-        """
+        """Return the tensor as it is."""
         kind = STORED_NAMES.get(tensor.dtype, str(tensor.dtype))
         if kind not in PLAIN:
             rule = f"plain tensors are {', '.join(PLAIN)}"
