@@ -45,6 +45,15 @@ def plain_errors(layout: str = "--layout") -> Iterator[None]:
 
 
 @contextmanager
+def usage_errors() -> Iterator[None]:
+    """Report an error of the library as a wrong call, with status 2."""
+    try:
+        yield
+    except QTensorError as error:
+        raise typer.BadParameter(in_options(str(error))) from error
+
+
+@contextmanager
 def written_output() -> Iterator[None]:
     """Print one line and exit with status 1 if the output cannot be written, as on a full disk.
 
