@@ -149,13 +149,10 @@ def dequantize(
     """
     for name, value, kind in (("dtype", dtype, torch.dtype), ("out", out, torch.Tensor)):
         if value is not None and not isinstance(value, kind):
-            fail(
-                "dequantize",
-                "dtype= is a torch.dtype and out= a tensor",
-                f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)}",
-                "Pass one, for example dtype=torch.float32",
-                ArgumentTypeError,
-            )
+            rule = "dtype= is a torch.dtype and out= a tensor"
+            got = f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)}"
+            fix = "Pass one, for example dtype=torch.float32"
+            fail("dequantize", rule, got, fix, ArgumentTypeError)
     if isinstance(q, QuantizedTensorStorage) and out is not None:
         refuse_gradient("dequantize", q)
         return _dequantize_into(q, out)

@@ -175,13 +175,12 @@ def layer_recipe(own: str | None, last: LastRegion, layer: Labelled) -> str:
             last.was_used = last.is_new = True
             key = last.state[0]
             if last.is_ambiguous:
-                fail(
-                    layer.label,
+                rule = (
                     "a checkpoint computes the layer again outside of qtensor.autocast, so that "
-                    "its forwards since the last backward pass must share one recipe",
-                    "several recipes",
-                    "Use qtensor.checkpoint, or run the backward pass inside of the region",
+                    "its forwards since the last backward pass must share one recipe"
                 )
+                fix = "Use qtensor.checkpoint, or run the backward pass inside of the region"
+                fail(layer.label, rule, "several recipes", fix)
         if key is not None:
             return key
     return HIGH_PRECISION if own is None else own

@@ -213,13 +213,12 @@ def _check_parameters(op: str, optimizer: Optimizer) -> None:
             found = getattr(local_part(parameter), "_quantizer", None)
             if found is None or found.stochastic_rounding or _has_powers_of_two(found):
                 continue
-            fail(
-                op,
+            rule = (
                 "values are rounded at random to the element's significant bits, and codes have "
-                "these bits only if the scales are powers of two",
-                f"{found.canonical} for parameter {index} of group {group}",
-                "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True",
+                "these bits only if the scales are powers of two"
             )
+            fix = "Use force_pow_2_scales=True or an MX format; nvfp4 has stochastic_rounding=True"
+            fail(op, rule, f"{found.canonical} for parameter {index} of group {group}", fix)
 
 
 def _has_powers_of_two(found: Quantizer) -> bool:
@@ -339,10 +338,6 @@ def _as_part(local: Tensor, like: Any) -> Any:
 
 def _check_plain(name: str, value: Tensor) -> None:
     if type(local_part(value)) is not Tensor:
-        fail(
-            f"quantize_state_[{name}]",
-            "only the state of plain, quantized or sharded parameters can be quantized",
-            type(value).__name__,
-            f"Leave {name!r} out of the formats",
-            UnsupportedError,
-        )
+        rule = "only the state of plain, quantized or sharded parameters can be quantized"
+        fix = f"Leave {name!r} out of the formats"
+        fail(f"quantize_state_[{name}]", rule, type(value).__name__, fix, UnsupportedError)

@@ -132,10 +132,7 @@ def rowwise_parts(tensor: QuantizedTensor) -> Parts:
         buffer = buffer[tuple(slice(n) for n in unpadded(slot, tensor.shape))]
         found[_FIELDS[slot.keyword]] = buffer.t() if _columns_first(slot) else buffer
     if "codes" not in found:
-        fail(
-            "rowwise_parts",
-            "the tensor has rowwise data",
-            tensor.quantizer.canonical,
-            "Quantize it",
-        )
+        rule = "the tensor has rowwise data"
+        fix = "Quantize it"
+        fail("rowwise_parts", rule, tensor.quantizer.canonical, fix)
     return Parts(**found)

@@ -96,6 +96,8 @@ class Layout(abc.ABC):
     rank: ClassVar[int]
     """Layouts are asked in this order; the numbers are those of the rules in docs/checkpoints.md,
     times ten."""
+    methods: ClassVar[Sequence[str]] = ()
+    """Values of ``quant_method`` in the config that name this layout."""
     factor_names: ClassVar[frozenset[str]] = frozenset({"input_scale", "k_scale", "v_scale"})
     """Last name parts of plain tensors that are factors: ``dtype=`` does not change their dtype."""
     input_factors: ClassVar[Mapping[str, str]] = {"input_scale": FACTOR}
@@ -134,9 +136,9 @@ class Layout(abc.ABC):
                 )
 
     @classmethod
-    @abc.abstractmethod
     def recognises(cls, source: Source) -> bool:
         """Return True if the checkpoint has this layout; read no tensor data."""
+        return source.method in cls.methods
 
     @abc.abstractmethod
     def groups(self) -> Iterable[Group]:

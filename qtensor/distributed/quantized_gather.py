@@ -207,12 +207,9 @@ class MasterWeight(GatheredWeight, torch.Tensor):
         quantizer, ranks = self._quantizer_of_weight, group.size()
         check_dim(self.shape, shape, quantizer)
         if shape[0] % ranks:
-            fail(
-                f"{_OP} {self._name} (Shard(0))",
-                f"the {ranks} ranks must have equally many rows of the weight",
-                f"{shape[0]} rows",
-                f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn",
-            )
+            rule = f"the {ranks} ranks must have equally many rows of the weight"
+            fix = f"Use a number of rows that {ranks} divides, or leave the layer out by filter_fn"
+            fail(f"{_OP} {self._name} (Shard(0))", rule, f"{shape[0]} rows", fix)
         values = self._high_precision if dtype is None else self._high_precision.to(dtype)
         data = gathered(values, quantizer, (shape[0] // ranks,) * ranks, group)
         maxima = self._maxima(values, data.sent, group)

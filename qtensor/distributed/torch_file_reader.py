@@ -70,11 +70,9 @@ def _described(value: Any) -> str:
 
 
 def _refuse(name: str, saved: str, wanted: str) -> None:
-    fail(
-        f"{name}: BroadcastingTorchSaveReader",
-        f"the template must be {saved}, as in the file: torch's reader broadcasts whole tensors",
-        wanted,
+    rule = f"the template must be {saved}, as in the file: torch's reader broadcasts whole tensors"
+    fix = (
         "Convert the file with torch_save_to_dcp, and load the folder with dcp.load, which reads "
-        "into shards",
-        UnsupportedError,
+        "into shards"
     )
+    fail(f"{name}: BroadcastingTorchSaveReader", rule, wanted, fix, UnsupportedError)

@@ -47,9 +47,7 @@ def check_alignment(label: str, weight: Tensor, plan: LinearPlan, options: Linea
     for role, canonical in (("input", plan.input), ("weight", plan.weight)):
         multiple = alignment(canonical)
         if rows % multiple or columns % multiple:
-            fail(
-                f"{label} {role}[{canonical.partition('(')[0]}]",
-                f"in_features and out_features{part} must be multiples of {multiple}",
-                f"{columns} and {rows}",
-                "Pad them, or run the layer under qtensor.autocast(enabled=False)",
-            )
+            rule = f"in_features and out_features{part} must be multiples of {multiple}"
+            got = f"{columns} and {rows}"
+            fix = "Pad them, or run the layer under qtensor.autocast(enabled=False)"
+            fail(f"{label} {role}[{canonical.partition('(')[0]}]", rule, got, fix)

@@ -70,11 +70,9 @@ def check_features(label: str, **sizes: int) -> None:
 def check_original_input(label: str, plan: LinearPlan) -> None:
     """Refuse ``save_original_input`` if backward would quantize the input to other bytes."""
     if plan.backward_override is None and not is_requantization_safe(plan.input):
-        fail(
-            f"{label} input",
+        rule = (
             "save_original_input quantizes the input again in backward, which must give the "
-            "same bytes",
-            plan.input,
-            "Build the module with save_original_input=False for this recipe",
-            UnsupportedError,
+            "same bytes"
         )
+        fix = "Build the module with save_original_input=False for this recipe"
+        fail(f"{label} input", rule, plan.input, fix, UnsupportedError)

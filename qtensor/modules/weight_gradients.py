@@ -19,14 +19,13 @@ def main_grad_of(label: str, weight: Tensor) -> tuple[Tensor, bool]:
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        fail(
-            label,
-            "fuse_wgrad_accumulation adds to weight.main_grad",
-            "none",
+        rule = "fuse_wgrad_accumulation adds to weight.main_grad"
+        fix = (
             "Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32). Under "
             "fully_shard, which computes with a gathered copy of the weight, build the layer "
-            "with fuse_wgrad_accumulation=False",
+            "with fuse_wgrad_accumulation=False"
         )
+        fail(label, rule, "none", fix)
     return local_part(main_grad).data, bool(getattr(weight, "overwrite_main_grad", False))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, cast
 
 import torch
@@ -21,6 +22,7 @@ from qtensor.checkpoints.conversion.conversion_report import (
     QUANTIZED,
     RECIPROCAL,
     REQUANTIZED,
+    TensorResult,
 )
 from qtensor.checkpoints.conversion.request import Request
 from qtensor.checkpoints.errors import CheckpointError, Place, refuse, shorten
@@ -31,30 +33,14 @@ from qtensor.quantizers import Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
 
-class Step(NamedTuple):
-    """Say how one tensor of the result is made.
+@dataclass(frozen=True)
+class Step(TensorResult):
+    """Say how one tensor of the result is made."""
 
-    Attributes:
-        name: logical name in the result.
-        source: logical name in the source.
-        action: a key of ``report.ACTIONS``.
-        before: format in the source.
-        after: format in the result.
-        shape: logical shape in the result.
-        nbytes: bytes in the result.
-        read_bytes: bytes in the source.
-        quantizer: of a tensor that is quantized.
-    """
-
-    name: str
-    source: str
-    action: str
-    before: str
-    after: str
-    shape: tuple[int, ...]
-    nbytes: int
-    read_bytes: int
+    read_bytes: int = 0
+    """Bytes in the source."""
     quantizer: Quantizer | None = None
+    """That of a tensor that is quantized."""
 
 
 class PlannedShard(NamedTuple):
@@ -172,7 +158,7 @@ class _Tensor:
         tensor = quantizer.make_empty(shape, dtype=dtype, device="meta")
         stored = self.writer.encoded(self.name, tensor)
         step, specs = self._step(action, self._before(), quantizer.canonical, tensor, stored)
-        return step._replace(quantizer=quantizer), specs
+        return dataclasses.replace(step, quantizer=quantizer), specs
 
     def _decoded(self, group: Group, dtype: torch.dtype) -> tuple[Step, list[TensorSpec]]:
         """Return the step of a weight that becomes plain; its decoded shape may be another."""
@@ -197,7 +183,7 @@ class _Tensor:
         stored = self.writer.plain(found.name, made)
         action = RECIPROCAL if found.reciprocal else PLAIN
         step, specs = self._step(action, word, _word(made.dtype), made, stored)
-        return step._replace(name=found.name), specs
+        return dataclasses.replace(step, name=found.name), specs
 
     def _fits(self, tensor: Tensor) -> bool:
         """Return True for weights: matrices, and stacked ones that ``include`` names."""
@@ -217,10 +203,8 @@ class _Tensor:
     ) -> tuple[Step, list[TensorSpec]]:
         specs = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in stored.items()]
         nbytes = sum(spec.nbytes for spec in specs)
-        read_bytes = self.checkpoint.nbytes(self.name)
-        shape = tuple(tensor.shape)
-        step = Step(self.name, self.name, action, before, after, shape, nbytes, read_bytes)
-        return step, specs
+        place = (self.name, self.name, action, before, after, tuple(tensor.shape), nbytes)
+        return Step(*place, read_bytes=self.checkpoint.nbytes(self.name)), specs
 
     def _refuse(self, rule: str, got: object, fix: str) -> NoReturn:
         place = Place(self.checkpoint.path, self.name, self.checkpoint.layout)

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any, cast
 
 from torch import Tensor
@@ -135,17 +136,10 @@ class Stream:
         else:
             plain = self._carried(step)
             self._put(file, step, lambda: self.writer.plain(step.name, plain))
-        return TensorResult(
-            step.name,
-            step.source,
-            step.action,
-            step.before,
-            step.after,
-            step.shape,
-            step.nbytes,
-            None if error is None else error.sqnr_db,
-            None if error is None else error.max_abs_error,
-        )
+        values = {field.name: getattr(step, field.name) for field in fields(TensorResult)}
+        if error is not None:
+            values |= {"sqnr_db": error.sqnr_db, "max_abs_error": error.max_abs_error}
+        return TensorResult(**values)
 
     def _carried(self, step: Step) -> Tensor:
         """Return a plain tensor as the plan carries it."""

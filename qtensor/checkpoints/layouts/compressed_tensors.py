@@ -91,6 +91,7 @@ class CompressedTensorsLayout(Layout):
 
     name = METHOD
     rank = 60
+    methods = (METHOD,)
     factor_names = frozenset({"input_scale", "input_global_scale", "k_scale", "v_scale"})
     input_factors: ClassVar[Mapping[str, Any]] = {
         "input_scale": FACTOR,
@@ -113,11 +114,6 @@ class CompressedTensorsLayout(Layout):
             self.refuse("", "the config has config_groups", got, "Check config.json")
         found = [self._scheme(group, config.get("format")) for group in groups.values()]
         self._schemes = [scheme for scheme in found if scheme is not None]
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "compressed-tensors"``."""
-        return source.method == METHOD
 
     def _refuse_format(self, name: object) -> None:
         fix = "Read it with compressed-tensors, or export it in one of these formats"

@@ -15,7 +15,7 @@ from qtensor.api import quantizer_of
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Writer
 from qtensor.quantizers import Float8RowwiseQuantizer
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -33,12 +33,8 @@ class FbgemmFP8Layout(Layout):
 
     name = "fbgemm-fp8"
     rank = 64
+    methods = (METHOD,)
     factor_names = frozenset({"input_scale", "input_scale_ub", "k_scale", "v_scale"})
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "fbgemm_fp8"``."""
-        return source.method == METHOD
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each float8 weight; each needs its factors."""

@@ -49,6 +49,7 @@ class FineGrainedFP8Layout(Layout):
 
     name = "fine-grained-fp8"
     rank = 61
+    methods = METHODS
     factor_names = frozenset({
         "input_scale",
         "activation_scale",
@@ -76,11 +77,6 @@ class FineGrainedFP8Layout(Layout):
         dtypes = (part.get("expert_dtype") for part in parts if isinstance(part, dict))
         said = {str(dtype) for dtype in dtypes if dtype is not None}
         self._experts = "fp4" if "fp4" in said or not said else min(said)
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "fp8"`` or ``"mxfp8"``."""
-        return source.method in METHODS
 
     def _block(self, block: object) -> Block:
         if (

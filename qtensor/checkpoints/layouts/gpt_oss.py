@@ -15,7 +15,7 @@ from torch import Tensor
 from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import Parts, assemble, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
-from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Writer
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Writer
 from qtensor.quantizers import MXFP4Quantizer
 from qtensor.storage.tensor import QuantizedTensor
 
@@ -36,11 +36,7 @@ class GptOssLayout(Layout):
 
     name = "gpt-oss"
     rank = 63
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "mxfp4"``."""
-        return source.method == METHOD
+    methods = (METHOD,)
 
     def groups(self) -> Iterable[Group]:
         """Return a group for each pair of blocks and scales."""

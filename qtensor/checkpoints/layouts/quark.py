@@ -95,6 +95,7 @@ class QuarkLayout(Layout):
 
     name = METHOD
     rank = 65
+    methods = (METHOD,)
     kv_factors = ("k_proj.output_scale", "v_proj.output_scale")
     factor_names = frozenset({"input_scale", "output_scale", "k_scale", "v_scale"})
 
@@ -110,11 +111,6 @@ class QuarkLayout(Layout):
         self._patterns = [name for name in self._layers if set(name) & set("*?[")]
         types = self._table("layer_type_quant_config")
         self._types = [_scheme(e) for name, e in types.items() if name.endswith("Linear")]
-
-    @classmethod
-    def recognises(cls, source: Source) -> bool:
-        """Return True for ``quant_method: "quark"``."""
-        return source.method == METHOD
 
     def _table(self, key: str) -> Mapping[str, Any]:
         table = self.source.quantization.get(key) or {}
