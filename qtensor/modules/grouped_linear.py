@@ -322,8 +322,4 @@ class GroupedLinear(QuantizedModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and options for the repr of the module."""
-        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        canonical = self._stored.get("weight0", "")
-        stored = f", stored={canonical}" if canonical else ""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}{recipe}{stored}"
+        return f"num_gemms={self.num_gemms}, {self._repr('weight0', self.use_bias)}"

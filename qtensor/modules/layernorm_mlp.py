@@ -13,7 +13,6 @@ from qtensor.core.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.library.activation import is_gated
-from qtensor.modules.input_checks import check_width
 from qtensor.modules.linear import (
     Output,
     make_parallel,
@@ -24,7 +23,6 @@ from qtensor.modules.linear import (
 from qtensor.modules.linear_module import LinearModule
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features
-from qtensor.modules.parameters import activation_dtype
 from qtensor.recipes import Recipe
 from qtensor.reference.activation import KINDS
 
@@ -129,19 +127,16 @@ class LayerNormMLP(Normed, LinearModule):
 
         ffn = shard(self.label, "ffn_hidden_size", ffn_hidden_size, first)
         factory = {"device": device, "dtype": one_dtype(self.label, params_dtype, dtype)}
-        self._make_norm(hidden_size, factory)
+        self._make_norm(hidden_size, factory, first)
         shapes = (self._halves * ffn, hidden_size), (hidden_size, ffn)
         self._make_layer(_FC1, self._fc1_options, shapes[0], bias, factory)
         self._make_layer(_FC2, self._fc2_options, shapes[1], bias, factory)
-        self._mark_norm(first)
         if not self.fc1_weight.is_meta:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise both layers like ``torch.nn.Linear``, or by ``init_method``, and the norm."""
-        self._reset_norm()
-        # `to_empty` replaces the parameters; the new ones have no marks.
-        self._mark_norm(self._fc1_options.parallel)
+        self._reset_norm(self._fc1_options.parallel)
         hidden, ffn, halves = self.hidden_size, self.ffn_hidden_size, self._halves
         self._reset_parameters(_FC1, (halves * ffn, hidden), self._fc1_options, halves)
         self._reset_parameters(_FC2, (hidden, ffn), self._fc2_options)
@@ -172,9 +167,7 @@ class LayerNormMLP(Normed, LinearModule):
             (..., hidden_size); then the bias of fc2 (hidden_size,) with ``return_bias``, then the
             normed input (..., hidden_size) with ``return_layernorm_output``.
         """
-        input = activation_dtype(input)
-        check_width(self.label, input, self.hidden_size)
-        normed = self._norm(input)
+        normed = self._norm(input, self.hidden_size)
         first = None if is_first_microbatch is None else Call(is_first_microbatch)
         second = first
         if quantized_output is not False:

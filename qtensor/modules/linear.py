@@ -210,14 +210,9 @@ class LinearBase(LinearModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and options for the repr of the module."""
-        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
-        canonical = self._stored.get("weight", "")
-        stored = f", stored={canonical}" if canonical else ""
-        has_bias = self.bias is not None
         split = self._options.parallel
         part = "" if split is None else f", parallel_mode={split.mode!r}, tp_size={split.size}"
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={has_bias}{recipe}{stored}{part}"
+        return f"{self._repr('weight', self.bias is not None)}{part}"
 
 
 class Linear(LinearBase, nn.Linear):

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from qtensor.core.errors import fail
 from qtensor.functional.norm import norm
 from qtensor.functional.ranks.parallel import Parallel
+from qtensor.modules.input_checks import check_width
+from qtensor.modules.parameters import activation_dtype
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """The ``kind`` of ``functional.norm`` for each legal value of ``normalization``."""
@@ -60,15 +62,18 @@ class Normed:
         """The number that is added to the norm's variance."""
         return float(self._eps)
 
-    def _make_norm(self, features: int, factory: dict[str, Any]) -> None:
+    def _make_norm(self, features: int, factory: dict[str, Any], parallel: Parallel | None) -> None:
         self.layer_norm_weight = nn.Parameter(torch.empty(features, **factory))
         has_bias = self.kind == "layernorm"
         bias = nn.Parameter(torch.empty(features, **factory)) if has_bias else None
         self.register_parameter("layer_norm_bias", bias)  # type: ignore[attr-defined]
+        self._mark_norm(parallel)
 
-    def _reset_norm(self) -> None:
+    def _reset_norm(self, parallel: Parallel | None) -> None:
         """Set the norm's weight to 1 and its bias to 0."""
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
+        # `to_empty` replaces the parameters; the new ones have no marks.
+        self._mark_norm(parallel)
 
     def _mark_norm(self, parallel: Parallel | None) -> None:
         """Mark parameters for Megatron, which then sums their gradients over the group."""
@@ -78,7 +83,10 @@ class Normed:
             if parameter is not None:
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
-    def _norm(self, input: Tensor) -> Tensor:
+    def _norm(self, input: Tensor, features: int) -> Tensor:
+        """Return the norm of an input (..., features), after checking it."""
+        input = activation_dtype(input)
+        check_width(self.label, input, features)  # type: ignore[attr-defined]
         return norm(
             input,
             self.layer_norm_weight,

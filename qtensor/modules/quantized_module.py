@@ -64,6 +64,13 @@ class QuantizedModule(nn.Module):
         kind = type(self).__name__
         return f"{kind}[{self.name}]" if self.name else kind
 
+    def _repr(self, weight: str, bias: bool) -> str:
+        """Return sizes, recipe and the format of a stored weight, for ``extra_repr``."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        canonical = self._stored.get(weight, "")
+        return f"{sizes}{recipe}, stored={canonical}" if canonical else f"{sizes}{recipe}"
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, and record its quantizer for code that is traced."""
         super().register_parameter(name, param)
