@@ -108,10 +108,7 @@ def _save_folder(
     """Write the shards, the index and the JSON files of a folder."""
     names = shard_names(len(shards), writer.suffix)
     files = {os.path.join(folder, name): shard for name, shard in zip(names, shards, strict=True)}
-    texts = dict(writer.files())
-    config = writer.config()
-    if config:
-        texts["config.json"] = config
+    texts = texts_of(writer)
     index = f"model{INDEX_SUFFIX}"
     if len(shards) > 1:
         texts[index] = index_of(names, shards)
@@ -197,6 +194,15 @@ def _old_files(folder: str, index: str) -> set[str]:
             if isinstance(weight_map, dict):
                 names |= {n for n in weight_map.values() if str(n).endswith(".safetensors")}
     return names
+
+
+def texts_of(writer: Writer) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of a result by name."""
+    texts = dict(writer.files())
+    config = writer.config()
+    if config:
+        texts["config.json"] = config
+    return texts
 
 
 def shard_names(count: int, suffix: str = ".safetensors") -> list[str]:

@@ -113,7 +113,7 @@ class Comparison:
 def compare(
     model_a: nn.Module,
     model_b: nn.Module,
-    inputs: Any,
+    inputs: object,
     layers: str | Iterable[str] | None = None,
 ) -> Comparison:
     """Return how the outputs of two models and of their layers differ.

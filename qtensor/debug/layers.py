@@ -108,11 +108,9 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
             yield from _operation_layers(name, module, module)
         elif isinstance(module, QuantizedModule):
             inside |= set(module.modules())
-            if isinstance(module, GroupedLinear):
-                names = tuple([f"weight{i}" for i in range(module.num_gemms)])
-                yield Layer(name, module, names, "module")
-            else:
-                yield Layer(name, module, tuple(module._states), "module")
+            grouped = isinstance(module, GroupedLinear)
+            names = _weights_of(module) if grouped else tuple(module._states)
+            yield Layer(name, module, names, "module")
         else:
             own = dict(module.named_parameters(recurse=False))
             quantized = [n for n, p in own.items() if isinstance(p, QuantizedTensorStorage)]

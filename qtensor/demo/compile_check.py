@@ -96,12 +96,9 @@ def check_compile(name: str, weight: Tensor, fmt: str, backend: str) -> CompileR
         try:
             actual = compiled(quantized, x, fmt, options)
         except (TorchDynamoException, InductorError) as error:
-            fail(
-                op=f"demo[{fmt}]",
-                rule="the function must compile as one graph",
-                got=f"{type(error).__name__}: {error}",
-                fix="Run with --no-compile, or with the other --backend",
-            )
+            rule = "the function must compile as one graph"
+            fix = "Run with --no-compile, or with the other --backend"
+            fail(f"demo[{fmt}]", rule, f"{type(error).__name__}: {error}", fix)
         total += sum(one.nbytes for one in expected)
         equal += sum(map(equal_bytes, expected, actual))
     breaks, seconds = sum(counters["graph_break"].values()), time.perf_counter() - start

@@ -65,8 +65,7 @@ class _Style(parallel.ParallelStyle):
             fix = "Build it with set_parallel_mode=True, tp_group=mesh.get_group()"
             fail(f"{name} of {module.label}", rule, "one style", fix, UnsupportedError)
         if not isinstance(module, (LinearBase, GroupedLinear)):
-            base: Any = super()
-            return base._apply(module, device_mesh)
+            return super()._apply(module, device_mesh)  # type: ignore[safe-super]
         if self.mode == "row" and isinstance(module, LayerNormLinear):
             rule = "the norm needs whole rows, so only out_features can be split"
             fail(f"{name} of {module.label}", rule, "RowwiseParallel", "Use ColwiseParallel")

@@ -188,7 +188,7 @@ class ReadStored(_Stored):
         """Take a weight under the name that the renamings of the model gave it."""
         return source_key, (None if self.reader.current is None else _STORED)
 
-    def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, layer_name: str, model: Any = None, **__: object) -> dict[str, Any]:
         """Return the parameter."""
         tensors = self.materialize_tensors()[_STORED]
         module, _ = module_of(model, layer_name)
@@ -267,7 +267,7 @@ def _refuse(name: str, rule: str, got: object) -> NoReturn:
 class _Nothing(ConversionOps):
     """Stand for the operation that a converter must have."""
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **__: object) -> dict[str, Any]:
         return input_dict
 
 

@@ -100,7 +100,7 @@ class QTensorConfig(QuantizationConfigMixin):
         self.layout = layout
         self._entry: dict[str, Any] | None = None
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value of ``to_dict``; transformers asks a config for ``quant_method`` so."""
         return self.to_dict().get(key, default)
 

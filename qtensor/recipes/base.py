@@ -111,7 +111,7 @@ class ReadOnlyDict(dict[str, Any]):
         return ReadOnlyDict, (dict(self),)
 
 
-def _read_only(value: Any) -> Any:
+def _read_only(value: object) -> object:
     """Return a read-only copy of a mapping and of the mappings in it; other values as they are."""
     if not isinstance(value, Mapping):
         return value
@@ -281,7 +281,7 @@ def _overridden(
 # ---- keys
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     """Return an option as values that keys can hold: strings, keys and numbers of functions."""
     if isinstance(value, Format):
         return value.name

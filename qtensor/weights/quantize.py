@@ -130,8 +130,7 @@ def check_recipe(name: str, layer: LinearLayer, quantizer: Quantizer) -> None:
     module = layer.modules[0]
     if isinstance(module, QuantizedModule):
         try:
-            own: Any = module
-            kind, key = own._options.module, module._recipe_key()
+            kind, key = module._layer_options("weight").module, module._recipe_key()
             weight_canonical(quantizer.canonical, key, kind, module.name, False)
         except QTensorError as error:
             rule = "a layer of qtensor needs the format that its recipe reads"

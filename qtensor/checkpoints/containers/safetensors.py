@@ -19,9 +19,9 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -306,13 +306,10 @@ class SafetensorsWriter:
             self._file, self.temporary = tempfile.mkstemp(".tmp", f".{name}.", folder)
         except OSError as error:
             refuse(Place(self.path), "the folder must be writable", error, "Check it", error)
-        try:
+        with self._removing():
             self._put(header, 0)
             if self._size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file, 0, self._size)
-        except OSError as error:
-            self.abort()
-            self._fail(error)
 
     def _plan(self, specs: list[TensorSpec], metadata: dict[str, str]) -> bytes:
         """Compute the offset of every tensor and return the header."""
@@ -363,10 +360,7 @@ class SafetensorsWriter:
             rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
             refuse(place, rule, f"{tensor.dtype} of {tuple(tensor.shape)}", "Fix the specs")
         data = _raw(tensor.detach().cpu())
-        try:
-            self._put(data.numpy(), offset)
-        except OSError as error:
-            self._fail(error)
+        self._store(data, offset)
         self._missing.discard(name)
 
     def write_part(self, name: str, first: int, part: Tensor) -> None:
@@ -395,16 +389,28 @@ class SafetensorsWriter:
             rule = f"the header says {spec.dtype} of shape {tuple(spec.shape)}"
             got = f"{part.numel()} elements of {part.dtype} at {first}"
             refuse(Place(self.path, name), rule, got, "Fix the specs")
+        self._store(data, offset + begin)
+
+    def _store(self, data: Tensor, offset: int) -> None:
         try:
-            self._put(data.numpy(), offset + begin)
+            self._put(data.numpy().data, offset)
         except OSError as error:
             self._fail(error)
 
-    def _put(self, data: Any, offset: int) -> None:
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
         while view:
             count = os.pwrite(self._file, view, offset)
             view, offset = view[count:], offset + count
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Remove the temporary file if the system refuses something."""
+        try:
+            yield
+        except OSError as error:
+            self.abort()
+            self._fail(error)
 
     def _fail(self, error: OSError) -> None:
         fix = "Free space on the disk, or choose another folder"
@@ -429,11 +435,8 @@ class SafetensorsWriter:
             got = f"{len(self._missing)} missing, for example {min(self._missing)!r}"
             self.abort()
             refuse(Place(self.path), "every tensor of the header is written", got, "Write them")
-        try:
+        with self._removing():
             os.fsync(self._file)
-        except OSError as error:
-            self.abort()
-            self._fail(error)
         os.close(self._file)
         self._file = -1
 
@@ -443,12 +446,9 @@ class SafetensorsWriter:
         Raises:
             CheckpointError: the file cannot be renamed.
         """
-        try:
+        with self._removing():
             os.replace(self.temporary, self.path)
             sync_folder(os.path.dirname(self.path))
-        except OSError as error:
-            self.abort()
-            self._fail(error)
 
     def abort(self) -> None:
         """Remove the temporary file."""
@@ -461,12 +461,7 @@ class SafetensorsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

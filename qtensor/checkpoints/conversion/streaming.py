@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import fields
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -244,12 +244,3 @@ def copy_other_files(
             refuse(Place(os.path.join(folder, name)), "the file must be writable", error, fix)
         names.append(name)
     return names
-
-
-def texts_of(writer: Writer) -> dict[str, dict[str, Any]]:
-    """Return the JSON files of a result by name."""
-    texts = dict(writer.files())
-    config = writer.config()
-    if config:
-        texts["config.json"] = config
-    return texts
