@@ -8,7 +8,7 @@ rank. ``StateOfRank`` tells it to store those of all ranks, joined along dim 0, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from qtensor.core.errors import UnsupportedError, fail, this_rank
 from qtensor.modules.state import DelayedState, LinearState, check_checkpoint
 from qtensor.storage.process_groups import check_group
 from qtensor.storage.ranks.state_dict_broadcast import is_installed
-
-if TYPE_CHECKING:
-    from qtensor.modules.quantized_module import QuantizedModule
 
 SCALE, HISTORY = "scale", "amax_history"
 
@@ -244,7 +241,7 @@ def place(weights: Sequence[Any], group: str | None) -> tuple[int, int]:
     return rank, ranks
 
 
-def save_entries(module: QuantizedModule, destination: dict[str, Any], prefix: str) -> None:
+def save_entries(module: Any, destination: dict[str, Any], prefix: str) -> None:
     """Add the entries of delayed scaling of a module to its ``state_dict``."""
     for weight, delayed in used_states(module):
         key = f"{prefix}_delayed_scaling.{weight}"
@@ -253,7 +250,7 @@ def save_entries(module: QuantizedModule, destination: dict[str, Any], prefix: s
         destination[f"{key}.{HISTORY}"] = StateOfRank.of(delayed.merged(), HISTORY, *where)
 
 
-def used_states(module: QuantizedModule) -> Iterator[tuple[str, DelayedState]]:
+def used_states(module: Any) -> Iterator[tuple[str, DelayedState]]:
     """Yield the name of the weight and the state of each layer that has or will have one."""
     for weight, state in module._states.items():
         delayed = state.delayed_state
@@ -262,7 +259,7 @@ def used_states(module: QuantizedModule) -> Iterator[tuple[str, DelayedState]]:
 
 
 def take_entries(
-    module: QuantizedModule, state_dict: dict[str, Any], prefix: str
+    module: Any, state_dict: dict[str, Any], prefix: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Remove the entries of delayed scaling from a dict, and return checked values by weight.
 
@@ -320,7 +317,7 @@ def _of_this_rank(
     return reduced(both[0], SCALE), reduced(both[1], HISTORY)
 
 
-def entry_buffers(module: QuantizedModule) -> Iterator[tuple[str, Tensor]]:
+def entry_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries of delayed scaling with their tensors, as if these were buffers."""
     for weight, delayed in used_states(module):
         is_meta = module._weights(weight)[0].is_meta

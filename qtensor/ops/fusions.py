@@ -113,7 +113,7 @@ def unregister_fusion(builder: Builder) -> None:
 class Step(NamedTuple):
     """One operation of a plan, with the indices of the basic operations that it replaces."""
 
-    op: Any
+    op: BasicOperation | FusedOperation
     first: int
     last: int
 

@@ -214,7 +214,7 @@ class TorchZip(SafetensorsFile):
     kind = "torch"
 
     def _load(self, file: Path, data: Mapped) -> None:
-        """Read the directory of the zip and the pickle, which may name nothing but tensors."""
+        """Read the directory of the zip and the pickle, which may name only tensors."""
         place = Place(self.path)
         entries = zip_entries(file, data, self.path)
         roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]

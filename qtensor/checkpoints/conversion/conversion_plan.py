@@ -40,7 +40,7 @@ class Step(TensorResult):
     read_bytes: int = 0
     """Bytes in the source."""
     quantizer: Quantizer | None = None
-    """That of a tensor that is quantized."""
+    """The quantizer of a tensor that is quantized here; None for others."""
 
 
 class PlannedShard(NamedTuple):
