@@ -241,11 +241,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def verify(
-    path: Source,
-    layout: FileLayout = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(path: Source, layout: FileLayout = None, as_json: AsJson = False) -> None:
     """Check structure, factors, values and checksums. The status is 1 if there is an error."""
     with plain_errors():
         from qtensor import checkpoints  # noqa: PLC0415 - quick --help

@@ -132,6 +132,12 @@ class QTensorQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QTensorConfig
+    is_trainable = True
+    """Gradients flow through frozen weights to adapters."""
+    is_qat_trainable = True
+    """The parameters that are not quantized can be trained."""
+    is_compileable = True
+    """``torch.compile`` takes quantized parameters."""
 
     def __init__(self, quantization_config: QTensorConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -274,21 +280,6 @@ class QTensorQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` writes ``QTensorConfig.layout``."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return True: gradients flow through frozen weights to adapters."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Return True: the parameters that are not quantized can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return True: ``torch.compile`` takes quantized parameters."""
         return True
 
 

@@ -331,11 +331,7 @@ def _tie_obstacle(module: nn.Module, weight: Tensor, owners: Owners) -> str:
 
 
 def _revert_obstacle(
-    module: Any,
-    places: list[Place],
-    filter_fn: Filter | None,
-    owners: Owners,
-    held: bool,
+    module: Any, places: list[Place], filter_fn: Filter | None, owners: Owners, held: bool
 ) -> str:
     """Return the reason for which ``revert_`` skips a layer; "" if it reverts the layer."""
     if filtered := _filtered(module, places, filter_fn):

@@ -114,9 +114,7 @@ class StateOfRank(Tensor):
         )
 
     def _chunk(self, rank: int, ranks: int) -> Any:
-        from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
-            ChunkStorageMetadata,
-        )
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - takes a second
 
         rows, *rest = self.shape
         return ChunkStorageMetadata(
@@ -126,15 +124,8 @@ class StateOfRank(Tensor):
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[Any]:
         """Return what this rank writes: its rows of the joined tensor."""
-        from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415 - takes a second
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415 - takes a second
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415
 
         if self.rank < 0:
             return []

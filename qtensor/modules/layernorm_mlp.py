@@ -13,13 +13,7 @@ from qtensor.core.errors import check, fail
 from qtensor.functional.activation import activation, clamped_swiglu
 from qtensor.functional.checkpoint import checkpoint
 from qtensor.library.activation import is_gated
-from qtensor.modules.linear import (
-    Output,
-    make_parallel,
-    one_dtype,
-    requested_output,
-    shard,
-)
+from qtensor.modules.linear import Output, make_parallel, one_dtype, requested_output, shard
 from qtensor.modules.linear_module import LinearModule
 from qtensor.modules.normed import Normed
 from qtensor.modules.options import Call, LinearOptions, check_features

@@ -10,10 +10,7 @@ from torch import Tensor
 from qtensor.core.buffer_shapes import Shape
 from qtensor.core.dtensors import is_dtensor
 from qtensor.functional.linear.args import LinearFwdArgs
-from qtensor.functional.linear.layer_plan import (
-    linear_plan,
-    weight_label,
-)
+from qtensor.functional.linear.layer_plan import linear_plan, weight_label
 from qtensor.functional.linear.linear_function import run_linear
 from qtensor.functional.linear.main_grad import report_when_accumulated
 from qtensor.functional.linear.one_op import LINEAR, one_op
@@ -146,12 +143,7 @@ class LinearModule(QuantizedModule):
         return out
 
     def _complete(
-        self,
-        args: LinearFwdArgs,
-        input: Tensor,
-        weight: str,
-        options: LinearOptions,
-        call: Call,
+        self, args: LinearFwdArgs, input: Tensor, weight: str, options: LinearOptions, call: Call
     ) -> None:
         """Complete the arguments of a call from the layer's options and state.
 

@@ -26,14 +26,7 @@ from qtensor.library.delayed import (
     RECORD_AMAX,
 )
 from qtensor.library.gradient import drop_listener, drop_postponed
-from qtensor.library.recomputation import (
-    Factors,
-    active_runs,
-    forget,
-    is_running,
-    keep,
-    recall,
-)
+from qtensor.library.recomputation import Factors, active_runs, forget, is_running, keep, recall
 from qtensor.recipes import MAX_HISTORY, parse_recipe
 from qtensor.recipes.base import FUNCTIONS
 from qtensor.storage.process_groups import max_over

@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from qtensor.core.errors import check, fail
-from qtensor.library.activation import (
-    ACTIVATION,
-    ACTIVATION_BACKWARD,
-    clamped_swiglu,
-    is_gated,
-)
+from qtensor.library.activation import ACTIVATION, ACTIVATION_BACKWARD, clamped_swiglu, is_gated
 from qtensor.library.fused import ACTIVATION_QUANTIZE
 from qtensor.ops.handover import Request, from_buffers, produce
 from qtensor.ops.norm import matrix

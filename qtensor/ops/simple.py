@@ -153,11 +153,7 @@ class Dropout(BasicOperation):
         return {"seed": draw_seeds(like, self.draws, (True, False, False))[0]}
 
     def op_forward_compute(
-        self,
-        input: Tensor,
-        *,
-        seed: Tensor | None,
-        next_op_input_request: Request | None = None,
+        self, input: Tensor, *, seed: Tensor | None, next_op_input_request: Request | None = None
     ) -> tuple[Any, None]:
         """Return the input with elements dropped."""
         y = input if seed is None else DROPOUT(input, float(self._p), seed)

@@ -19,13 +19,7 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from qtensor.checkpoints.containers.base import (
-    Mapped,
-    Path,
-    TensorInfo,
-    checked_shape,
-    stored_size,
-)
+from qtensor.checkpoints.containers.base import Mapped, Path, TensorInfo, checked_shape, stored_size
 from qtensor.checkpoints.containers.safetensors import (
     SafetensorsFile,
     SafetensorsWriter,

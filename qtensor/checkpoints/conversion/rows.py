@@ -69,10 +69,7 @@ def parts_of(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def row_parts(
-    quantizer: Quantizer,
-    buffers: Sequence[Tensor],
-    shape: Sequence[int],
-    bounds: tuple[int, int],
+    quantizer: Quantizer, buffers: Sequence[Tensor], shape: Sequence[int], bounds: tuple[int, int]
 ) -> list[Tensor]:
     """Return views of buffers that hold some rows; tensor-wide factors are in every part.
 

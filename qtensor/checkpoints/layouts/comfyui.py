@@ -22,15 +22,7 @@ from qtensor.checkpoints.buffers import Parts, assemble, kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import TensorInfo
 from qtensor.checkpoints.containers.safetensors import parse_json
 from qtensor.checkpoints.errors import shorten
-from qtensor.checkpoints.layout_base import (
-    DenseOnly,
-    Group,
-    Layout,
-    Loaded,
-    Source,
-    Target,
-    Writer,
-)
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Target, Writer
 from qtensor.checkpoints.nvfp4_factor import expert_factors, factor_in, from_factors
 from qtensor.core.buffer_shapes import ceil_div, round_up
 from qtensor.quantizers import NVFP4Quantizer

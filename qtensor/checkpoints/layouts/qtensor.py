@@ -16,15 +16,7 @@ from torch import Tensor
 from qtensor.api import parsed
 from qtensor.checkpoints.containers.base import TensorInfo, checked_shape
 from qtensor.checkpoints.containers.safetensors import parse_json
-from qtensor.checkpoints.layout_base import (
-    DIVISOR,
-    FACTOR,
-    Group,
-    Layout,
-    Loaded,
-    Source,
-    Writer,
-)
+from qtensor.checkpoints.layout_base import DIVISOR, FACTOR, Group, Layout, Loaded, Source, Writer
 from qtensor.core.buffer_shapes import buffer_shapes
 from qtensor.core.errors import QTensorError
 from qtensor.storage.rebuild import FLOATING

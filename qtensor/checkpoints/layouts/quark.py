@@ -18,15 +18,7 @@ from qtensor.checkpoints import arithmetic
 from qtensor.checkpoints.buffers import kind_of, rowwise_parts
 from qtensor.checkpoints.containers.base import STORED_TYPES, TensorInfo
 from qtensor.checkpoints.ignoring import WILDCARD
-from qtensor.checkpoints.layout_base import (
-    DenseOnly,
-    Group,
-    Layout,
-    Loaded,
-    Source,
-    Target,
-    Writer,
-)
+from qtensor.checkpoints.layout_base import DenseOnly, Group, Layout, Loaded, Source, Target, Writer
 from qtensor.core.buffer_shapes import ceil_div
 from qtensor.quantizers import (
     Float8BlockQuantizer,
