@@ -14,7 +14,6 @@ from qtensor.ops.operation import (
     BasicOperation,
     Extra,
     GradExtra,
-    Kwargs,
     OperationContext,
 )
 
@@ -65,8 +64,8 @@ class AddExtraInput(_Passing):
         input: Tensor,
         *,
         basic_op_extra_inputs: Extra,
-        basic_op_kwargs: Kwargs,
         next_op_input_request: Request | None = None,
+        **_: object,
     ) -> tuple[Any, Extra, None]:
         """Return the sum."""
         (extra,) = basic_op_extra_inputs[0]
@@ -74,11 +73,7 @@ class AddExtraInput(_Passing):
         return produce(add(input, extra), next_op_input_request), [()], None
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: GradExtra,
+        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: object
     ) -> tuple[Any, list[tuple[()]], GradExtra]:
         """Return the gradient for both inputs."""
         dx = produce(grad_output, basic_op_ctxs[0].grad_input_request)
@@ -106,12 +101,7 @@ class MakeExtraOutput(_Passing):
         self.output_channels = (channel,)
 
     def fuser_forward_compute(
-        self,
-        input: Tensor,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: Kwargs,
-        next_op_input_request: Request | None = None,
+        self, input: Tensor, *, next_op_input_request: Request | None = None, **_: object
     ) -> tuple[Any, Extra, None]:
         """Return the input twice."""
         return produce(input, next_op_input_request), [(input,)], None
@@ -153,12 +143,7 @@ class ExtraInput(_Passing):
         self.output_channels = (channel,)
 
     def fuser_forward_compute(
-        self,
-        input: Value,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: Kwargs,
-        next_op_input_request: Request | None = None,
+        self, input: Value, *, basic_op_extra_inputs: Extra, **_: object
     ) -> tuple[Any, Extra, None]:
         """Return both tensors unchanged."""
         return input, [basic_op_extra_inputs[0]], None

@@ -173,9 +173,7 @@ class ForwardGroupedMLP(_Fused):
         basic_op_ctxs: list[OperationContext],
         input: Tensor,
         returned: tuple[GroupedProduct, GroupedProduct],
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: Kwargs,
+        **_: object,
     ) -> None:
         """Save what each operation would save alone."""
         first, activation, second = self.basic_ops

@@ -128,19 +128,13 @@ class GroupedLinear(GroupedModule, BasicOperation):
         basic_op_ctxs: list[OperationContext],
         input: Tensor,
         returned: GroupedProduct,
-        *,
-        basic_op_extra_inputs: Extra,
-        basic_op_kwargs: Kwargs,
+        **_: object,
     ) -> None:
         """Save the operands of dgrad and wgrad."""
         self.save_operands(basic_op_ctxs[0], returned)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: list[BackwardContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: GradExtra,
+        self, basic_op_ctxs: list[BackwardContext], grad_output: Tensor, **_: object
     ) -> tuple[Any, list[Any], GradExtra]:
         """Return dgrad, the wgrads and the gradients of the biases."""
         ctx = basic_op_ctxs[0]
