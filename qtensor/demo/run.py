@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def run_demo(
-    formats: Sequence[str], path: Path | None, backend: str | None, say: Callable[[str], object]
+    formats: Sequence[str],
+    path: Path | None,
+    backend: str | None,
+    say: Callable[[str], object],
 ) -> DemoReport:
     """Run every part, and print the result of each as soon as it is known.
 

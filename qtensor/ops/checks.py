@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from qtensor.core.errors import ArgumentTypeError, QTensorError, UnsupportedError, fail
-
-if TYPE_CHECKING:
-    from qtensor.ops.operation import FusibleOperation
+from qtensor.core.errors import QTensorError, UnsupportedError, fail
+from qtensor.ops.operation import FusibleOperation, refuse_result
 
 
 def name_operation(op: FusibleOperation, error: QTensorError) -> None:
@@ -19,23 +17,6 @@ def name_operation(op: FusibleOperation, error: QTensorError) -> None:
     if not any(basic.label in message for basic in op.basic_ops):
         labels = " to ".join(dict.fromkeys((op.basic_ops[0].label, op.basic_ops[-1].label)))
         error.args = (f"{labels}: {message}",)
-
-
-def check_tuple(op: FusibleOperation, name: str, result: object, form: tuple[str, ...]) -> Any:
-    """Return what a function of an operation returned, checked to be a tuple of that form.
-
-    ``form`` describes its elements, for the message.
-    """
-    if not isinstance(result, tuple) or len(result) != len(form):
-        kind = type(result).__name__
-        got = f"{kind} of {len(result)}" if isinstance(result, tuple) else kind
-        refuse_result(op, name, f"return ({', '.join(form)})", got)
-    return result
-
-
-def refuse_result(op: FusibleOperation, name: str, must: str, got: object) -> None:
-    """Raise the error for a function of an operation that returned a wrong value."""
-    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 
 def check_list(op: FusibleOperation, name: str, what: str, items: Any, count: int) -> Sequence[Any]:

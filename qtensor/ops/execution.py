@@ -9,23 +9,18 @@ import torch
 from torch import Tensor
 
 from qtensor.core.errors import QTensorError
-from qtensor.ops.checks import (
-    check_gradients,
-    check_list,
-    check_tuple,
-    name_operation,
-    refuse_result,
-)
+from qtensor.ops.checks import check_gradients, check_list, name_operation
 from qtensor.ops.handover import Request, Value
 from qtensor.ops.operation import (
     COMPUTED,
     GRADIENTS,
     BackwardContext,
-    BasicOperation,
     FusibleOperation,
     OperationContext,
+    check_tuple,
+    refuse_result,
 )
-from qtensor.ops.routes import Routes
+from qtensor.ops.routes import Routes, Wiring
 from qtensor.ops.sequence_plan import ForwardStep, SequencePlan
 
 _COMPUTED = ("the output", "extra outputs of each operation", "data for save_ctx")
@@ -35,25 +30,6 @@ _GRADIENTS = (
     "gradients of parameters",
     "gradients of extra inputs",
 )
-
-
-class Wiring:
-    """The operations of a sequence, and the routing of their extra tensors.
-
-    Attributes:
-        ops: the basic operations.
-        input_channels, output_channels: for each operation a channel or None for each extra tensor.
-        asking: indices of the operations that may request a format for their gradient.
-        n_extra_inputs: number of extra inputs that the caller passes.
-        n_extra_outputs: for each operation, the number of extra outputs that the caller gets.
-    """
-
-    ops: tuple[BasicOperation, ...]
-    input_channels: list[tuple[str | None, ...]]
-    output_channels: list[tuple[str | None, ...]]
-    asking: tuple[int, ...]
-    n_extra_inputs: int
-    n_extra_outputs: list[int]
 
 
 class Call(NamedTuple):

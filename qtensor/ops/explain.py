@@ -20,9 +20,9 @@ from qtensor.core.texts import aligned
 from qtensor.ops.fuser import OperationFuser
 from qtensor.ops.operation import BasicOperation, OperationContext
 from qtensor.ops.sequence_plan import BackwardStep, ForwardStep, SequencePlan, WatchedStep
-from qtensor.ops.sequential import Group, Sequential
 
 Contexts = Sequence[OperationContext]
+Group = OperationFuser | nn.Module
 ROWS = 1024
 """Rows of the example input that is used if the caller passes none."""
 
@@ -207,7 +207,7 @@ def _observed(group: Group, log: _Log, parameters: set[int]) -> Group:
     return group
 
 
-def _faked(module: Sequential, mode: FakeTensorMode) -> Sequential:
+def _faked(module: nn.Sequential, mode: FakeTensorMode) -> nn.Sequential:
     """Return a copy whose parameters and buffers are fake tensors."""
     memo = {}
     for t in (*module.parameters(), *module.buffers()):
@@ -233,7 +233,7 @@ def _example_input(sequence: nn.Sequential) -> Tensor:
     fail("Sequential.explain", rule, "no input", "Pass the input and the extra inputs")
 
 
-def explain(sequence: Sequential, *inputs: Tensor) -> SequenceExplanation:
+def explain(sequence: nn.Sequential, *inputs: Tensor) -> SequenceExplanation:
     """Return how ``sequence`` would run now, without computing anything or changing state.
 
     ``Sequential.explain`` describes the inputs.
@@ -246,7 +246,7 @@ def explain(sequence: Sequential, *inputs: Tensor) -> SequenceExplanation:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
         fakes = [mode.from_tensor(t).detach().requires_grad_(t.requires_grad) for t in used]
-        twin = _faked(sequence, mode)
+        twin: Any = _faked(sequence, mode)
         parameters = {id(p) for p in twin.parameters()}
         twin.replace_groups(partial(_observed, log=log, parameters=parameters))
         with mode, log:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qtensor.core.errors import ArgumentTypeError, check, fail
 from qtensor.core.torch_state import constant_in_graphs
-from qtensor.ops.execution import Call, FuserFunction, Wiring, execute
+from qtensor.ops.execution import Call, FuserFunction, execute
 from qtensor.ops.fusions import EPOCH, Step, fuse
 from qtensor.ops.operation import BasicOperation, FusibleOperation, parameters_of
+from qtensor.ops.routes import Wiring
 from qtensor.ops.sequence_plan import SequencePlan, channels
 
 HAND_OVER_FROM = 2**16

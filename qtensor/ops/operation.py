@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from qtensor.core.errors import UnsupportedError, fail
-from qtensor.ops.checks import check_tuple
+from qtensor.core.errors import ArgumentTypeError, UnsupportedError, fail
 from qtensor.ops.handover import Request
 from qtensor.recipes import compile_constant
 
@@ -188,6 +187,23 @@ class FusibleOperation(nn.Module):
     def _register(self) -> None:
         self.__dict__["_number"] = number = next(_NUMBERS)
         _OPERATIONS[number] = self
+
+
+def check_tuple(op: FusibleOperation, name: str, result: object, form: tuple[str, ...]) -> Any:
+    """Return what a function of an operation returned, checked to be a tuple of that form.
+
+    ``form`` describes its elements, for the message.
+    """
+    if not isinstance(result, tuple) or len(result) != len(form):
+        kind = type(result).__name__
+        got = f"{kind} of {len(result)}" if isinstance(result, tuple) else kind
+        refuse_result(op, name, f"return ({', '.join(form)})", got)
+    return result
+
+
+def refuse_result(op: FusibleOperation, name: str, must: str, got: object) -> None:
+    """Raise the error for a function of an operation that returned a wrong value."""
+    fail(op.basic_ops[0].label, f"its {name} must {must}", got, "Fix the class", ArgumentTypeError)
 
 
 class BasicOperation(FusibleOperation, is_base=True):

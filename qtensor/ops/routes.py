@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qtensor.library.pointwise import add
 from qtensor.ops.checks import check_list
-from qtensor.ops.operation import FusibleOperation
+from qtensor.ops.operation import BasicOperation, FusibleOperation
 
-if TYPE_CHECKING:
-    from qtensor.ops.execution import Wiring
+
+class Wiring:
+    """The operations of a sequence, and the routing of their extra tensors.
+
+    Attributes:
+        ops: the basic operations.
+        input_channels, output_channels: for each operation a channel or None for each extra tensor.
+        asking: indices of the operations that may request a format for their gradient.
+        n_extra_inputs: number of extra inputs that the caller passes.
+        n_extra_outputs: for each operation, the number of extra outputs that the caller gets.
+    """
+
+    ops: tuple[BasicOperation, ...]
+    input_channels: list[tuple[str | None, ...]]
+    output_channels: list[tuple[str | None, ...]]
+    asking: tuple[int, ...]
+    n_extra_inputs: int
+    n_extra_outputs: list[int]
 
 
 def split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
