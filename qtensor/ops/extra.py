@@ -39,7 +39,7 @@ class _Passing(BasicOperation, is_base=True):
     fuser_is_split = True
 
     def fuser_forward_save_ctx(
-        self, basic_op_ctxs: list[OperationContext], input: Value, returned: None, **kwargs: Any
+        self, basic_op_ctxs: list[OperationContext], input: Value, returned: None, **_: object
     ) -> None:
         """Save nothing."""
 

@@ -136,7 +136,7 @@ class BasicLinear(LinearBase, BasicOperation):
     ) -> LinearFwdArgs:
         weight, options = self.weight, self._options
         plain: Any = input
-        quantized: Any = None
+        quantized: Quantized | None = None
         if isinstance(input, Quantized):
             plain, quantized = None, input
             check_width(self.label, quantized, weight.shape[1])
